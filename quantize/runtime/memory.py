@@ -18,6 +18,7 @@ lockstep as take the fewest bytes over the link. Bytes are computed from shapes.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,19 +60,15 @@ class Stack:
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
         """Sum `sizes`, bytes by the on-disk name of a tensor or of the one that it was made from."""
-        layers: dict[int, float] = {}
-        experts: dict[int, float] = {}
-        fixed = 0.0
+        layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
-            if (found := PRODUCT.match(tensor)) is None:
-                fixed += nbytes if tensor.startswith("model.decoder.") else 0
-                continue
-            index = int(found[1])
-            layers[index] = layers.get(index, 0) + nbytes
-            if found[2] == "experts":
-                experts[index] = experts.get(index, 0) + nbytes
+            if found := PRODUCT.match(tensor):
+                layers[int(found[1])] += nbytes
+                experts[int(found[1])] += nbytes if found[2] == "experts" else 0
+            elif tensor.startswith("model.decoder."):
+                fixed += nbytes
         way = (8 if quantized else 4) / 3  # fetched, stacked and packed, or fetched and packed
-        ordered = tuple(layers[index] for index in sorted(layers))
+        ordered = tuple(float(layers[index]) for index in sorted(layers))
         return cls(name, fixed, ordered, way * max(experts.values()))
 
     @property
@@ -216,9 +213,8 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
 
 def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
     """Yield a need in every way of lockstep that there is."""
-    yield need
     cells = need.batch * cache_bytes(config, need.context)
-    for lanes in range(1, min(need.batches, MOST_CANVASES // need.batch) + 1):
+    for lanes in range(1, max(1, min(need.batches, MOST_CANVASES // need.batch)) + 1):
         yield replace(need, lanes=lanes)
         if need.batches > 1 and lanes * cells <= need.host:
             yield replace(need, lanes=lanes, on_host=True)
@@ -235,15 +231,15 @@ def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
     """Keep all layers, or as many as fit beside what streaming takes; None where none streams."""
     parts, stack = _parts(need, config), need.stack
     left = budget - sum(parts.values()) - stack.fixed
-    weights = {"fixed": stack.fixed, "layers": float(sum(stack.layers)), "streaming": 0.0}
+    kept, layers, streaming = len(stack.layers), sum(stack.layers), 0.0
+    if left < layers:
+        streaming = stack.streaming
+        if left < streaming:
+            return None
+        kept = min(kept - 1, int((left - streaming) / max(stack.layers)))
+        layers = kept * max(stack.layers)
+    weights = {"fixed": stack.fixed, "layers": layers, "streaming": streaming}
     moved = need.lanes * need.batch * _seen_bytes(config, need.context) if need.on_host else 0.0
-    if left >= weights["layers"]:
-        return Plan(need, len(stack.layers), weights | parts, moved)
-    left -= stack.streaming
-    if left < 0:
-        return None
-    kept = min(len(stack.layers) - 1, int(left / max(stack.layers)))
-    weights |= {"layers": kept * max(stack.layers), "streaming": stack.streaming}
     return Plan(need, kept, weights | parts, moved)
 
 
@@ -251,7 +247,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     """Return the bytes of everything but weights."""
     text, L = config["text_config"], config["canvas_length"]
     V, H = text["vocab_size"], text["hidden_size"]
-    rows = need.batch * max(L, min(SHORT, need.context))
+    rows, pieces = need.batch * max(L, min(SHORT, need.context)), min(need.batch, CANVASES_A_PIECE)
     passed = max(2 * rows, min(max(CHUNK, L), need.context))  # a step may encode as many canvases
     heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
@@ -262,18 +258,13 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
         cache = 2 * sum(set(layers))  # a sliding and a full layer
     parts = {
         "cache": need.batch * cache,
-        "vocabulary": 0
-        if need.one_layer
-        else min(need.batch, CANVASES_A_PIECE) * L * (4 * V + 4 * SPLITS * H),
+        "vocabulary": 0 if need.one_layer else pieces * L * (4 * V + 4 * SPLITS * H),
         "activations": passed * each,
         "CUDA": CONTEXT_BYTES,
+        "lanes": need.lanes * rows * LANE_ROWS * 2 * H if need.lanes > 1 else 0,
+        "comparison": 4 * FLOAT_PASSES * L * V if need.compares else 0,
+        "beside": need.beside,
     }
-    if need.lanes > 1:
-        parts["lanes"] = need.lanes * rows * LANE_ROWS * 2 * H
-    if need.compares:
-        parts["comparison"] = 4 * FLOAT_PASSES * L * V
-    if need.beside:
-        parts["beside"] = need.beside
     return {name: float(value) for name, value in parts.items()}
 
 

@@ -237,31 +237,23 @@ class _Stages:
         canvases = settings.canvases if settings else 2
         passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
         modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.max_kl_nats}
-        counts = passes * (1 if settings else 3), passes * (len(modes) + 1)  # or BF16 records first
-        return self._both(bf16, quantized, counts, CHECKING_SECONDS)
+        # BF16 records first where nothing was calibrated.
+        needed = {bf16: passes * (1 if settings else 3), quantized: passes * (len(modes) + 1)}
+        return self._both(needed, CHECKING_SECONDS)
 
     def _evaluate(self, bf16: Need, quantized: Need) -> Row:
         tokens = sum(tokens_by_task(self._recipe).values())
-        canvas, batch = self._config["canvas_length"], bf16.batch
-        count = tokens / canvas / batch * (STEPS_A_CANVAS + 1)
-        counts = count, count
-        return self._both(bf16, quantized, counts, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
+        count = tokens / self._config["canvas_length"] / bf16.batch * (STEPS_A_CANVAS + 1)
+        return self._both({bf16: count, quantized: count}, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
 
-    def _both(
-        self,
-        bf16: Need,
-        quantized: Need,
-        counts: Sequence[float],
-        opening: float,
-        least: float = 1.0,
-    ) -> Row:
-        """Return the row of a stage that takes so many passes through one model, then the other."""
-        first, *one = self._passes(bf16, counts[0], DENOISING)
-        second, *other = self._passes(quantized, counts[1], DENOISING)
-        larger = max(first, second, key=lambda row: row.gpu)
-        row = replace(larger, streamed=first.streamed)
-        seconds = sum(max(each) for each in (one, other))
-        bound = "link" if one[1] + other[1] > one[0] + other[0] else "compute"
+    def _both(self, needed: Mapping[Need, float], opening: float, least: float = 1.0) -> Row:
+        """Return the row of a stage that runs both models for so many passes, BF16 first."""
+        found = [self._passes(need, count, DENOISING) for need, count in needed.items()]
+        largest, _, _ = max(found, key=lambda each: each[0].gpu)
+        row = replace(largest, streamed=found[0][0].streamed)
+        seconds = sum(max(times) for _, *times in found)
+        compute, link = (sum(each) for each in zip(*(times for _, *times in found), strict=True))
+        bound = "link" if link > compute else "compute"
         nbytes = self._before + self._after
         opened = self._read(nbytes, opening * nbytes / 1e9)
         return self._timed(row, opened, (bound, seconds), least=least)
@@ -317,9 +309,8 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 def evaluation_seconds(recipe: Recipe) -> float:
     """Return the seconds of both models' answers on one H200: of typical length, to a verdict."""
-    return (
-        2 * TYPICAL * SEQUENTIAL * sum(tokens_by_task(recipe).values()) / EVALUATED_TOKENS_A_SECOND
-    )
+    tokens = sum(tokens_by_task(recipe).values())
+    return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 
 
 def cannot_pass(recipe: Recipe) -> list[str]:
