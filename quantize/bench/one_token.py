@@ -69,7 +69,8 @@ class Continuation:
         return reached
 
     def _pass(self) -> None:
-        h = self._model.encode_and_read(self._tokens, self._slots, self._start)
+        own = self._model.encoding(self._tokens, self._slots, self._start, whole=True)
+        h = self._model.run([own])[0]
         self._tokens.copy_(self._model.logits(h).argmax(-1, keepdim=True))
         self._start += 1
 

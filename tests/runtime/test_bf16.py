@@ -94,7 +94,7 @@ def test_kernels_in_bf16_agree_with_transformers(
             if given is not None:
                 signal = fused.soft_embedding(given[0].to(torch.bfloat16), torch.ones(LENGTH))
             out = torch.empty(LENGTH, logits.shape[-1], dtype=torch.bfloat16)
-            fused.logits(fused.decode(canvas, rows, signal), out)
+            fused.logits(fused.run([fused.decoding(canvas, rows, signal)])[0], out)
             theirs = decode_canvas(bf16, prefix, canvas, given)[0].float()
             found.add(out.float(), theirs, logits)
     print(json.dumps(vars(found)))

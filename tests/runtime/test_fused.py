@@ -60,7 +60,7 @@ def test_chunks_and_slots_do_not_matter(tiny_checkpoint: Path) -> None:
     fused.encode(prompt[:, :50], integers(1), integers(0))
     out = torch.empty(3 * length, vocabulary, dtype=torch.bfloat16)
     rows = fused.behind(integers(0, 2, 1), integers(90, 90, 50), canvas.shape[1])
-    fused.logits(fused.decode(canvas.expand(3, -1), rows, None), out)
+    fused.logits(fused.run([fused.decoding(canvas.expand(3, -1), rows, None)])[0], out)
     whole, pieces, shorter = out.float().unflatten(0, (3, length))
     scale = whole.norm()
     assert (whole - pieces).norm() / scale < 0.05
@@ -118,7 +118,7 @@ def logits_behind(fused: FusedModel, canvas: torch.Tensor, slot: int, context: i
     length = canvas.shape[1]
     out = torch.empty(length, len(fused.weights.embedding), dtype=torch.bfloat16)
     behind = fused.behind(integers(slot), integers(context), length)
-    fused.logits(fused.decode(canvas, behind, None), out)
+    fused.logits(fused.run([fused.decoding(canvas, behind, None)])[0], out)
     return out.float()
 
 
@@ -200,17 +200,19 @@ def test_a_commit_and_a_first_step_in_one_pass_are_two_passes(tiny_checkpoint: P
         return [layer.clone() for layer in (*fused.cache.keys, *fused.cache.values)]
 
     fused.encode(prompt, slots, integers(0, 0, 0))
-    together = logits(fused.decode(canvas, rows, signal, (committed, integers(0, 1), start[:2])))
+    together = logits(
+        fused.run([fused.decoding(canvas, rows, signal, (committed, integers(0, 1), start[:2]))])[0]
+    )
     cells = stored()
     fused.encode(prompt, slots, integers(0, 0, 0))
     fused.encode(committed, integers(0, 1), start[:2])
-    apart = logits(fused.decode(canvas, rows, signal))
+    apart = logits(fused.run([fused.decoding(canvas, rows, signal)])[0])
     assert (together - apart).norm() / apart.norm() < 1e-2
     for one, other in zip(cells, stored(), strict=True):
         assert (one - other).float().norm() / other.float().norm() < 1e-2
     fused.encode(prompt, slots, integers(0, 0, 0))
     fused.encode(committed.flip(0), integers(0, 1), start[:2])
-    other = logits(fused.decode(canvas, rows, signal))
+    other = logits(fused.run([fused.decoding(canvas, rows, signal)])[0])
     assert (other - apart).norm() / apart.norm() > 0.1
 
 
@@ -334,12 +336,9 @@ def test_what_lm_head_leaves_is_read(
         return [engine.denoise(range(4)) for _ in range(2)]
 
     expected = denoised()
-    for name, value in (
-        ("LOOKING", True),
-        ("look", look),
-        ("soft_embedding_of", soft_embedding_of),
-    ):
-        monkeypatch.setattr(text_stack, name, value)
+    monkeypatch.setattr(text_stack, "LOOKING", True)
+    monkeypatch.setattr(passes_of, "look", look)
+    monkeypatch.setattr(passes_of, "soft_embedding_of", soft_embedding_of)
     monkeypatch.setattr(
         text_stack, "looks", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
     )

@@ -132,7 +132,7 @@ def test_logits_of_a_ragged_batch(artifact: tuple[str, Path], in_fp8: bool) -> N
     soft = fused.soft_embedding(given, torch.full((len(given),), 1 / 0.7, device="cuda"))
     for step, signal in enumerate((None, soft)):
         placed = fused.behind(integers(0, 1, 2, 3), integers(*CONTEXTS), CANVAS)
-        fused.logits(fused.decode(canvas, placed, signal), out)
+        fused.logits(fused.run([fused.decoding(canvas, placed, signal)])[0], out)
         for row, actual in enumerate(out.unflatten(0, (4, CANVAS))):
             found = error(actual, exact[row, step])
             allowed = error(wanted[torch.bfloat16][row, step], exact[row, step])
@@ -268,11 +268,11 @@ def test_a_commit_and_a_first_step_in_one_pass(artifact: tuple[str, Path]) -> No
         return fused.logits(h, out).float()
 
     prompted()
-    together = logits(fused.decode(canvas, rows, None, more))
+    together = logits(fused.run([fused.decoding(canvas, rows, None, more)])[0])
     first = fused.cache.keys[0].clone()
     prompted()
     fused.encode(*more)
-    apart = logits(fused.decode(canvas, rows, None))
+    apart = logits(fused.run([fused.decoding(canvas, rows, None)])[0])
     found = error(together, apart)
     agree = (together.argmax(-1) == apart.argmax(-1)).float().mean()
     print(f"{artifact[0]}: one pass differs from two by {found:.4f}, argmax agrees {agree:.4f}")
@@ -281,7 +281,7 @@ def test_a_commit_and_a_first_step_in_one_pass(artifact: tuple[str, Path]) -> No
     assert agree > 0.97
     prompted()
     fused.encode(committed.flip(0), *more[1:])
-    assert error(logits(fused.decode(canvas, rows, None)), apart) > 2 * found
+    assert error(logits(fused.run([fused.decoding(canvas, rows, None)])[0]), apart) > 2 * found
 
 
 def test_slots_go_on_step_by_step(artifact: tuple[str, Path]) -> None:
@@ -374,7 +374,7 @@ def test_pictures(artifact: tuple[str, Path]) -> None:
     engine.admit(1, prompt, 0, SAMPLER, images)
     out = torch.empty(CANVAS, VOCABULARY, dtype=torch.bfloat16, device="cuda")
     placed = engine.model.behind(integers(1), integers(len(prompt)), CANVAS)
-    engine.model.logits(engine.model.decode(canvas, placed, None), out)
+    engine.model.logits(engine.model.run([engine.model.decoding(canvas, placed, None)])[0], out)
     exact = wanted[torch.float32]
     found, allowed = error(out, exact), error(wanted[torch.bfloat16], exact)
     print(

@@ -89,7 +89,7 @@ def decoded(judge: Judge, canvas: Tensor, slot: int, context: int) -> list[dict[
     placed = fused.behind(integers(slot), integers(context), length)
     for _ in range(2):
         with recorded() as passes:
-            out = fused.logits(fused.decode(canvas, placed, soft))
+            out = fused.logits(fused.run([fused.decoding(canvas, placed, soft)])[0])
         made: Pass = passes[0]
         errors = judge.decoder(made, slot, context).worst()
         errors["embedded"] = relative(made.hidden[0], judge.embedded(canvas, given))

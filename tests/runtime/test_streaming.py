@@ -44,9 +44,9 @@ def logits(weights: TextWeights) -> torch.Tensor:
     canvas = tokens[:, :16]
     out = torch.empty(2, 32, len(weights.embedding), dtype=torch.bfloat16)
     behind = model.behind(integers(0, 1), integers(40, 40), 16)
-    model.logits(model.decode(canvas, behind, None), out[0])
+    model.logits(model.run([model.decoding(canvas, behind, None)])[0], out[0])
     soft = model.soft_embedding(out[0], torch.ones(32))
-    model.logits(model.decode(canvas, behind, soft), out[1])
+    model.logits(model.run([model.decoding(canvas, behind, soft)])[0], out[1])
     return out
 
 

@@ -75,7 +75,7 @@ def logits(weights: TextWeights, passes: int) -> torch.Tensor:
         soft = None
         if each:
             soft = model.soft_embedding(out[each - 1], torch.ones(512, device=device))
-        model.logits(model.decode(tokens[:, :256], rows, soft), out[each])
+        model.logits(model.run([model.decoding(tokens[:, :256], rows, soft)])[0], out[each])
     return out.cpu()
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState, Draw, Probabilities, sample
+from fused_dequant import CanvasState, Draw, Probabilities, look, sample, soft_embedding_of
 from fused_dequant.canvas import random_tokens
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -308,7 +308,9 @@ class Step:
 
     def _draw(self, h: Tensor, state: CanvasState, logits: Tensor) -> Draw:
         if (left := self._left(len(h))) is not None:
-            return self._model.look(h, state, self._schedule, logits, left)
+            embedding, softcap = self._model.weights.embedding, self._model.softcap
+            with part("vocabulary"):  # logits and sample in one
+                return look(h, embedding, softcap, state, self._schedule, logits, left)
         self._model.logits(h, logits)
         with part("sampler"):
             return sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
@@ -321,7 +323,8 @@ class Step:
     def _condition(self, start: int) -> None:
         state, rows, logits = self._piece(start)
         if (left := self._left(len(logits))) is not None:
-            self._model.soft_embedding_of(left, self._signal[rows])
+            with part("vocabulary"):
+                soft_embedding_of(left, self._model.weights.embedding, self._signal[rows])
             return
         inverse = state.inverse_temperature.flatten()
         self._model.soft_embedding(logits, inverse, self._signal[rows])

@@ -22,16 +22,14 @@ transformers' bf16 model rounds; logits are bf16 after their softcap, where tran
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from functools import wraps
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from fused_dequant import (
     Activation,
-    CanvasState,
-    Draw,
-    Probabilities,
     Weight,
     after_attention,
     after_experts,
@@ -42,13 +40,11 @@ from fused_dequant import (
     gelu_mul,
     linear,
     lm_head,
-    look,
     looks,
     quantize_rows,
     routed_experts,
     scaled_norm,
     soft_embedding,
-    soft_embedding_of,
 )
 from fused_dequant.dispatch import sequences_of
 from torch import Tensor
@@ -65,6 +61,20 @@ BESIDE = True  # whether the dense branch has a stream of its own
 LOOKING = True  # whether lm_head leaves what the sampler and the soft embedding would read it for
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Cells = tuple[Tensor, Tensor]  # keys and values of a lane's slots at a layer
+
+
+def _alone(
+    make: Callable[Concatenate["FusedModel", P], Pass],
+) -> Callable[Concatenate["FusedModel", P], Pass]:
+    """Return a method that computes on one core where a CPU computes."""
+
+    @wraps(make)
+    def made(self: "FusedModel", *given: P.args, **named: P.kwargs) -> Pass:
+        return self.alone(lambda: make(self, *given, **named))
+
+    return made
 
 
 class FusedModel:
@@ -109,10 +119,7 @@ class FusedModel:
         """
         self.run([self.encoding(tokens, slots, start, soft)])
 
-    def encode_and_read(self, tokens: Tensor, slots: Tensor, start: Tensor) -> Tensor:
-        """Append tokens as `encode` does; return what `logits` reads behind them, bf16 [B * n, H]."""
-        return self.run([self.encoding(tokens, slots, start, whole=True)])[0]
-
+    @_alone
     def encoding(
         self,
         tokens: Tensor,
@@ -124,20 +131,7 @@ class FusedModel:
         lane: int = 0,
         added: Sequence[Added] = (),
     ) -> Pass:
-        """Return a pass of `encode`, at the first layer; `lane` and `added` are those of a `Pass`."""
-        own = self.alone(lambda: self._encoding(tokens, slots, start, soft, whole=whole))
-        own.lane, own.added = lane, added
-        return own
-
-    def _encoding(
-        self,
-        tokens: Tensor,
-        slots: Tensor,
-        start: Tensor,
-        soft: SoftTokens | None,
-        *,
-        whole: bool,
-    ) -> Pass:
+        """Return a pass of `encode`, at the first layer; the last three are those of a `Pass`."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             h, x = self._begin(tokens.flatten(), None, 0)
@@ -146,7 +140,9 @@ class FusedModel:
             h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
             h, x = self.entered(h)
             rows = rows.widened(soft)
-        return self._pass(h, x, rows, 0, whole=whole)
+        own = self._pass(h, x, rows, 0, whole=whole)
+        own.lane, own.added = lane, added
+        return own
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
         """Return rows bf16 [M, H] and the first layer's input as `begin` makes it of such rows."""
@@ -154,14 +150,15 @@ class FusedModel:
         norm, (scheme, shared) = self._entrance(0)
         return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
 
-    def decode(
+    @_alone
+    def decoding(
         self,
         canvas: Tensor,
         rows: PassRows,
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """Return what `logits` reads: the normalised rows behind the last layer, bf16 [B * L, H].
+    ) -> Pass:
+        """Return a pass of the decoder, at the first layer; `run` gives what `logits` reads.
 
         Args:
             canvas: [B, L] token ids.
@@ -170,25 +167,6 @@ class FusedModel:
             committed: what `encode` takes, tokens [C, L], slots and start [C]: they are encoded in the
                 same pass, and canvases may stand behind them.
         """
-        return self.run([self.decoding(canvas, rows, signal, committed)])[0]
-
-    def decoding(
-        self,
-        canvas: Tensor,
-        rows: PassRows,
-        signal: Tensor | None,
-        committed: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> Pass:
-        """Return a pass of `decode`, at the first layer."""
-        return self.alone(lambda: self._decoding(canvas, rows, signal, committed))
-
-    def _decoding(
-        self,
-        canvas: Tensor,
-        rows: PassRows,
-        signal: Tensor | None,
-        committed: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> Pass:
         update = None
         if signal is not None:
             own = self.weights.self_conditioning
@@ -231,9 +209,7 @@ class FusedModel:
         next(visits, None)  # the last one's cells go back
         return [_last_rows(own, of) for own, of in zip(passes, parts, strict=True)]
 
-    def _take(
-        self, index: int, layer: LayerWeights, parts: list[Pass], cells: tuple[Tensor, Tensor]
-    ) -> None:
+    def _take(self, index: int, layer: LayerWeights, parts: list[Pass], cells: Cells) -> None:
         """Take passes through a layer side by side, each by a model of its own."""
 
         def through(own: Pass) -> None:
@@ -265,7 +241,7 @@ class FusedModel:
         if self.inputs is not None:
             self.inputs.real = own.real
         assert own.cells is not None
-        q = self._heads(index, layer, own.x, own.rows, own.cells)
+        q = self._heads(index, layer, own, own.cells)
         last = index + 1 == len(self.weights.entrances)
         if last and not (own.whole or own.watched):
             if not own.decoded:
@@ -273,7 +249,8 @@ class FusedModel:
             decoded = own.decoded
             own.h, q, own.rows = own.h[:decoded], q[:decoded], own.rows.first_rows(decoded)
         o = self._attended(index, layer, q, own.rows, own.cells)
-        own.h, own.x = self._rest(index, layer, own.h, o, own.rows, own.decoded)
+        with sequences_of(own.rows.rows_each):
+            own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
 
     @contextmanager
     def showing(self, real: Tensor) -> Generator[None]:
@@ -287,31 +264,13 @@ class FusedModel:
                 self.inputs.real = None
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the soft-capped logits bf16 [m, V] of rows [m, H] of `decode`, in `out` if given."""
+        """Return the soft-capped logits bf16 [m, V] of a pass' last rows [m, H], in `out` if given."""
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def looks(self, coldest: float) -> bool:
-        """Return whether `look` can be called at temperatures from `coldest` on."""
+        """Return whether `fused_dequant.look` can be called at temperatures from `coldest` on."""
         return LOOKING and looks(self.weights.device, self.softcap, coldest)
-
-    def look(
-        self,
-        h: Tensor,
-        state: CanvasState,
-        schedule: Tensor,
-        logits: Tensor,
-        probabilities: Probabilities,
-    ) -> Draw:
-        """Do `logits` and `sample` in one; leave what `soft_embedding_of` takes."""
-        with part("vocabulary"):
-            own = state, schedule, logits, probabilities
-            return look(h, self.weights.embedding, self.softcap, *own)
-
-    def soft_embedding_of(self, probabilities: Probabilities, out: Tensor) -> Tensor:
-        """Do `soft_embedding` with what `look` left."""
-        with part("vocabulary"):
-            return soft_embedding_of(probabilities, self.weights.embedding, out)
 
     def soft_embedding(
         self, logits: Tensor, inverse_temperature: Tensor, out: Tensor | None = None
@@ -331,16 +290,10 @@ class FusedModel:
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
 
-    def _heads(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: Activation,
-        rows: PassRows,
-        cells: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def _heads(self, index: int, layer: LayerWeights, own: Pass, cells: Cells) -> Tensor:
+        rows = own.rows
         with part("dense"), sequences_of(rows.rows_each):
-            qkv = self._product(index, "qkv", x, layer.qkv)
+            qkv = self._product(index, "qkv", own.x, layer.qkv)
         with part("attention"):
             return attention_heads(
                 qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
@@ -348,12 +301,7 @@ class FusedModel:
             )  # fmt: skip
 
     def _attended(
-        self,
-        index: int,
-        layer: LayerWeights,
-        q: Tensor,
-        rows: PassRows,
-        cells: tuple[Tensor, Tensor],
+        self, index: int, layer: LayerWeights, q: Tensor, rows: PassRows, cells: Cells
     ) -> Tensor:
         visible = rows.visible[layer.sliding]
         with sequences_of(rows.rows_each):
@@ -363,43 +311,32 @@ class FusedModel:
                 return self._product(index, "o", o, (layer.o,))
 
     def _rest(
-        self,
-        index: int,
-        layer: LayerWeights,
-        h: Tensor,
-        o: Tensor,
-        rows: PassRows,
-        decoded: int,
+        self, index: int, layer: LayerWeights, h: Tensor, o: Tensor, decoded: int
     ) -> tuple[Tensor, Activation]:
         """Run the dense and the routed branch; return h and the next layer's input."""
-        with sequences_of(rows.rows_each):
-            n = layer.norms
-            before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
-            scheme, shared = self._read(layer.gate_up)
-            own_scheme, own_shared = self._read((layer.experts_gate_up,))
-            h, x, x_experts, x_router = after_attention(
-                h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
-            )
-            with self._beside(), part("dense"):
-                dense = self._down(
-                    index, self._product(index, "gate_up", x, layer.gate_up), layer.down
-                )
-            ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
-            if self.routed is not None:
-                self.routed.append(ids)
-            with part("experts"):
-                both = layer.experts_gate_up, layer.experts_down
-                if self.inputs is None or x_experts[1] is not None:
-                    routed = routed_experts(*x_experts, ids, routing, *both)
-                else:
-                    routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
-            self._join()
-            norm, (scheme, shared) = self._next(index)
-            after = (n["post_dense"], n["post_experts"], n["post"], norm)
-            scalars = layer.decoder_scalar, layer.encoder_scalar
-            return after_experts(
-                h, dense, routed, after, scalars, decoded, scheme, self.eps, shared
-            )
+        n = layer.norms
+        before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
+        scheme, shared = self._read(layer.gate_up)
+        own_scheme, own_shared = self._read((layer.experts_gate_up,))
+        h, x, x_experts, x_router = after_attention(
+            h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
+        )
+        with self._beside(), part("dense"):
+            dense = self._down(index, self._product(index, "gate_up", x, layer.gate_up), layer.down)
+        ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
+        if self.routed is not None:
+            self.routed.append(ids)
+        with part("experts"):
+            both = layer.experts_gate_up, layer.experts_down
+            if self.inputs is None or x_experts[1] is not None:
+                routed = routed_experts(*x_experts, ids, routing, *both)
+            else:
+                routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
+        self._join()
+        norm, (scheme, shared) = self._next(index)
+        after = (n["post_dense"], n["post_experts"], n["post"], norm)
+        scalars = layer.decoder_scalar, layer.encoder_scalar
+        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
 
     def _read(self, rows: Rows) -> Read:
         """Return how an input shared by several weights is quantized."""
