@@ -23,9 +23,8 @@ from quantize.runtime.fused.passes import Added
 from quantize.runtime.fused.transfer import pinned_until
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
-Visits = Iterator[
-    tuple[Tensor, Tensor]
-]  # keys and values of the next lane's slots at the next layer
+# Keys and values of the next lane's slots at the next layer.
+Visits = Iterator[tuple[Tensor, Tensor]]
 
 
 def _rounded_up(n: int, multiple: int) -> int:
@@ -71,10 +70,9 @@ class Cache:
             cells = ring if kind == "sliding_attention" else full
             shape = (2, slots * lanes, cells, own.num_key_value_heads, own.head_dim)
             known = next((kv for kv in layers if one_layer and kv.shape == shape), None)
-            new = (
-                torch.zeros(shape, dtype=torch.bfloat16, device=device) if known is None else known
-            )
-            layers.append(new)
+            if known is None:
+                known = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+            layers.append(known)
         keys, values = (tuple(kv[n] for kv in layers) for n in range(2))
         return cls(keys, values, text.sliding_window, lanes)
 
@@ -180,10 +178,12 @@ class HostCells:
 
     def _fetch(self, index: int, lane: int, place: Cache) -> Event:
         """Copy what a lane's slots have encoded; return the event of arrival, None on a CPU."""
+        encoded = self._encoded[lane * self._slots :][: self._slots]
         with self._beside():
             place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
-            for slot in range(self._slots):
-                self._copy(index, lane, slot, (0, self._encoded[lane * self._slots + slot]), place)
+            for slot, count in enumerate(encoded):
+                for host, own in self._same(index, lane, place, (slot, 0, count)):
+                    own.copy_(host, non_blocking=True)
         return None if self._stream is None else self._stream.record_event()
 
     def _take_back(self, index: int, lane: int, place: Cache, added: Sequence[Added]) -> None:
@@ -191,27 +191,19 @@ class HostCells:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
-            for slot, start, count in added:
-                self._copy(index, lane, slot, (start, start + count), place, back=True)
+            for each in added:
+                for host, own in self._same(index, lane, place, each):
+                    host.copy_(own, non_blocking=True)
 
-    def _copy(
-        self,
-        index: int,
-        lane: int,
-        slot: int,
-        span: tuple[int, int],
-        place: Cache,
-        *,
-        back: bool = False,
-    ) -> None:
-        for cells in self._host.runs(index, *span):
+    def _same(self, index: int, lane: int, place: Cache, added: Added) -> Visits:
+        """Yield the cells of tokens at a layer: on the host, and in a place."""
+        slot, start, count = added
+        for cells in self._host.runs(index, start, start + count):
             for host, own in (
                 (self._host.keys[index], place.keys[index]),
                 (self._host.values[index], place.values[index]),
             ):
-                ends = own[slot, cells], host[lane * self._slots + slot, cells]
-                to, source = reversed(ends) if back else ends
-                to.copy_(source, non_blocking=True)
+                yield host[lane * self._slots + slot, cells], own[slot, cells]
 
     def _beside(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
-from fused_dequant import CanvasState, Probabilities
+from fused_dequant import Probabilities
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError
@@ -173,9 +173,8 @@ class FusedEngine:
         on_gpu = self.model.cores is None
         self._smallest = bucket(capacity) if batch_invariant and on_gpu else 1
         # commits and first steps in one pass
-        self._joins = (
-            not batch_invariant and inputs is None and on_gpu and lanes == 1 and not on_host
-        )
+        alone = lanes == 1 and not on_host
+        self._joins = not batch_invariant and inputs is None and on_gpu and alone
         # passes of several lanes go through the layers together: no graph holds them
         self._lockstep = weights.streamed or on_host or lanes > 1
         self.graphs = graphs and self.device.type == "cuda" and not self._lockstep
@@ -236,12 +235,6 @@ class FusedEngine:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
         alone = [slot for slot in slots if not self._joins_step(self._slots[slot])]
         entering = self._encodings(alone)
-        waiting = [_nothing if meanwhile is None else meanwhile]
-
-        def launched() -> None:
-            if waiting:
-                waiting.pop()()
-
         kinds: dict[tuple[int, bool, Sampler], list[int]] = {}
         for slot in slots:
             sequence = self._slots[slot]
@@ -249,8 +242,8 @@ class FusedEngine:
             kinds.setdefault(kind, []).append(slot)
         done: dict[int, Canvas] = {}
         while not done:  # but for guides that have all canvases denoised again, once
-            done = self._denoise(kinds, entering, launched, on_draft)
-            entering = []
+            done = self._denoise(kinds, entering, meanwhile or _nothing, on_draft)
+            entering, meanwhile = [], None
         return [done.get(slot) for slot in slots]
 
     def _waits(self, length: int) -> bool:
@@ -346,12 +339,12 @@ class FusedEngine:
         """
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
-        model.on_pass = on_pass or _ignored
+        model.on_pass = on_pass or _nothing
         try:
             with model.inputs.shown_to(observers):
                 yield
         finally:
-            model.inputs, model.on_pass = own, _ignored
+            model.inputs, model.on_pass = own, _nothing
 
     def close(self) -> None:
         """Wait for streamed layers that are on their way."""
@@ -374,7 +367,7 @@ class FusedEngine:
         # A prompt one token longer than a canvas takes the pass of short prompts, if that is another.
         over = 1 if self._short == self.canvas_length else self.canvas_length + 1
         prompt = [1] * min(over, self.max_length - self.canvas_length)
-        for rows in sorted({self._bucket(n) for n in range(1, self.capacity + 1)}):
+        for rows in sorted({self._rows_for(n) for n in range(1, self.capacity + 1)}):
             slots = range(min(rows, self.capacity))
             for slot in slots:
                 self.admit(slot, prompt, slot, sampler)
@@ -405,8 +398,8 @@ class FusedEngine:
     def begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
         """Begin the next canvases of slots that share their settings, behind all that they hold."""
         self.encode_last(slots)
-        rows = self._rows_for(slots)
-        step, worth = self._steps[0, False].get(rows, self._slots[slots[0]].sampler)
+        sampler = self._slots[slots[0]].sampler
+        step, worth = self._steps[0, False].get(self._rows_for(len(slots)), sampler)
         self._begin(step, list(slots), self.graphs and worth)
         return step, self.graphs and worth
 
@@ -415,14 +408,9 @@ class FusedEngine:
         for slot in slots:
             self._slots[slot].end_canvas()
 
-    def _rows_for(self, slots: Sequence[int]) -> int:
-        """Return the number of rows of a step of some slots."""
-        if self.model.cores:
-            return len(slots)
-        return self._bucket(len(slots))
-
-    def _bucket(self, sequences: int) -> int:
-        return max(self._smallest, bucket(sequences))
+    def _rows_for(self, sequences: int) -> int:
+        """Return the number of rows of a step of so many sequences."""
+        return sequences if self.model.cores else max(self._smallest, bucket(sequences))
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
         if not prompt:
@@ -457,9 +445,8 @@ class FusedEngine:
             length = end - start
             if not self.model.cores:
                 length = min(-(-length // SHORT) * SHORT, self._chunk)
-            watched = (
-                self.model.inputs is not self._inputs
-            )  # and shown no padding, nor a graph's rows
+            # Observers are shown no padding, nor a graph's rows.
+            watched = self.model.inputs is not self._inputs
             if not watched and soft is None and start + length <= self.max_length:
                 self._encode([(slot, start, prompt[start:end])], length)
                 if self.prefixes and images is None and end - start == self._chunk:
@@ -583,7 +570,7 @@ class FusedEngine:
         """
         batches: list[Running] = []
         for (lane, guided, sampler), slots in kinds.items():
-            step, worth = self._steps[lane, guided].get(self._rows_for(slots), sampler)
+            step, worth = self._steps[lane, guided].get(self._rows_for(len(slots)), sampler)
             graphs = self.graphs and worth
             standing, committed = self._begin(step, slots, graphs)
             taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
@@ -591,9 +578,13 @@ class FusedEngine:
         held = [{slot: self._slots[slot].row for slot in slots} for slots in kinds.values()]
 
         def show() -> None:
+            if on_draft is None:
+                return
             for own, rows in zip(batches, held, strict=True):
-                if on_draft is not None:
-                    _show(own.step.state, rows, on_draft)
+                state = own.step.state
+                for slot, row in rows.items():
+                    step, accepted = int(state.step[row]) - 1, state.accepted[row].tolist()
+                    on_draft(slot, step, state.argmax[row].tolist(), accepted)
 
         told = until_finished(self.model, batches, entering, launched, show)
         done: dict[int, Canvas] = {}
@@ -645,20 +636,15 @@ class FusedEngine:
         given = [(t % self.capacity, s.context, s.seed, s.canvases, t in new) for t, s in standing]
         known = None
         if any(s.given is not None for _, s in standing):
-            begin, pins = (
-                [what(s.given, s.canvases, self.canvas_length, s.begun or []) for _, s in standing]
-                for what in (initial, pinned)
-            )
-            known = begin, pins
+            own = [(s.given, s.canvases, self.canvas_length, s.begun or []) for _, s in standing]
+            known = [initial(*each) for each in own], [pinned(*each) for each in own]
         committed = step.commit([(slot % self.capacity, at, run) for slot, at, run in runs])
         step.begin(given, known, graphs)
         return [sequence for _, sequence in standing], committed
 
     def _most_steps(self, sequence: _Sequence) -> int:
-        most = sequence.sampler.max_denoising_steps
-        return (
-            most if self.stops is None else min(most, self.stops(sequence.seed, sequence.canvases))
-        )
+        most, stops = sequence.sampler.max_denoising_steps, self.stops
+        return most if stops is None else min(most, stops(sequence.seed, sequence.canvases))
 
     def _seat(self, step: Step, slots: list[int]) -> list[int]:
         """Give every slot a row of a step, and return the slot of each row.
@@ -692,15 +678,5 @@ def _denoising(sampler: Sampler) -> Sampler:
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
-
-
-def _ignored(_: Pass) -> None:
-    pass
-
-
-def _show(state: CanvasState, rows: Mapping[int, int], on_draft: OnDraft) -> None:
-    for slot, row in rows.items():
-        step = int(state.step[row]) - 1
-        on_draft(slot, step, state.argmax[row].tolist(), state.accepted[row].tolist())

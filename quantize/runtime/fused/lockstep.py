@@ -97,11 +97,7 @@ class Lane(Generic[T]):
     """
 
     def __init__(
-        self,
-        engine: LaneEngine,
-        index: int,
-        number: int,
-        work: Callable[[BatchEngine], T],
+        self, engine: LaneEngine, index: int, number: int, work: Callable[[BatchEngine], T]
     ) -> None:
         self.index, self.number = index, number
         self.capacity, self.canvas_length = engine.capacity, engine.canvas_length
@@ -120,11 +116,9 @@ class Lane(Generic[T]):
         """Encode `prompts` as the engine does, in the lane's slots."""
         return self._engine.passes_from(self.index, self._ask, prompts, images)
 
-    def watching(
-        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
-    ) -> AbstractContextManager[None]:
+    def watching(self, *observers: Observer, **how: Any) -> AbstractContextManager[None]:
         """Watch the lane's batch alone, as the engine does."""
-        return self._engine.watching(*observers, on_pass=on_pass)
+        return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
         """Let the work go on with what its pass gave; return the pass it needs next, or its result."""

@@ -150,7 +150,8 @@ class Shuttle:
             piece = pieces[number]
             before = leaving[number - SLOTS] if number >= SLOTS else None
             slot = self._slots[number % SLOTS][: piece.count]
-            arriving.append(coming.bring(sources[piece.batch][piece.rows], slot, before))
+            source = sources[piece.batch][piece.rows]
+            arriving.append(coming.thread.submit(coming.bring, source, slot, before))
 
         for number in range(min(SLOTS - 1, len(pieces))):
             bring(number)
@@ -160,7 +161,8 @@ class Shuttle:
             slot = self._slots[number % SLOTS][: piece.count]
             work(piece, slot)
             target = None if targets is None else targets[piece.batch][piece.rows]
-            leaving.append(going.take_back(slot, target, stream.record_event()))
+            done = stream.record_event()
+            leaving.append(going.thread.submit(going.take_back, slot, target, done))
             if number + SLOTS - 1 < len(pieces):
                 bring(number + SLOTS - 1)
         for each in leaving:
@@ -168,25 +170,18 @@ class Shuttle:
 
 
 class _Way:
-    """One direction: a thread, a stream and two pinned buffers."""
+    """One direction: a stream, two pinned buffers, and the thread that its methods are called on."""
 
     def __init__(self, most: int, hidden: int, device: torch.device) -> None:
-        self._device, self._thread = device, ThreadPoolExecutor(1)
+        self._device, self.thread = device, ThreadPoolExecutor(1)
         self._stream = torch.cuda.Stream(device)
         self._pinned = deque(
             (torch.empty(most, hidden, dtype=torch.bfloat16, pin_memory=True), torch.cuda.Event())
             for _ in range(2)
         )
 
-    def bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> "Future[Event]":
+    def bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> Event:
         """Copy rows to the device once `before` has left its slot; return the event of arrival."""
-        return self._thread.submit(self._bring, source, slot, before)
-
-    def take_back(self, slot: Tensor, target: Tensor | None, done: Event) -> "Future[None]":
-        """Copy rows to `target` once the work on them is done."""
-        return self._thread.submit(self._take_back, slot, target, done)
-
-    def _bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> Event:
         if before is not None:
             before.result()
         pinned, copied = self._pinned[0]
@@ -196,11 +191,10 @@ class _Way:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             slot.copy_(pinned[: len(source)], non_blocking=True)
             copied.record(self._stream)
-            arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-        return arrived
+            return self._stream.record_event()
 
-    def _take_back(self, slot: Tensor, target: Tensor | None, done: Event) -> None:
+    def take_back(self, slot: Tensor, target: Tensor | None, done: Event) -> None:
+        """Copy rows to `target` once the work on them is done."""
         if target is None:
             done.synchronize()
             return
