@@ -87,8 +87,8 @@ class Need:
         batch: canvases denoised at once.
         context: positions a sample takes, prompt and answer.
         compares: whether its logits are compared with another model's.
-        caches: engines of the model, each with keys and values of its own.
-        beside: bytes that the stage itself holds.
+        caches: engines that share its weights, each with keys and values of its own.
+        beside: bytes that the stage itself holds on the GPU.
         batches: how many batches there are to do, which may go in lockstep.
         host: bytes of host memory that keys and values may take.
         fixed_batch: whether a result depends on the batch, so that it is not halved where it does not

@@ -31,26 +31,18 @@ from quantize.schemes.modes import ActivationMode
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last three.
+    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four.
 
-    Attributes:
+    Attributes, beside those of `memory.Need`:
         device: "cpu", "cuda" or "cuda:1".
         gpu_memory: bytes of the GPU that may be used, the process' own context included; None for all
             that are free. On a CPU nothing is planned without it.
         activations: how a quantized model's activations are rounded, None for as its engine does; the
             mode `fp8` packs weights in its own way.
         max_context: positions that a sample may take; None for the engine's own limit.
-        batches: how many batches of `capacity` samples there are to denoise; they go in lockstep where
-            weights are streamed.
-        fixed_batch: whether results depend on the batch, so that it is never made smaller.
-        caches: engines that share the weights.
-        compares: whether logits are compared with another model's.
-        beside: bytes that its user holds on the device beside the model.
         capacity: samples of a pass; fewer if they do not fit, unless the batch is fixed.
         resident: layers that stay, while the others are streamed from the files in every pass; None for
             all.
-        lanes: batches that denoise in lockstep.
-        on_host: whether their keys and values lie on the host.
     """
 
     device: str = "cpu"

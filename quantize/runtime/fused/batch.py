@@ -69,11 +69,10 @@ class FusedPasses:
         filled = [own + [0] * (longest - len(own)) for own in tokens.values()]
         real = [i * longest + at for i, own in enumerate(tokens.values()) for at in range(len(own))]
         start = self._integers([self._context[row] for row in tokens])
-        with self._model.showing(torch.tensor(real, device=self.device)):
-            tokens_of_rows = torch.tensor(filled, device=self.device)
-            added = [(row, self._context[row], len(own)) for row, own in tokens.items()]
-            given = tokens_of_rows, self._integers(tokens), start
-            self._run(self._model.encoding(*given, lane=self._lane, added=added))
+        shown, entering = (torch.tensor(own, device=self.device) for own in (real, filled))
+        added = [(row, self._context[row], len(own)) for row, own in tokens.items()]
+        given = entering, self._integers(tokens), start
+        self._run(self._model.encoding(*given, real=shown, lane=self._lane, added=added))
         for row, own in tokens.items():
             self._context[row] += len(own)
 

@@ -121,8 +121,9 @@ class Step:
             rows * length, config.hidden_size, dtype=torch.bfloat16, device=device
         )
         self._last = torch.zeros_like(self._signal).view(rows, length, -1) if keep else None
+        zeros = partial(torch.zeros, dtype=torch.int64, device=device)
         # slot, context, seed and canvas index of each sequence, and whether its canvas begins
-        self._given = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self._given = zeros(5, rows)
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
         # canvases whose logits are looked at together; on a CPU each by itself
@@ -132,17 +133,16 @@ class Step:
         self._known = torch.full((2, rows, length), FREE, dtype=torch.int64, device=device)
         self._knows = False
         # what is encoded with a step: tokens, and their slots and positions
-        self._committed = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        self._places = torch.zeros(2, rows, dtype=torch.int32, device=device)
-        canvas = torch.zeros(rows, length, dtype=torch.int64, device=device)
-        seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.state = CanvasState.begin(canvas, seeds, sampler.stability_threshold)
+        self._committed = zeros(rows, length)
+        self._places = zeros(2, rows).int()
+        self.state = CanvasState.begin(
+            zeros(rows, length), zeros(rows), sampler.stability_threshold
+        )
         self._graphs: dict[Name, torch.cuda.CUDAGraph] = {}
         # of each row: argmax, number of the step that comes next, whether it has stopped by itself
-        self._report = torch.zeros(rows, length + 2, dtype=torch.int64, device=device)
-        self.told = torch.zeros(
-            self._report.shape, dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
+        self._report = zeros(rows, length + 2)
+        pinned = device.type == "cuda"
+        self.told = torch.zeros(rows, length + 2, dtype=torch.int64, pin_memory=pinned)
 
     def row(self, row: int) -> list[Tensor]:
         """Return what a sequence takes along when it goes on in another row, as views."""

@@ -19,8 +19,8 @@ The host never waits for a number that is on the device, so a pass of fixed shap
 transformers' bf16 model rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import wraps
 from itertools import chain
@@ -128,10 +128,11 @@ class FusedModel:
         soft: SoftTokens | None = None,
         *,
         whole: bool = False,
+        real: Tensor | None = None,
         lane: int = 0,
         added: Sequence[Added] = (),
     ) -> Pass:
-        """Return a pass of `encode`, at the first layer; the last three are those of a `Pass`."""
+        """Return a pass of `encode`, at the first layer; the last four are those of a `Pass`."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             h, x = self._begin(tokens.flatten(), None, 0)
@@ -140,7 +141,7 @@ class FusedModel:
             h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
             h, x = self.entered(h)
             rows = rows.widened(soft)
-        own = self._pass(h, x, rows, 0, whole=whole)
+        own = self._pass(h, x, rows, 0, whole=whole, real=real)
         own.lane, own.added = lane, added
         return own
 
@@ -181,9 +182,9 @@ class FusedModel:
         return self._pass(*self._begin(tokens, update, decoded), rows, decoded)
 
     def _pass(
-        self, h: Tensor, x: Activation, rows: PassRows, decoded: int, *, whole: bool = False
-    ) -> Pass:
-        real = None if self.inputs is None else self.inputs.real
+        self, h: Tensor, x: Activation, rows: PassRows, decoded: int, *, whole: bool = False,
+        real: Tensor | None = None,
+    ) -> Pass:  # fmt: skip
         made = Pass(h, x, rows, decoded, self.inputs, whole, real, self.routed)
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):  # nothing is in it yet
             self.on_pass(made)
@@ -251,17 +252,6 @@ class FusedModel:
         o = self._attended(index, layer, q, own.rows, own.cells)
         with sequences_of(own.rows.rows_each):
             own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
-
-    @contextmanager
-    def showing(self, real: Tensor) -> Generator[None]:
-        """Show observers only the rows `real` (int64) of the passes in the block."""
-        if self.inputs is not None:
-            self.inputs.real = real
-        try:
-            yield
-        finally:
-            if self.inputs is not None:
-                self.inputs.real = None
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the soft-capped logits bf16 [m, V] of a pass' last rows [m, H], in `out` if given."""
