@@ -119,12 +119,14 @@ def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str
 def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        taken = isinstance(error, (FileExistsError, NotADirectoryError))
-        raise (InputError if taken else ResourceError)(
+    except (FileExistsError, NotADirectoryError) as error:
+        raise InputError(
             f"{path}: no folder can be made there ({error.strerror}: {error.filename}); name another "
             f"--out"
         ) from error
+    except OSError as error:
+        said = f"{path}: cannot be made ({error.strerror}); name another --out"
+        raise ResourceError(said) from error
 
 
 @contextmanager
