@@ -89,7 +89,7 @@ class TestOnTheKernels:
     ) -> None:
         grid = GRIDS[kind]
         if INTERPRETED:  # the layers below try them all
-            grid = replace(grid, neighbours=min(grid.neighbours, 2))
+            grid = replace(grid, neighbours=min(grid.neighbours, 1))
         given = block(grid, out=70)  # more than a program's rows
         found = run(grid, given, DEVICE)
         monkeypatch.setattr(dispatch, "interpreted", False)

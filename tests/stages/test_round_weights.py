@@ -13,6 +13,7 @@ import yaml
 from chats import add_chats
 from conversions import recipe_for
 from modules_oracle.engine import ModelEngine
+from quick_run import rounding_roughly
 from safetensors.torch import load_file
 from tiny import EXPERTS, LAYERS, tiny_model
 from torch import Tensor, nn
@@ -42,10 +43,10 @@ PROMPTS = [[2, 110, 120, 130], [2, 140, 150, 160, 170, 180]]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_sweep() -> Iterator[None]:
-    """What descent does is test_gptq's; here it is one of many steps that may be killed."""
+def roughly() -> Iterator[None]:
+    """How well it rounds is test_gptq's; here that is one of many steps that may be killed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantize.schemes.gptq.SWEEPS", 1)
+        rounding_roughly(patch, sweeps=1)
         yield
 
 
