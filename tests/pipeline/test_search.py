@@ -141,6 +141,9 @@ def test_a_choice_becomes_a_recipe_that_plans_it() -> None:
     assert (
         limits["FP8_DYNAMIC"] > schemes.SCHEMES["FP8_DYNAMIC"].max_relative_error
     )  # GPTQ rounds it
+    schemes_stated = recipe.quantization.scheme
+    assert isinstance(schemes_stated, dict)
+    assert schemes_stated["FP8_DYNAMIC"] == [r"re:.*\.self_attn\..*"]  # no layer is an exception
     for target in plan_targets(source.tensors, recipe.quantization):
         if target.module_class in ("attention", "mlp", "experts"):
             layer = int(target.name.split("layers.")[1].split(".")[0])
@@ -177,6 +180,7 @@ def test_a_search_from_end_to_end(
     assert len(measured) == 2 * 18 + 1
     facts = read_json(path.with_suffix(".json"))
     assert facts["bytes"] <= whole[1]
+    assert facts["of_bf16"] == facts["bytes"] / whole[0]
     assert facts["estimated_ms"] > 0
     recipe = load_recipe(str(path))
     planned = plan_targets(Checkpoint.open(tiny_checkpoint).tensors, recipe.quantization)
@@ -225,3 +229,15 @@ def test_wrong_bounds_are_refused(changes: dict, said: str, tmp_path: Path) -> N
     with pytest.raises(InputError, match=said):
         search("nvfp4", None, tmp_path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", [None, "folder"])
+def test_the_bundled_model_has_its_own_tasks(
+    model: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolving(name: str, *, bundled: bool) -> None:
+        raise InputError(f"{name} {bundled}")
+
+    monkeypatch.setattr(module, "resolved", resolving)
+    with pytest.raises(InputError, match=f"nvfp4 {model is None}"):
+        search("nvfp4", model, tmp_path, nbytes=1e9)
