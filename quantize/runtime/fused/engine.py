@@ -206,8 +206,7 @@ class FusedEngine:
         """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
 
         Raises:
-            InputError: the prompt is empty, has tokens outside the vocabulary or placeholders that do
-                not fit its images, or leaves no room for a canvas; or the slot is not free.
+            InputError: as in `Engine`; or the slot is not free.
             ResourceError: there is no memory for the vision tower.
         """
         if slot in self._slots or not 0 <= slot < self.slots:
@@ -445,16 +444,17 @@ class FusedEngine:
             length = end - start
             if not self.model.cores:
                 length = min(-(-length // SHORT) * SHORT, self._chunk)
+            run = slot, start, prompt[start:end]
             # Observers are shown no padding, nor a graph's rows.
             watched = self.model.inputs is not self._inputs
             if not watched and soft is None and start + length <= self.max_length:
-                self._encode([(slot, start, prompt[start:end])], length)
+                self._encode([run], length)
                 if self.prefixes and images is None and end - start == self._chunk:
                     block = self._resident.block(slot, start, end)
                     nbytes = sum(kept.numel() * kept.element_size() for kept in block)
                     self.prefixes.keep(prompt[:end], block, nbytes)
                 continue
-            self._run_now([self._pass([(slot, start, prompt[start:end])], end - start, soft)])
+            self._run_now([self._pass([run], end - start, soft)])
         sequence.context = len(prompt)
 
     def _restore(self, slot: int, prompt: Sequence[int]) -> int:

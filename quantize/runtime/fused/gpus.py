@@ -131,10 +131,8 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
     """Return whether a GPU runs a scheme (bf16, fp8, int8, nvfp4), and what to use instead."""
     own, target = gpu.capability, gpu.target
     if own < OLDEST:
-        need = (
-            "needs sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
-        )
-        return Verdict(scheme, None, f"{target}; {scheme} {need}")
+        need = "sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
+        return Verdict(scheme, None, f"{target}; {scheme} needs {need}")
     if not KERNELS[scheme].runs_on(own):
         least = name_of(KERNELS[scheme].least)
         return Verdict(
@@ -187,9 +185,8 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     if not torch.cuda.is_available():
         raise ResourceError("no CUDA device here: run on a machine with an NVIDIA GPU")
     if torch.version.hip:
-        raise ResourceError(
-            "the kernels are for NVIDIA GPUs: hide this one with HIP_VISIBLE_DEVICES="
-        )
+        why = "the kernels are for NVIDIA GPUs: hide this one with HIP_VISIBLE_DEVICES="
+        raise ResourceError(why)
     tuning.user_tables(TUNED)
     gpu = at_hand(device)
     for found in (verdict(scheme, gpu) for scheme in sorted({"bf16", *schemes})):

@@ -93,9 +93,8 @@ class Inputs:
         scale = self.scales[index].get(kind)
         if scale is None:
             return x, tuple(simulated.plain(weight) for weight in rows)
-        weights = tuple(
-            simulated.scaled(weight, scale) for weight in rows
-        )  # before x: see `scaled`
+        # Before x: see `scaled`.
+        weights = tuple(simulated.scaled(weight, scale) for weight in rows)
         return simulated.round_nvfp4(x, scale), weights
 
     def experts(
@@ -113,18 +112,14 @@ class Inputs:
         )  # fmt: skip
 
     def _show_hidden(self, index: int, hidden: Tensor, ids: Tensor) -> None:
-        if not self._observers:
-            return
-        if self.real is not None:
+        if self._observers and self.real is not None:
             hidden = hidden.view(*ids.shape, -1)[self.real].flatten(0, 1)
             ids = ids[self.real]
         for see in self._observers:
             see(f"model.decoder.layers.{index}.experts.down_proj", hidden, ids.reshape(-1, 1))
 
     def _show(self, name: str, x: Tensor, ids: Tensor | None) -> None:
-        if not self._observers:
-            return
-        if self.real is not None:
+        if self._observers and self.real is not None:
             x, ids = x[self.real], None if ids is None else ids[self.real]
         for see in self._observers:
             see(f"model.decoder.layers.{name}", x, ids)

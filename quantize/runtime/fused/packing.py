@@ -39,9 +39,8 @@ Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be
 # Of an input: the scheme that it is quantized with, and the global scale f32 [1] of rows in NVFP4.
 Read = tuple[str, Tensor | None]
 Entrance = tuple[Tensor, Read]  # of a layer: its input norm, and how its input is read
-Scales = Mapping[
-    str, Tensor
-]  # kind of product -> f32 [1], or [E] for experts; kinds without one are not rounded
+# Kind of product -> f32 [1], or [E] for experts; kinds without one are not rounded.
+Scales = Mapping[str, Tensor]
 BF16: Read = ("bf16", None)
 Keep = Callable[[Weight], Weight]  # called with each product as it is made; returns it in place
 

@@ -148,23 +148,22 @@ class _Batch:
 
     def add(self, own: Pass) -> None:
         """Take a pass; its rows are written while the device goes on."""
-        places = torch.stack(
-            [own.rows.positions, *own.rows.visible[True], *own.rows.visible[False]]
-        )
-        self._slots.append(own.rows.slots.clone())  # a graph fills it again
-        self._places.append(places)
-        real = -1 if own.real is None else len(own.real)
+        rows, real = own.rows, -1
+        self._slots.append(rows.slots.clone())  # a graph fills it again
+        places = (rows.positions, *rows.visible[True], *rows.visible[False])
+        self._places.append(torch.stack(places))
         if own.real is not None:
+            real = len(own.real)
             self._real.append(own.real)
-        self._table.append((len(own.h), len(own.rows.slots), own.decoded, real))
+        self._table.append((len(own.h), len(rows.slots), own.decoded, real))
         self.count += len(own.h)
-        rows, copied = own.h, None
-        if own.h.is_cuda:  # the device goes on meanwhile
-            rows = torch.empty_like(own.h, device="cpu", pin_memory=True)
-            rows.copy_(own.h, non_blocking=True)
+        h, copied = own.h, None
+        if h.is_cuda:  # the device goes on meanwhile
+            h = torch.empty_like(h, device="cpu", pin_memory=True)
+            h.copy_(own.h, non_blocking=True)
             copied = torch.cuda.current_stream(own.h.device).record_event()
         self._wait()
-        self._writing = self._beside.submit(self._write, rows, copied)
+        self._writing = self._beside.submit(self._write, h, copied)
 
     def _write(self, rows: Tensor, copied: Any) -> None:
         if copied is not None:
@@ -186,13 +185,12 @@ class _Batch:
 
     def placements(self) -> dict[str, Tensor]:
         """Return what `_passes` reads."""
+        none = torch.empty(0, dtype=torch.int64)
         return {
             "passes": torch.tensor(self._table, dtype=torch.int64).view(-1, 4),
             "slots": torch.cat(self._slots).cpu(),
             "places": torch.cat(self._places, 1).cpu().contiguous(),
-            "real": torch.cat(self._real).cpu()
-            if self._real
-            else torch.empty(0, dtype=torch.int64),
+            "real": torch.cat(self._real).cpu() if self._real else none,
         }
 
 
@@ -248,12 +246,8 @@ def _batch(path: Path, entry: Mapping[str, Any]) -> RecordedBatch:
     tensors = load_file(path.with_suffix(".passes"))
     rows, sequences, decoded, real = tensors["passes"].unbind(1)
 
-    def parts(tensor: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-        return tensor.split(counts.tolist(), -1)
-
-    places = parts(tensors["places"], rows)
-    chosen = parts(tensors["real"], real.clamp(min=0))
-    slots = parts(tensors["slots"], sequences)
+    counts = {"places": rows, "real": real.clamp(min=0), "slots": sequences}
+    places, chosen, slots = (tensors[name].split(own.tolist(), -1) for name, own in counts.items())
     ends = pairwise(accumulate(rows.tolist(), initial=0))
     passes = tuple(
         RecordedPass(

@@ -146,9 +146,8 @@ class Transfer:
             self._read(run.file, run.begin, out)
         elif (mapped := self._mapped(run.file)) is not None:
             # In pieces, or keys and values of the layer in use would wait for the whole next layer.
-            for part, own in zip(
-                mapped[run.begin : run.end].split(PINNED), out.split(PINNED), strict=True
-            ):
+            parts = mapped[run.begin : run.end].split(PINNED)
+            for part, own in zip(parts, out.split(PINNED), strict=True):
                 own.copy_(part, non_blocking=True)
         else:
             self._through_pinned(run, out)
@@ -196,12 +195,10 @@ class Transfer:
 
     def _mapped(self, file: Path) -> Tensor | None:
         """Return a registered map of a file, or None where that is not wanted or not possible."""
-        if not self._register:
-            return None
-        if file not in self._maps:
+        if self._register and file not in self._maps:
             handle = self._open(file)
             self._maps[file] = _registered(self, handle, self.device) if in_memory(file) else None
-        return self._maps[file]
+        return self._maps.get(file)
 
 
 def in_memory(file: Path) -> bool:
