@@ -39,19 +39,13 @@ PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a decoder's pass over B canvases of L tokens found.
+    """What a decoder's pass over B canvases of L tokens found."""
 
-    Attributes:
-        shape: (B, L, V) of the logits.
-        experts: int [B, layers, L, k], the experts that the routers chose, in any order.
-        rows: what logits are made of, [B, ...].
-        head: makes the logits [b, L, V] of some rows: float32, soft-capped, not divided by the
-            temperature; it holds nothing of the model but its vocabulary.
-    """
-
-    shape: Sequence[int]
-    experts: Tensor
-    rows: Tensor
+    shape: Sequence[int]  # (B, L, V) of the logits
+    experts: Tensor  # int [B, layers, L, k], the experts that the routers chose, in any order
+    rows: Tensor  # what logits are made of, [B, ...]
+    # Makes the logits [b, L, V] of some rows: float32, soft-capped, not divided by the temperature;
+    # it holds nothing of the model but its vocabulary.
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:

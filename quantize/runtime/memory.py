@@ -79,39 +79,24 @@ class Stack:
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage asks of a GPU at once.
+    """What a stage asks of a GPU at once."""
 
-    Attributes:
-        stage: name of the stage.
-        stack: the model that is on the GPU.
-        batch: canvases denoised at once.
-        context: positions a sample takes, prompt and answer.
-        compares: whether its logits are compared with another model's.
-        caches: engines that share its weights, each with keys and values of its own.
-        beside: bytes that the stage itself holds on the GPU.
-        batches: how many batches there are to do, which may go in lockstep.
-        host: bytes of host memory that keys and values may take.
-        fixed_batch: whether a result depends on the batch, so that it is not halved where it does not
-            fit.
-        one_layer: whether passes go through a layer at a time: keys and values are those of one, and no
-            logits are made.
-        lanes: batches that go in lockstep.
-        on_host: whether keys and values lie on the host.
-    """
-
-    stage: str
-    stack: Stack
-    batch: int
-    context: int
-    compares: bool = False
-    caches: int = 1
-    beside: float = 0.0
-    batches: int = 1
-    host: float = HOST_BYTES
+    stage: str  # name of the stage
+    stack: Stack  # the model that is on the GPU
+    batch: int  # canvases denoised at once
+    context: int  # positions a sample takes, prompt and answer
+    compares: bool = False  # whether its logits are compared with another model's
+    caches: int = 1  # engines that share its weights, each with keys and values of its own
+    beside: float = 0.0  # bytes that the stage itself holds on the GPU
+    batches: int = 1  # how many batches there are to do, which may go in lockstep
+    host: float = HOST_BYTES  # bytes of host memory that keys and values may take
+    # Whether a result depends on the batch, so that it is not halved where it does not fit.
     fixed_batch: bool = False
+    # Whether passes go through a layer at a time: keys and values are those of one, and no logits
+    # are made.
     one_layer: bool = False
-    lanes: int = 1
-    on_host: bool = False
+    lanes: int = 1  # batches that go in lockstep
+    on_host: bool = False  # whether keys and values lie on the host
 
 
 @dataclass(frozen=True)

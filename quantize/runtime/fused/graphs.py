@@ -339,21 +339,13 @@ class Step:
 
 @dataclass
 class Running:
-    """Canvases of one batch on their way.
+    """Canvases of one batch on their way."""
 
-    Attributes:
-        step: takes them on.
-        taken: steps that the canvas of each row has taken.
-        most: steps that it may take; fewer than the sampler's end it there.
-        committed: what `Step.commit` returned.
-        graphs: replay graphs.
-    """
-
-    step: Step
-    taken: list[int]
-    most: list[int]
-    committed: int
-    graphs: bool
+    step: Step  # takes them on
+    taken: list[int]  # steps that the canvas of each row has taken
+    most: list[int]  # steps that it may take; fewer than the sampler's end it there
+    committed: int  # what `Step.commit` returned
+    graphs: bool  # replay graphs
 
     def launch(self, h: Tensor | None, count: int) -> Any:
         """Take the step with this number of a run; return the event after which `told` may be read."""

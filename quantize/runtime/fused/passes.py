@@ -92,33 +92,20 @@ class SoftTokens:
 
 @dataclass(eq=False)
 class Pass:
-    """One pass on its way through the layers.
+    """One pass on its way through the layers."""
 
-    Attributes:
-        h: bf16 [M, H], the rows that a layer adds to.
-        x: what the next layer's first product reads: h, normed.
-        rows: where the rows stand.
-        decoded: how many are the decoder's, which come first.
-        inputs: what rounds or shows the rows that enter products.
-        whole: whether the encoder's rows are wanted behind the last layer.
-        real: int64, the rows that are no padding; None for all.
-        routed: None, or a list that gets the expert ids [M, topk] of each layer.
-        lane: whose slots they are; slots count from the lane's first one.
-        added: which tokens stay encoded.
-        cells: keys and values of the lane's slots at this layer.
-    """
-
-    h: Tensor
-    x: Activation
-    rows: PassRows
-    decoded: int
-    inputs: Inputs | None
-    whole: bool = False
-    real: Tensor | None = None
+    h: Tensor  # bf16 [M, H], the rows that a layer adds to
+    x: Activation  # what the next layer's first product reads: h, normed
+    rows: PassRows  # where the rows stand
+    decoded: int  # how many are the decoder's, which come first
+    inputs: Inputs | None  # what rounds or shows the rows that enter products
+    whole: bool = False  # whether the encoder's rows are wanted behind the last layer
+    real: Tensor | None = None  # int64, the rows that are no padding; None for all
+    # None, or a list that gets the expert ids [M, topk] of each layer.
     routed: list[Tensor] | None = None
-    lane: int = 0
-    added: Sequence[Added] = ()
-    cells: tuple[Tensor, Tensor] | None = None
+    lane: int = 0  # whose slots they are; slots count from the lane's first one
+    added: Sequence[Added] = ()  # which tokens stay encoded
+    cells: tuple[Tensor, Tensor] | None = None  # keys and values of the lane's slots at this layer
 
     @property
     def watched(self) -> bool:

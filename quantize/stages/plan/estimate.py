@@ -59,18 +59,13 @@ EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for.
+    """What a run is planned for."""
 
-    Attributes:
-        gpu: the GPU; without known rates no times are estimated.
-        budget: bytes of its memory that may be used.
-        link: bytes/s from the host; None for what the GPU's maker states, as far as it is reached.
-        disk: bytes/s of the disk, where they are known: weights are taken to be in memory otherwise.
-    """
-
-    gpu: "Gpu"
-    budget: float
+    gpu: "Gpu"  # the GPU; without known rates no times are estimated
+    budget: float  # bytes of its memory that may be used
+    # Bytes/s from the host; None for what the GPU's maker states, as far as it is reached.
     link: float | None = None
+    # Bytes/s of the disk, where they are known: weights are taken to be in memory otherwise.
     disk: float | None = None
 
     @classmethod
@@ -94,29 +89,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """What one stage of a run takes.
+    """What one stage of a run takes."""
 
-    Attributes:
-        stage: its name.
-        seconds: typical and largest; None where the GPU's rates are not known.
-        bound: what limits its speed.
-        gpu: bytes of the GPU's memory.
-        streamed: bytes that a pass, of all batches in lockstep, takes over the link.
-        host: bytes of host memory that it holds for itself.
-        disk: bytes that it writes and leaves.
-        scratch: bytes that it writes and removes again.
-        lacks: what the GPU lacks; then nothing else is known.
-    """
-
-    stage: str
+    stage: str  # its name
+    # Typical and largest; None where the GPU's rates are not known.
     seconds: tuple[float, float] | None = None
-    bound: str = ""
-    gpu: float = 0.0
-    streamed: float = 0.0
-    host: float = OWN_BYTES
-    disk: float = 0.0
-    scratch: float = 0.0
-    lacks: ResourceError | None = None
+    bound: str = ""  # what limits its speed
+    gpu: float = 0.0  # bytes of the GPU's memory
+    streamed: float = 0.0  # bytes that a pass, of all batches in lockstep, takes over the link
+    host: float = OWN_BYTES  # bytes of host memory that it holds for itself
+    disk: float = 0.0  # bytes that it writes and leaves
+    scratch: float = 0.0  # bytes that it writes and removes again
+    lacks: ResourceError | None = None  # what the GPU lacks; then nothing else is known
 
 
 def planned(
