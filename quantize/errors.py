@@ -39,7 +39,7 @@ class GateError(QuantizeError):
 
 
 class UndecidedError(QuantizeError):
-    """The evaluation could not decide: inconclusive, or the two sides were not comparable."""
+    """The evaluation could not decide: inconclusive, or baseline and candidate were not comparable."""
 
     exit_code = 4
 

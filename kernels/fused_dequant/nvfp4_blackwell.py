@@ -2,14 +2,14 @@
 
     y[m, n] = factor * sum over blocks of 16:  x_scale * w_scale * sum of x code * w code
 
-y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, which are the weight's, by 16 to 256 columns, which
-are tokens, so that an expert's 16 tokens need no padding to 128; `mma.sync` of sm_120 takes either.
+y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, here the weight's, by 16 to 256 columns, here tokens,
+so that an expert's 16 tokens need no padding to 128. For `mma.sync` of sm_120 either order would do.
 `factor` holds both global scales. Scales of weights lie in tiles (`w4a4`), those of tokens row by row,
 since an expert's tokens are gathered.
 
-No GPU with such units has run this. With NATIVE false only the instruction is another: codes and scales
-are decoded to bf16, where their product is exact, and multiplied there. An H200 has run that build, and
-Triton's interpreter this one. What a target's instruction is, tests/fused_dequant/test_compile.py says.
+No GPU with such units has run this; Triton's interpreter has. With NATIVE false only the instruction
+differs: codes and scales are decoded to bf16, where their product is exact, and multiplied there. That
+build has run on an H200. tests/fused_dequant/test_compile.py names the instruction of each target.
 """
 
 # Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes

@@ -15,13 +15,13 @@ Three launches a step, whatever the batch:
     3. `accept_kernel`      a sequence: acceptance, the next canvas, the stop, the next step's number
 
 H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written: 134 MB read for a
-canvas of 256 bf16 positions over 262,144 tokens. On Hopper lm_head may leave those numbers of its tiles
-(`vocabulary_hopper`), of which RANGE is 256 then: the first launch, and its read, are not made.
+canvas of 256 bf16 positions over 262,144 tokens. On Hopper lm_head may store those numbers for its own
+tiles (`vocabulary_hopper`): RANGE is then 256, a tile's width, and the first launch is left out.
 
 Random numbers have addresses: Philox4x32-10 with the sequence's seed as key and (position, step,
 canvas, 0) as counter; word 0 draws y, word 1 the uniform token, 24 bits each. The step is a number
 in device memory that `accept_kernel` raises, so one CUDA graph replays every step, and sequences of
-one batch may be at different steps. Sequences that are finished or past the last step are left.
+one batch may be at different steps. Sequences that are finished or past the last step do not change.
 
 Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes the
 entropy NaN: the position is not accepted and its sequence does not finish; tokens stay in range.
@@ -186,7 +186,7 @@ def draw(
 ) -> Draw:
     """Draw from logits [B, L, V] by statistics f32 [3, B * L, ranges of `width` tokens].
 
-    With `total` f32 [B * L] there are four: it receives the sums of the last.
+    With `total` f32 [B * L], `statistics` has a fourth part, whose sums over the ranges it receives.
     """
     B, L, V = logits.shape
     ranges, device = statistics.shape[2], logits.device

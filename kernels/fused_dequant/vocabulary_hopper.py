@@ -8,14 +8,14 @@ tile. Here a block has nine warps that work:
 
 The two sets share only the ring: while one is busy with its results the other may multiply.
 
-Asked to, a set also leaves what the sampler and the soft embedding would read the logits for, so that
-nobody reads all of them again. Of every row of a tile, l its logits, x = (l - max l) log2(e) / T:
+`survey` also stores the numbers that the sampler and the soft embedding need, so that neither reads all
+logits again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these are:
 
     statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of the p below
     p            2^((l - cap) log2(e) / T + REACH) as bf16
 
-All p have one anchor, so the soft embedding is one product. With |l| <= cap they span 2 cap log2(e) / T
-powers of two, which bf16's exponents hold down to a T of 0.39 with a cap of 30 (`holds`).
+All p are relative to `cap`, so the soft embedding is one product. With |l| <= cap they span
+2 cap log2(e) / T powers of two; bf16's exponents allow that down to T = 0.39 for cap = 30 (`holds`).
 
 Programs are persistent, one an SM. A place of the ring is `ready` when its bytes have arrived, `free`
 when both sets have read it. Results leave through two buffers of 64 x 64 a set; TMA clips them to y.

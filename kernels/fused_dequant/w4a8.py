@@ -17,9 +17,9 @@ that a thread needs the scale of one block a row, columns change places: column 
 weight, block t, is column 16q + 4t + j of the product. The tokens' columns are stored in that order
 (`quantize.place`), and the sum over columns is the same.
 
-A thread's 16 bytes are two words of row g and two of row g + 8, of one block: code c of a word, the
-c-th column, has its magnitude in bits 4c .. 4c + 2, as on disk, and its sign in bit 8c + 7 (c < 4) or
-8(c - 4) + 3: where the bytes that it becomes have theirs, for the second four after a shift by 4.
+A thread's 16 bytes are two words of row g and two of row g + 8, of one block. Code c of a word is its
+c-th column: bits 4c .. 4c + 2 hold the magnitude, as on disk, and bit 8c + 7 (c < 4) or 8(c - 4) + 3
+the sign. There decoded bytes have their signs too, those of the second four after a shift by 4.
 """
 
 import torch

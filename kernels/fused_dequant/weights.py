@@ -236,7 +236,7 @@ def _by_expert(
 ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Sort choices int64 [N] by expert; return their indices, and runs of (expert, how many).
 
-    A run is of one sequence, which has `each` choices. A choice outside of the experts is left out.
+    A run belongs to one sequence, which has `each` choices. Choices of no existing expert are left out.
     """
     count = -(-len(chosen) // each)
     sequence = torch.arange(len(chosen)) // each
@@ -248,15 +248,15 @@ def _by_expert(
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """Return interleaved rows [E, 2I, ...] as gate's and behind them up's."""
+    """Return interleaved rows [E, 2I, ...] with all of gate's first, then all of up's."""
     runs = rows.unflatten(1, (-1, 2, formats.GATE_UP_RUN))
     return runs.transpose(1, 2).flatten(1, 3)
 
 
 def _unscaled(weight: Weight, *, halves: bool = False) -> torch.Tensor:
-    """Return the values [E, N, K] in float32, of which `_columns` are the factors of whole rows.
+    """Return the values [E, N, K] in float32, without the factors of whole rows (`_columns`).
 
-    `halves` are of `_halves`.
+    With `halves` the rows are in the order of `_halves`.
     """
     if halves:
         return kept(weight.data, "halves", lambda: _halves(_decoded(weight)).contiguous())

@@ -2,9 +2,9 @@
 
 A canvas stops when it is done, and real ones differ: some take a few steps, some all. "By step", as it
 is served, a slot goes on with its next canvas, or with another request, as soon as its own has stopped;
-"by canvas" all of a batch finish first. Requests of two canvases, REQUESTS for each slot, their prompts
-included. Random weights never stop: their canvases take recorded numbers of steps. So do those of
-`speeds`, which times sampler settings at the steps that answers under them really took.
+"by canvas" all of a batch finish first. Each slot gets REQUESTS requests of two canvases, and encoding
+prompts is timed too. Random weights never stop: their canvases take recorded numbers of steps. So do
+those of `speeds`, which times sampler settings at the steps that answers under them really took.
 """
 
 import itertools
@@ -66,8 +66,8 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time both ways at `len(prompts)` slots, all of which become free.
 
-    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
-    stop by the sampler, or take numbers of steps, `stops`, in turns.
+    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. The
+    sampler stops canvases; with `stops`, canvas after canvas takes the next number of steps there.
     """
     for slot in range(engine.capacity):
         engine.release(slot)

@@ -213,10 +213,10 @@ def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a DiffusionGemma checkpoint, with what ModelOpt said apart from it.
+    """Read a checkpoint's config.json; schemes that it lacks are read from ModelOpt's own file.
 
     Raises:
-        InputError: there is none, or it is another model's.
+        InputError: there is no config.json, it is another model's, or a file is damaged.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -338,8 +338,8 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
 
     The folder of a run stands for the checkpoint in it.
 
-    A Hub id may carry its revision, `ORG/NAME@revision`. It is downloaded to the Hub's cache, or only
-    looked up there when HF_HUB_OFFLINE is set; either way `hub_commit` tells the commit afterwards.
+    A Hub id may carry its revision, `ORG/NAME@revision`. The model is downloaded to the Hub's cache, or
+    only looked up there when HF_HUB_OFFLINE is set; `hub_commit` then returns the commit.
 
     Raises:
         InputError: there is no such folder or model. ResourceError: the Hub cannot be reached.

@@ -1,4 +1,4 @@
-"""Plans the tensors that llama.cpp's `diffusion-gemma` reads, and the source bytes of each.
+"""Plans the GGUF tensors that llama.cpp's `diffusion-gemma` reads, and packs each one's bytes.
 
 Names are those of llama.cpp's Gemma 4, which the `gguf` package has, and OWN. `ffn_gate_inp.scale` is
 the router's, `ffn_down_exps.scale` its scale of each expert; the encoder's layer scales have `enc_`.
@@ -102,7 +102,7 @@ def gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    The layout of `source` was checked; the file holds what it has in BF16 as `kept_as`.
+    The layout of `source` has been checked. What it has in BF16 becomes `kept_as` in the file.
 
     Raises:
         InputError: GGUF cannot hold a scheme or a width.

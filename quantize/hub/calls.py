@@ -1,4 +1,4 @@
-"""Calls the Hub, repeatedly while it is busy, and with one clear line when calls fail.
+"""Calls the Hub, again while it is busy; a failure is one clear line, without the token.
 
 `HfApi` retries uploads, but neither commits nor most small requests. Calls made through `patiently` are
 repeated on 408, 429, 5xx and broken connections, after the time that Retry-After asks for, else after

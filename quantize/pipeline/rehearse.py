@@ -142,7 +142,7 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
 
 
 def _tasks(run: Run, recipe: Recipe) -> dict[str, int]:
-    """Return task -> answers on a side."""
+    """Return task -> answers of each model."""
     from quantize.stages.evaluate.tasks import open_tasks
 
     found = open_tasks(recipe.evaluation, recipe.gate, run.options.get("data_dir"))
@@ -250,7 +250,7 @@ def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
 
 
 def _evaluation_seconds(run: Run, whole: Recipe, rates: Mapping[str, Any]) -> float | None:
-    """Return the seconds of all answers on both sides, None where a side was not measured."""
+    """Return the seconds of all answers of both models, None where one was not measured."""
     from quantize.reports.scores import read_scoring
 
     seconds = 0.0

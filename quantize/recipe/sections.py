@@ -66,7 +66,7 @@ TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 PointName = Annotated[str, Field(pattern=r"^[a-z0-9_.]+$", max_length=40)]
 FilePath = Annotated[str, AfterValidator(_absolute)]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
-LEAST = 2  # questions of a task: two sides are compared by how their differences vary
+LEAST = 2  # questions of a task: two models are compared by how their differences vary
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Optional keys that hashes cover at their defaults too, as they did when these were all there were. A
 # later key counts where it is set, so that it renames no run and asks no answer again.

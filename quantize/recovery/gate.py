@@ -30,7 +30,7 @@ excluded too, and the run fails when one is shown to be exceeded.
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
 when some task fails after Holm's correction, so that neither many tasks nor several ways to
 fail make a false alarm likely.
-NOT COMPARABLE when the two sides were not asked the same under the same conditions.
+NOT COMPARABLE when baseline and candidate were not asked the same under the same conditions.
 """
 
 import math

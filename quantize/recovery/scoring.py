@@ -345,7 +345,7 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -
 def _conditions(
     task: str, results: dict[str, Any], seed: int, sampler: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what must be equal on both sides for their scores to be compared, answers apart."""
+    """Return the conditions that must be equal for the scores of two models to be compared."""
     config = results["configs"][task]
     return {
         "task": task,

@@ -114,7 +114,7 @@ class Plan:
         return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
-        """Return the looks, from the first on, whose answers every side has."""
+        """Return the looks, from the first on, whose answers every model has."""
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]

@@ -1,4 +1,4 @@
-"""Paired statistics of two scorings of the same questions, for one estimand, beside it the other.
+"""Paired statistics of two scorings of the same questions: difference, interval, p-values, recovery.
 
   difference  quantized - base in percentage points, paired by question and answer.
   p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
@@ -6,8 +6,8 @@
               its p-value is at most 1 - confidence.
   recovery    100 mean y / mean x. Its interval holds the ratios r of which mean(y - r x) = 0 is not
               excluded, as Fieller's does (1954).
-  flips       questions right on one side and wrong on the other, when k = 1, and the exact McNemar test
-              on them (1947; binomial, two-sided).
+  flips       questions that one model answers right and the other wrong, when k = 1, and the exact
+              McNemar test on them (1947; binomial, two-sided).
 
 Clustering by question: arXiv 2411.00640. Left out: unpaired tests, which need several times the
 questions for the same power.
@@ -56,7 +56,7 @@ class Comparison(Terms):
     """
 
     questions: int  # number of paired questions
-    repeats: int  # scores a question on each side
+    repeats: int  # scores a question of each model
     units: int  # number of answers or questions, as the estimand counts
     base: float  # accuracy of the base model
     base_interval: Interval  # interval of `base`

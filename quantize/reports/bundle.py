@@ -1,7 +1,7 @@
 """One file of a run to send to others: no weights, no questions, no answers, no local paths.
 
-What is left of each file: JSON without the questions that differ; the log's frames and kinds of errors
-without their messages, which may quote a prompt; the home folder as ~ and the run's folder as RUN.
+JSON files lose the questions and the model's folder. The log keeps frames and kinds of errors, but no
+messages, which may quote a prompt. The home folder is written as ~, the run's folder as RUN.
 """
 
 import json
@@ -38,7 +38,7 @@ def write_bundle(run: RunDir, out: Path) -> list[str]:
 
 
 def shared(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each file that may be shared, those that the run has."""
+    """Yield name and text of each file of the run that may be shared."""
     for name in TAKEN:
         path = run.path / name
         if not path.is_file():
@@ -55,7 +55,7 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a report, or another file of a run, without questions and without the model's folder."""
+    """Return report.json, or another file of a run, without questions and the model's folder."""
     left = {key: value for key, value in content.items() if key != "questions"}
     for key in ("model", "source"):
         if isinstance(about := left.get(key), dict):
@@ -66,7 +66,7 @@ def shareable(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _frames(log: str) -> str:
-    """Return a traceback's frames and kinds of errors: no message, of however many lines."""
+    """Return a log's frames and kinds of errors, without messages of one line or several."""
     kinds = re.compile(r"^([\w.]+(?:Error|Exception|Interrupt|Exit|Warning))\b")
     kept: list[str] = []
     for line in log.splitlines():

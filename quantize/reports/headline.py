@@ -103,7 +103,7 @@ def chosen_point(content: Mapping[str, Any]) -> str:
 
 
 def _published(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is published of a report's model, empty of another than the one it is of."""
+    """Return the published figures if they are of the report's model, else none."""
     known = _figures()
     model = content["model"]
     here = not model["bundled"] and known["model"] in str(model["model"]).lower()
@@ -124,7 +124,7 @@ def published_speed(content: Mapping[str, Any]) -> list[str]:
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
     """Return published figures beside this run's, recovery in brackets.
 
-    The last cell says whether BF16's interval here holds what is printed.
+    The last cell says whether this run's interval of BF16 contains BF16's published figure.
     """
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
@@ -140,7 +140,7 @@ def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:
-    """Return both models' accuracy here, and whether BF16's interval covers what is printed."""
+    """Return both models' accuracy in this run, and whether BF16's interval contains `printed`."""
     if task is None:
         return ["not asked", "-", "-"]
     intervals = [

@@ -1,6 +1,6 @@
 """Finds questions that two models answered differently, and where their recorded canvases part.
 
-A question differs when one of its repeats is right on one side only, or wrong with two answers. A
+A question differs when one of its repeats is right for one model only, or wrong with two answers. A
 private task's question is shown as its hash, without text, answer or target.
 """
 

@@ -1,6 +1,6 @@
 """The one door to a model: a checkpoint on a device becomes an `Engine`.
 
-The engine is imported when it is opened: who only plans memory waits neither for transformers nor for
+The engine is imported when it is opened, so that planning memory imports neither transformers nor
 triton.
 """
 
@@ -50,15 +50,15 @@ def open(
 
     Args:
         checkpoint: folder of a BF16 or quantized checkpoint, or random weights.
-        place: where it runs, for what, and how it fits there; what is not `sized` yet is sized here.
+        place: device, activation mode and memory plan; a place without a plan is `sized` here.
         batch_invariant: as in `FusedEngine`.
-        beside: an engine of the same checkpoint, whose weights are shared where they can be: the mode
-            `fp8` has weights of its own, and `per_layer` on FP4 units.
-        prefix_bytes: as in `FusedEngine`; these bytes come beside what is planned.
-        room: fields of `Placement`, where no `place` is given: device, capacity, max_context, ...
+        beside: an engine of the same checkpoint. Its weights are shared if both pack them alike; the
+            mode `fp8` packs its own, and so does `per_layer` on FP4 units.
+        prefix_bytes: as in `FusedEngine`; a plan that is made here leaves them free.
+        room: fields of `Placement`, used if `place` is None: device, capacity, max_context, ...
 
     Raises:
-        InputError: the checkpoint cannot be loaded, or the mode means nothing to the weights.
+        InputError: the checkpoint cannot be loaded, or its weights cannot have the activation mode.
         ResourceError: the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)

@@ -220,7 +220,7 @@ def _spread_errors(
 ) -> None:
     """Run GPTQ from left to right; write codes and, where they may move, block scales.
 
-    Errors are spread within SPAN inputs block by block, and from them to all others in one product.
+    Errors are spread within a SPAN block by block, then from the SPAN to all later inputs at once.
     """
     left = weight.clone()
     errors = weight.new_empty(*weight.shape[:-1], SPAN)
@@ -295,8 +295,8 @@ def _descend(
 ) -> None:
     """Move block scales and codes one at a time to where the exact loss is least, in place.
 
-    What a block moves by changes the slope at once within its SPAN inputs, and that of all others in
-    one product when these have been passed.
+    When a block has moved, the slope of the blocks behind it in its SPAN is updated at once. The slope
+    of all inputs is updated by one product at the end of the SPAN.
     """
     slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
     moved = weight.new_empty(*weight.shape[:-1], SPAN)

@@ -58,8 +58,8 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 class Shape:
     """Makes the answers of one request, whose choices are `jobs`.
 
-    `prompt_tokens` are of all prompts; each counts once for all its choices. With `include_usage` a
-    stream ends with the usage.
+    `prompt_tokens` counts the tokens of all prompts, each prompt once however many choices it has.
+    With `include_usage` a stream ends with the usage.
     """
 
     kind: Literal["chat.completion", "text_completion"]
@@ -146,7 +146,7 @@ class Shape:
         return frame | {"created": self.created, "model": self.model}
 
     def _about(self, index: int, span: tuple[int, int]) -> Json:
-        """Return how a choice stands, with the log-probabilities of `span` if they were asked for."""
+        """Return a choice's index, finish, and log-probabilities of `span` if they were asked for."""
         job = self.jobs[index]
         chances = None
         if job.guide is not None and job.guide.top is not None:
@@ -163,7 +163,7 @@ def _call(call: Call) -> Json:
 
 
 def _of_chat(scored: Sequence[Scored], start: int, text: Text) -> Json:
-    """Return the entries of the tokens from `start` on that are no thoughts."""
+    """Return the entries of the tokens from `start` on, without those of thoughts."""
     thought = in_thoughts(text.tokenizer, [entry.token for entry in scored])
     content = [
         _token(text, entry.token, entry.logprob)

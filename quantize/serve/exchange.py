@@ -17,9 +17,9 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """The jobs of the request whose task makes this, and their events, in the order they happen.
+    """The jobs of the current task's request, and their events, in the order they happen.
 
-    It may take so many `seconds`, and will have `count` jobs. Raises as `Scheduler.reserve`.
+    The request may take so many `seconds`, and will have `count` jobs. Raises as `Scheduler.reserve`.
     """
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
@@ -43,7 +43,7 @@ class Exchange:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None]:
-        """Give a block the time that is left; what fails there frees its places before that is told.
+        """Limit a block to the time that is left; an error first frees the request's places.
 
         Raises:
             RequestError: 504, the time ran out.

@@ -6,7 +6,7 @@ and all; other passes go kernel by kernel.
 Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
 The padding's keys and values lie behind a row's tokens, where nothing sees them before they are
 overwritten, and no observer is shown them. Logits are computed when they are looked at, on a CPU
-of each canvas by itself.
+canvas by canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 
 
 class FusedPasses:
-    """The passes of one batch in slots of its own; making them encodes its prompts.
+    """The passes of one batch in slots of its own; the constructor encodes the prompts.
 
     Args:
         model: text stack, whose cache holds these slots.
         prompts: token ids, checked.
         chunk: tokens that a pass of the encoder may add to a row.
-        encoded: positions that each slot holds already, or 0; a prompt with any (pictures) is skipped.
-        lane: whose slots it takes, from the first on.
+        encoded: positions that each slot holds already: 0, or all of a prompt with pictures.
+        lane: the lane whose first slots the batch takes.
         run: takes a pass through the layers, alone or beside those of other batches.
-        pool: memory of graphs; None captures none.
+        pool: memory of CUDA graphs; with None none are captured.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` [B, L] behind `rows`; `condition` made `conditioning`, bf16 [B, L, H]."""
+        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H] is from `condition`."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context
@@ -98,7 +98,7 @@ class FusedPasses:
     def _decoded(
         self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None
     ) -> tuple[Pass, Tensor, Tensor]:
-        """Return a pass as it enters the first layer, and what `decode` makes of its end."""
+        """Return a pass as it enters the first layer, the rows it ends with, and the chosen experts."""
         (B, L), model = canvas.shape, self._model
         own = model.decoding(canvas, model.behind(slots, context, L), signal)
         own.routed, own.lane = [], self._lane
@@ -149,5 +149,5 @@ def _logits(cores: Cores | None, embedding: Tensor, softcap: float, rows: Tensor
 def _canvas_by_canvas(
     cores: Cores | None, work: Callable[[Tensor], Tensor], rows: Tensor
 ) -> Tensor:
-    """Return a function of canvases [b, ...]: on a CPU of each one alone."""
+    """Apply `work` to canvases [b, ...], on a CPU to each one alone."""
     return work(rows) if cores is None else joined(cores.each(work, rows.split(1)))

@@ -62,10 +62,10 @@ Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
 class _Sequence:
     """What a slot holds: the positions encoded, and a short prompt or canvas not yet encoded.
 
-    `begun` are the tokens that its guide has the canvas begin with, None before it was asked; `spent`
-    counts the steps that the canvas took before its guide had it denoised again.
+    The canvas starts with the tokens `begun`, which its guide names; None before the guide is asked. If
+    the guide rejects the canvas and it is denoised again, `spent` counts the steps of earlier tries.
 
-    A canvas of `taken` steps stands in a `row` of a `step`, or is `saved` while others are denoised.
+    A canvas of `taken` steps lies in `row` of `step`, or is `saved` while others are denoised.
     """
 
     seed: int
@@ -99,7 +99,7 @@ class _Sequence:
         self.step, self.row, self.saved = step, row, None
 
     def end_canvas(self) -> None:
-        """Leave a canvas, finished or not."""
+        """Leave the canvas, finished or not."""
         self.step, self.saved, self.taken = None, None, 0
 
     @property
@@ -128,8 +128,8 @@ class FusedEngine:
         on_host: keep keys and values on the host, and on the device those of a lane and a layer.
 
     Attributes:
-        stops: None, or what returns, of a sample's seed and the index of a canvas, the most steps that
-            the canvas takes: random weights never stop by themselves.
+        stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
+            which the canvas takes; random weights never stop by themselves.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -256,7 +256,7 @@ class FusedEngine:
         return self._lockstep and self.prefixes is None and room
 
     def _make_room(self, more: int) -> None:
-        """Encode what waits if memory is planned for fewer rows than it and `more` tokens have."""
+        """Encode the waiting tokens if planned memory does not hold them and `more` at once."""
         counts = [len(own.unencoded) for own in self._slots.values()]
         waiting = sum(self._padded(count) for count in (*counts, more) if count)
         if waiting > max(self.slots * self._short, self._chunk):
@@ -458,7 +458,7 @@ class FusedEngine:
         sequence.context = len(prompt)
 
     def _restore(self, slot: int, prompt: Sequence[int]) -> int:
-        """Fill a slot with what is known of a prompt; return how many chunks that is."""
+        """Fill a slot with the cached chunks that a prompt begins with; return how many there are."""
         found = [] if self.prefixes is None else self.prefixes.find(prompt)
         for n, block in enumerate(found):
             self._resident.restore(slot, n * self._chunk, (n + 1) * self._chunk, block)
@@ -545,7 +545,7 @@ class FusedEngine:
         return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)
 
     def _filled(self, rows: list[Row], length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `FusedModel.encode` takes of such rows."""
+        """Return the arguments of `FusedModel.encode` for such rows."""
         slots, contexts, runs = zip(*rows, strict=True)
         filled = [run + [0] * (length - len(run)) for run in runs]
         tokens = torch.tensor(filled, device=self.device)
@@ -649,8 +649,8 @@ class FusedEngine:
     def _seat(self, step: Step, slots: list[int]) -> list[int]:
         """Give every slot a row of a step, and return the slot of each row.
 
-        A sequence that stands there stays; others are saved, or come from where they were saved. Rows
-        that are left repeat the first slot.
+        A sequence of `slots` keeps its row of this step; one that is saved gets a free row. Other
+        sequences are saved. Rows that stay free hold copies of the first slot's.
         """
         for slot, sequence in self._slots.items():
             if sequence.step is not None and (sequence.step is step) != (slot in slots):

@@ -62,7 +62,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
-    """Return whether other modes cannot multiply with the weights of a mode on a device."""
+    """Return whether a mode's weights on a device are of no use to other modes."""
     return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
 
 
@@ -122,7 +122,7 @@ class _Found:
         self.faults: dict[str, str | None] = known
 
     def fault(self, layout: str, scheme: str) -> str | None:
-        """Return what is wrong with the products of a layout, which `scheme` is laid out in now."""
+        """Return what is wrong with products of a layout, which `scheme` has now; None for nothing."""
         if layout not in self.faults:
             say(f"testing products of {layout} on {self.name}, once")
             self.faults[layout] = selftest.fault(scheme, self.device)
@@ -131,9 +131,7 @@ class _Found:
         return self.faults[layout]
 
     def _end_if_broken(self, why: str | None) -> None:
-        """Raise ResourceError in a process whose GPU answers nothing: the next finds what is
-        written.
-        """
+        """Raise ResourceError if the GPU no longer answers; the next process knows the fault."""
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError:

@@ -39,16 +39,16 @@ class Answerer:
     Args:
         folder: the checkpoint.
         digest: its fingerprint.
-        sampler: settings of both models that are compared.
-        place: where the model runs and how activations are rounded; `max_context` is what the longest
-            prompt and answer may take, where that is known.
+        sampler: the settings that it denoises with.
+        place: where the model runs and how activations are rounded; `max_context` counts the positions
+            of the longest prompt and answer, where that is known.
         capacity: samples of a pass, at most; None for `recipe.AT_ONCE`. Where weights are streamed
             several passes go in lockstep.
 
     Attributes:
-        batch_size: requests that are answered as one batch: 1, for samples depend on nothing else.
-        made_with: everything else that samples depend on.
-        announce: called with samples and tokens that are made before their batch is finished.
+        batch_size: requests of a batch: 1, since a sample does not depend on other requests.
+        made_with: everything that a sample depends on besides its request.
+        announce: called with numbers of samples and tokens made before their batch is finished.
         loading_seconds: seconds that loading the model has taken so far.
 
     Raises:
@@ -79,7 +79,7 @@ class Answerer:
             "engine": "fused",
             "batch_invariant": True,
         }
-        # Everything that can change an answer; only what concerns the model differs between sides.
+        # Everything that can change an answer; baseline and candidate differ in `model` alone.
         self.made_with: dict[str, Any] = {
             "model": model,
             "batch_size": self.batch_size,
@@ -201,14 +201,14 @@ class Answerer:
 
 
 class ExportedAnswerer:
-    """A checkpoint's GGUF file in llama.cpp, with the prompts, noise and sampler of the other sides.
+    """A checkpoint's GGUF file in llama.cpp, with the prompts, noise and sampler of the baseline.
 
     Args:
         folder: the checkpoint, whose tokenizer and template are used.
         digest: its fingerprint.
         file: the GGUF file that `quantize export` made from it.
         program: llama.cpp's `llama-diffusion-gemma-server`.
-        base: the BF16 side, whose sampler is used.
+        base: the baseline, whose sampler is used.
 
     Raises:
         InputError: the file was made from another checkpoint, or there is no such program.

@@ -1,7 +1,7 @@
 """Writes questions, and canvases of those that differ, for the report's table and viewer.
 
-A question is answered once more on both sides to see its canvases, from the seed of the answer that
-was scored. On a CPU that is another batch, whose sums may round to another answer: each recording
+Both models answer a question once more to show its canvases, from the seed of the answer that was
+scored. On a CPU that is another batch, whose sums may round to another answer: each recording
 holds the answer that it ended with, and the report says whether that was scored. A private task
 leaves nothing.
 """
@@ -63,7 +63,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return BF16's answers to record: where one side is right first, then where both are wrong."""
+    """Return BF16's answers to record; those to questions that both models get wrong come last."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -174,7 +174,7 @@ def _compared(
 ) -> list[Compared]:
     """Open the quantized model in each mode of a group; these share weights where they can.
 
-    The mode that is gated comes once more, last, with its own conditioning.
+    If the group has the gated mode, it is compared a second time, last, on its own conditioning.
     """
     engines: dict[ActivationMode, Engine] = {}
     beside: Engine | None = None
@@ -205,7 +205,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return what fidelity.json holds for one replay: means with intervals, by step, by entropy.
 
-    With the kind of every trajectory's prompt also by kind.
+    If `kinds` names the kind of every trajectory's prompt, there are means by kind too.
     """
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
