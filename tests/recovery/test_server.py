@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
 def scripted(request: pytest.FixtureRequest) -> Generator[ScriptedServer]:
     data, faults, delay = request.param
     server = ScriptedServer(data, faults, delay)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield server
     server.shutdown()
@@ -208,7 +208,7 @@ def test_one_answer_word_for_word(scripted: ScriptedServer) -> None:
 def test_several_servers_share_the_requests(scripted: ScriptedServer) -> None:
     """Each request is answered once, and no server waits for another."""
     second = ScriptedServer(SAMPLE, 0.1, 0.0)
-    threading.Thread(target=second.serve_forever, daemon=True).start()
+    threading.Thread(target=second.serve_forever, args=(0.01,), daemon=True).start()
     servers = Servers([scripted.url, second.url], in_flight=2, first_wait=0.01)
     asked = [Request(q, seed, 64) for q in scripted.truth for seed in range(5)]
     found = {batch[0]: done[0].text for batch, done in servers([[each] for each in asked])}
@@ -233,7 +233,7 @@ class Refusing(Handler):
 
 def test_a_refusal_is_not_repeated_and_says_what_to_do() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     with pytest.raises(ServerError, match=r"HTTP 401 .*set OPENAI_API_KEY"):
         Server(f"http://127.0.0.1:{server.server_address[1]}", attempts=50)
     server.shutdown()
@@ -259,7 +259,7 @@ class Confused(Handler):
 @pytest.mark.parametrize("key", ["models", "answer"])
 def test_what_is_none_of_the_protocols_is_one_line(key: str, models: Any) -> None:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Confused)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     server.models = {"data": [{"id": "a"}]} if key == "answer" else models
     try:

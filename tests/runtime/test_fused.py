@@ -297,7 +297,7 @@ def test_batch_invariant_engine(tiny_checkpoint: Path, count: int, rows: int) ->
     for slot in range(count):
         engine.admit(slot, prompts[slot], slot, SAMPLER)
     together = [engine.denoise(range(count)) for _ in range(2)]
-    for slot in range(count):
+    for slot in (0, 1, count - 1):
         engine.release(slot)
         engine.admit(slot, prompts[slot], slot, SAMPLER)
         alone = [engine.denoise([slot])[0] for _ in range(2)]

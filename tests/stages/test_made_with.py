@@ -190,7 +190,7 @@ def test_sides_made_differently_are_not_comparable(key: str) -> None:
     def scoring(**changes: Any) -> Scoring:
         with_ = json.loads(json.dumps(made())) | {"model": "any"} | changes
         conditions = {"task": TASK, "sampler": {"max_denoising_steps": 48}}
-        return Scoring(TASK, rows([1.0] * 40), conditions, with_)
+        return Scoring(TASK, rows([1.0] * 4), conditions, with_)
 
     entry, _ = pair(scoring(), scoring(model="other"), Terms(**GATE))
     assert entry["not_comparable"] is None
