@@ -46,8 +46,8 @@ def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
     name, said = base or Path(source["model"]).name, [("fingerprint", source["fingerprint"])]
     origin = Pedigree(ancestors=[_part(model, name, said, version=commit, purl=where)])
     result = _part(model, repo, [("fingerprint", digest)], licence, HUB, pedigree=origin)
-    resolved = _sha256(run.recipe_yaml.read_bytes())
-    resolved = cdx.HashType(alg=cdx.HashAlgorithm.SHA_256, content=resolved)
+    written = _sha256(run.recipe_yaml.read_bytes())
+    resolved = cdx.HashType(alg=cdx.HashAlgorithm.SHA_256, content=written)
     parts = [_part(ComponentType.DATA, "recipe.yaml", hashes=[resolved])]
     for name, said in _data(run, recipe, report).items():
         site = f"{HUB}/datasets" if "/" in name else None

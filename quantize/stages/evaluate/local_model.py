@@ -7,7 +7,6 @@ a Blackwell GPU. Both models compute in BF16.
 `ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
 from quantize.recovery.samples import Batch, Completion, Finished, Request
-from quantize.runs.manifest import package_versions, tokenizer_digest
+from quantize.runs.manifest import package_versions, sha256_of, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
 from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import Engine, each_completed
@@ -231,7 +230,7 @@ class ExportedAnswerer:
         self.tokenizer = load_tokenizer(folder)
         self.sampler_settings = base.sampler_settings
         model = {"weights": digest, "runtime": "llama.cpp"}
-        model |= {"program": _sha256(program), "file": _sha256(file)}
+        model |= {"program": sha256_of(program), "file": sha256_of(file)}
         self.made_with: dict[str, Any] = base.made_with | {"model": model}
         self._running: LlamaCpp | None = None
 
@@ -271,11 +270,6 @@ def _completion(tokenizer: Any, sample: Sample) -> Completion:
         denoising_steps=sample.steps_per_canvas,
         truncated=sample.finish == "length",
     )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _joined(values: Iterable[int], separator: str) -> str:
