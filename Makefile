@@ -11,27 +11,20 @@ READY := $(VENV)/.ready
 # Else every process of the tests would compile all of its modules, and pytest rewrite all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint style test-gpu test-cpus test-versions release clean
+.PHONY: run test lint test-gpu test-cpus test-versions release clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
 
-# pyright runs beside the tests, on one core, and is heard at the end where it found something. Room for
-# young objects saves Node.js a tenth of the time.
-test: style
-	@echo "$(BIN)/pyright & $(BIN)/python -m pytest ..."; \
-	NODE_OPTIONS=--max-semi-space-size=128 $(BIN)/pyright > $(VENV)/pyright.log & types=$$!; \
+test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 4 \
-		--dist loadfile --no-loadscope-reorder; tests=$$?; \
-	wait $$types || { cat $(VENV)/pyright.log; exit 1; }; exit $$tests
+		--dist loadfile --no-loadscope-reorder
 
-lint: style
-	$(BIN)/pyright
-
-style: $(READY)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	PYTHONPATH=evaluation $(BIN)/lint-imports
+	$(BIN)/pyrefly check --min-severity error
 
 # The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
 test-cpus: $(READY)

@@ -35,7 +35,7 @@ from fused_dequant.timing import measure
 from torch import Tensor
 
 # This folder's types are checked without the package beside it.
-from quantize.runtime.fused.rates import (  # pyright: ignore[reportMissingImports]
+from quantize.runtime.fused.rates import (
     Rates,
     measure_rates,
 )

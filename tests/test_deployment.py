@@ -91,4 +91,4 @@ def test_pre_commit_calls_make_lint() -> None:
         ["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert all(tool in done.stdout for tool in ("ruff", "pyright", "lint-imports"))
+    assert all(tool in done.stdout for tool in ("ruff", "pyrefly", "lint-imports"))

@@ -372,7 +372,8 @@ def generated(work: Work, name: str, seed: int, at: int) -> None:
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     found = record(engine, prompts, seeds, sampler=sampler, canvases=2, held_out=True)
     steps = [sum(map(len, own.steps)) for own in found]
-    tokens = [int((own.committed != sampler.pad_token_id).sum()) for own in found]
+    pad = sampler.pad_token_id
+    tokens = [sum(token != pad for token in own.committed.flatten().tolist()) for own in found]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"steps": steps, "tokens": tokens})
 

@@ -111,7 +111,7 @@ class Sums:
         found = {k: self._scaled(k).cpu() for k in self.sums}
         if other is not None:
             found = {
-                k: (1 - mix) * v + mix * other._scaled(k).cpu()
+                k: (1 - mix) * v + mix * other._scaled(k).cpu()  # noqa: SLF001
                 for k, v in found.items()
                 if k in other.sums
             }

@@ -1,8 +1,5 @@
 """Launch configurations worth timing, for each product of the real model: what `tune` chooses from."""
 
-# M, N, K and tile sizes are the field's names, not constants.
-# pyright: reportConstantRedefinition=false
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

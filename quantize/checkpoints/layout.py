@@ -10,6 +10,7 @@ compare against this.
 
 import json
 import math
+import re
 import textwrap
 from functools import lru_cache
 from typing import Any
@@ -184,7 +185,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 class ConfigSchemes:
     """Reads from a compressed-tensors quantization_config which scheme a module has."""
 
-    passed_over = None
+    passed_over: re.Pattern[str] | None = None
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         method = quantization_config.get("quant_method")

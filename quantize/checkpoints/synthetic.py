@@ -115,7 +115,7 @@ def _filling(name: str, shape: tuple[int, ...]) -> Fill:
     """Return the function that fills a tensor of the name's class with random values."""
     kind = module_class(name)
     if kind == "layer_scalar":
-        return partial(torch.Tensor.uniform_, **{"from": 0.1, "to": 0.2})
+        return lambda tensor, **how: tensor.uniform_(0.1, 0.2, **how)
     mean, std = 0.0, shape[-1] ** -0.5
     if kind == "router" and name.endswith("proj.weight"):
         std = 1.0

@@ -1,10 +1,8 @@
 """Writes a release's bill of materials: CycloneDX 1.6, in JSON, by cyclonedx-python-lib.
 
 Equal runs give equal bytes: the date is the verdict's, the serial number the checkpoint's. CycloneDX's
-`modelCard` is left out, which the library cannot write; the bill refers to the model's page. Its
-decorators hide from pyright what its classes take.
+`modelCard` is left out, which the library cannot write; the bill refers to the model's page.
 """
-# pyright: reportCallIssue=false, reportArgumentType=false
 
 import hashlib
 import json
@@ -42,7 +40,7 @@ def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
     source, digest = manifest["source"], str(report["artifact"])
     licence = yaml.safe_load(front_matter(run, recipe, manifest, base))["license"]
     commit, model = source.get("commit"), ComponentType.MACHINE_LEARNING_MODEL
-    where = PackageURL("huggingface", *base.split("/"), commit) if base else None
+    where = PackageURL("huggingface", *base.split("/", 1), version=commit) if base else None
     name, said = base or Path(source["model"]).name, [("fingerprint", source["fingerprint"])]
     origin = Pedigree(ancestors=[_part(model, name, said, version=commit, purl=where)])
     result = _part(model, repo, [("fingerprint", digest)], licence, HUB, pedigree=origin)

@@ -124,9 +124,9 @@ class Hub:
             ),
         ):
             if found.title == title and found.status in ("draft", "open"):
-                return int(found.num)
+                return found.num
         create, doing = self.api.create_pull_request, "open a pull request"
-        return int(self.ask(doing, create, title, description=description).num)
+        return self.ask(doing, create, title, description=description).num
 
     def open_draft(self, number: int) -> None:
         """Take a pull request out of its draft state."""

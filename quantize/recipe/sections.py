@@ -215,6 +215,7 @@ class OwnTask(Section):
         return hashlib.sha256(text.encode() + data).hexdigest()[:16]
 
 
+# pyrefly: ignore[invalid-inheritance]
 class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
     """Sampler settings under which the candidate is judged too; what is not named stays the model's.
 
@@ -296,7 +297,7 @@ class Evaluation(Section):
     def questions(self, task: str) -> int | None:
         """Return how many questions a task has, or None where that is not known beforehand."""
         own = self.own_tasks.get(task)
-        return notes(task, own and own.definition()).get("questions")
+        return notes(task, own.definition() if own else None).get("questions")
 
     def answer_tokens(self, task: str) -> int:
         """Return the most tokens that an answer to a task may take."""

@@ -77,7 +77,8 @@ def frozen_options(dataset: Any) -> Any:
 def _with_options(doc: dict[str, str]) -> dict[str, str]:
     options = [doc[name].strip() for name in _OPTIONS]
     order = sorted(options, key=lambda o: hashlib.sha256((doc["Question"] + o).encode()).digest())
-    return dict(zip(LETTERS, order, strict=True)) | {"letter": LETTERS[order.index(options[0])]}
+    named: dict[str, str] = dict(zip(LETTERS, order, strict=True))
+    return named | {"letter": LETTERS[order.index(options[0])]}
 
 
 def final_choice(answer: str) -> str:

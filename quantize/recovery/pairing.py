@@ -120,7 +120,7 @@ def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | N
     """Return mean tokens of an answer over the base's, and the ends of its interval."""
     ours, theirs = ({q: (t, 1) for q, (_, t) in _costs(s).items()} for s in (base, other))
     found = step_inflation(ours, theirs, (), confidence=confidence)
-    return found and [found.ratio, found.low, found.high]
+    return [found.ratio, found.low, found.high] if found else None
 
 
 def _costs(side: Scoring) -> dict[str, tuple[int, int]]:

@@ -72,9 +72,13 @@ class Passes(Protocol):
     `vocabulary`.
     """
 
-    device: torch.device
     canvas_length: int
     vocabulary: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        ...
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Append `tokens` int64 [B, L] to what `rows` have encoded."""
@@ -117,7 +121,11 @@ class BatchEngine(Protocol):
     capacity: int
     canvas_length: int
     max_length: int
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where a batch's tensors are."""
+        ...
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None

@@ -155,7 +155,7 @@ def _add_failures(app: FastAPI) -> None:
             case InputError():
                 refusal = RequestError(400, str(error), code="invalid_value")
             case HTTPException():
-                message, code = SAID.get(error.status_code, (str(error.detail), None))
+                message, code = SAID.get(error.status_code, (error.detail, None))
                 refusal = RequestError(error.status_code, message, code=code)
                 refusal.headers |= dict(error.headers or {})
             case _:

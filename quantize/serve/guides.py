@@ -36,7 +36,7 @@ class AnswerGuide:
     @property
     def error(self) -> str | None:
         """The reason why the answer could not be held to its form, if any."""
-        return self._constraint and self._constraint.error
+        return self._constraint.error if self._constraint else None
 
     @property
     def complete(self) -> bool:

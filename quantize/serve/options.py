@@ -16,7 +16,9 @@ KEY_VARIABLE = "QUANTIZE_API_KEY"
 COUNT = click.IntRange(min=1)
 
 
-def _setting(default: Any, says: str | None = None, kind: click.ParamType | None = None) -> Any:
+def _setting(
+    default: Any, says: str | None = None, kind: click.ParamType[Any] | None = None
+) -> Any:
     """Declare a setting that an option of its name sets."""
     flag = {"is_flag": True} if default is False else {}
     return field(default=default, metadata={"help": says, "type": kind} | flag)

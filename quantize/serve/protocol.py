@@ -76,6 +76,7 @@ class Asked(Strict):
     prompt_cache_retention: str | None = Unused
 
 
+# pyrefly: ignore[invalid-inheritance]
 class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS, "asked"))):
     """The fields that chats and plain completions share."""
 

@@ -84,8 +84,8 @@ def compile_launches(job: tuple[str, int]) -> str:
     try:
         launches.launch_scheme(scheme, rows)
         if scheme == "bf16" and rows <= 2048:
-            launches._vocabulary(rows)  # pyright: ignore[reportPrivateUsage]
-            launches._sampler(max(1, rows // 256))  # pyright: ignore[reportPrivateUsage]
+            launches._vocabulary(rows)
+            launches._sampler(max(1, rows // 256))
     except Exception as error:  # the run compiles it then
         return f"{job}: {type(error).__name__}: {error}"[:300]
     return "compiled"
@@ -119,7 +119,7 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
 
 def begin(engine: FusedEngine, joins: bool, prompts: list[list[int]]) -> None:
     """Put the prompts into the slots; their first canvas, of one step, stands for the prompts' ends."""
-    engine._joins = joins  # pyright: ignore[reportPrivateUsage]
+    engine._joins = joins
     engine.stops = lambda seed, canvas: STEPS if canvas else 1
     for slot, prompt in enumerate(prompts):
         engine.release(slot)
@@ -177,7 +177,7 @@ def rows(args: argparse.Namespace) -> None:
         named, _, activations = mix.partition("+")
         schemes = dict(zip(("experts", "attention", "mlp"), bench.MIXES[named], strict=True))
         weights = random_weights(config, schemes, "cuda", in_fp8=activations == "fp8")
-        facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]  # pyright: ignore[reportPrivateUsage]
+        facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]
         hit: list[int] = []
         for batch in map(int, args.batches.split(",")):
             if time.monotonic() - begun > args.seconds:
@@ -188,7 +188,7 @@ def rows(args: argparse.Namespace) -> None:
             compared = variants(weights, args.compare, batch)
             prompts = random_prompts(weights, CONTEXT, batch)
             engine = next(iter(compared.values()))[0]
-            hit = hit or bench._experts_hit(engine, prompts[0])  # pyright: ignore[reportPrivateUsage]
+            hit = hit or bench._experts_hit(engine, prompts[0])
             own = measured(compared, prompts, args.canvases if batch <= 8 else 1)
             del engine, compared
             floor = decoder_floor(weights, rates, batch, CONTEXT, statistics.mean(hit))

@@ -180,7 +180,7 @@ async def front(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     headers = {"Authorization": f"Bearer {KEY}"}
     try:
         async with (
-            guard.app.router.lifespan_context(guard.app),  # pyright: ignore
+            guard.app.router.lifespan_context(guard.app),
             httpx.AsyncClient(transport=transport, base_url="http://x", headers=headers) as client,
         ):
             yield client
@@ -268,7 +268,7 @@ def test_a_client_that_hangs_up_ends_its_request_at_the_worker(tmp_path: Path) -
             scope |= {"headers": [(b"authorization", f"Bearer {KEY}".encode())]}
             await client._transport.app(
                 scope | {"query_string": b"", "root_path": ""}, receive, send
-            )  # pyright: ignore
+            )
             while "left_total" not in (page := (await client.get("/metrics")).text) or (
                 not re.search(r"left_total\S* 1.0", page)
             ):

@@ -138,7 +138,7 @@ def heldout(count: int) -> list[Problem]:
 
 def main(count: int) -> None:
     """Print the bundled checkpoint's scores as json, one line a prompt style."""
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(CHECKPOINT, dtype=torch.bfloat16).eval()
     for thinking in (False, True):
         summary, _ = score(model, tokenizer, heldout(count), thinking=thinking)

@@ -71,7 +71,7 @@ def pack_shard(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One shard of the bank, a function of its seed; the answer is filled with EOS to its canvas."""
     seed, templates, numbers, rows = job
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     source = stream(seed, templates, "train", numbers)
     problems = [next(source) for _ in range(rows)]
     thinking = np.random.default_rng(seed).random(rows) < THINKING_SHARE
@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     numbers = NARROW if a.numbers == "narrow" else WIDE
     templates = load_templates(a.gsm8k, numbers)
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = new_model(a.seed)
     first = load_state(model, a.resume) if a.resume else 0
     nn.Module.to(model, device)

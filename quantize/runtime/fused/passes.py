@@ -27,13 +27,13 @@ class PassRows:
 
     def copy_(self, other: "PassRows") -> None:
         """Copy the values of a placement of the same shape."""
-        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):
+        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):  # noqa: SLF001
             own.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
         """Return a placement of both passes' rows, of as many rows a sequence."""
-        joined = [torch.cat(pair) for pair in zip(self._tensors(), other._tensors(), strict=True)]
-        return self._with(joined)
+        pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
+        return self._with([torch.cat(pair) for pair in pairs])
 
     def first_rows(self, count: int) -> "PassRows":
         """Return the placement of the first `count` rows, a whole number of sequences."""

@@ -39,7 +39,7 @@ def measure_rates(device: torch.device) -> Rates:
         one = torch.ones((), device=device)
 
         def product() -> torch.Tensor:
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]  # the only FP8 product
+            return torch._scaled_mm(  # noqa: SLF001 - the only FP8 product
                 q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
             )
 

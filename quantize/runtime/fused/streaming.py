@@ -62,7 +62,7 @@ class StreamedLayers:
         self._in_use: _Coming | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False
+            weakref.finalize(self, torch.cuda.synchronize, device).atexit = False  # pyrefly: ignore[missing-attribute]
 
     def __len__(self) -> int:
         return len(self.entrances)
@@ -151,7 +151,7 @@ class _Slot:
     def keep(self, weight: Weight) -> Weight:
         """Copy a weight into the slot, behind those that it already holds."""
         own = {name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
-        return replace(weight, **own, streamed=True)
+        return replace(weight, **own, streamed=True)  # pyrefly: ignore[bad-argument-type]
 
     def _copied(self, tensor: Tensor) -> Tensor:
         raw = tensor.contiguous().view(-1).view(torch.uint8)

@@ -245,7 +245,8 @@ def pinned_until(owner: object, tensor: Tensor, device: torch.device, flags: int
             runtime.cudaGetLastError()  # or torch reports it at its next kernel
             return False
     unregister: Callable[..., int] = runtime.cudaHostUnregister
-    weakref.finalize(owner, _unregister, unregister, address, tensor, device).atexit = False
+    ending = weakref.finalize(owner, _unregister, unregister, address, tensor, device)
+    ending.atexit = False  # pyrefly: ignore[missing-attribute]
     return True
 
 

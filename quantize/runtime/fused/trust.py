@@ -143,6 +143,6 @@ def _sources() -> str:
     import triton
 
     digest = hashlib.sha256(triton.__version__.encode())
-    for path in sorted(Path(str(fused_dequant.__file__)).parent.glob("*.py")):
+    for path in sorted(Path(fused_dequant.__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

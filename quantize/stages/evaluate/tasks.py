@@ -55,7 +55,7 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
     found: list[Task] = []
     for name in settings.tasks:
         own = settings.own_tasks.get(name)
-        file, definition = data_file(name, data_dir, settings), own and own.definition()
+        file, definition = data_file(name, data_dir, settings), own.definition() if own else None
         try:
             documents, token_limit = size(name, file, definition)
         except ValueError as error:

@@ -92,7 +92,8 @@ def fidelity(
     Raises:
         InputError: a mode means nothing to the checkpoint.
     """
-    modes: list[ActivationMode] = list(dict.fromkeys(("none", activations, *limits, *more)))
+    named: tuple[ActivationMode, ...] = ("none", activations, *limits, *more)
+    modes = list(dict.fromkeys(named))
     for mode in modes:
         check_mode(Checkpoint.open(checkpoint), mode)
     linears, linear_faults = None, []
@@ -136,7 +137,7 @@ def fidelity(
 
 
 def find_faults(
-    results: Mapping[str, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
+    results: Mapping[ActivationMode, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
 ) -> list[str]:
     """Return one sentence for every mode whose mean KL exceeds its limit."""
     return [

@@ -123,7 +123,7 @@ def group(targets: Iterable[Target]) -> list[Group]:
     """Sum targets by class, scheme and reason, the largest first."""
     groups: dict[tuple[str, str | None, str], list[Target]] = {}
     for target in targets:
-        scheme = target.scheme and target.scheme.name
+        scheme = target.scheme.name if target.scheme else None
         groups.setdefault((target.module_class, scheme, target.reason), []).append(target)
     summed = [
         Group(kind, scheme, reason, len(ts), sum(len(t.modules) for t in ts), *sum_bytes(ts))

@@ -18,9 +18,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 def register() -> None:
     """Have vLLM build the repaired model; vLLM may call this repeatedly."""
-    from vllm import ModelRegistry  # pyright: ignore
+    from vllm import ModelRegistry
 
-    ModelRegistry.register_model(  # pyright: ignore
+    ModelRegistry.register_model(
         ARCHITECTURE, "diffusiongemma_vllm_repair.model:RepairedDiffusionGemma"
     )
 

@@ -11,10 +11,6 @@ what the pass writes into the cache. transformers' encoder reads the embeddings 
 Device memory says which rows commit (`is_encoder_phase`), so nothing waits here for the device.
 """
 
-# vLLM is not installed beside this project, so type checkers do not know its names.
-# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUntypedBaseClass=false, reportUnknownParameterType=false
-
 import hashlib
 import inspect
 from typing import Any
@@ -38,7 +34,7 @@ def sources() -> str:
     try:
         relied_on = (
             theirs.DiffusionGemmaSelfConditioning.forward,
-            theirs.DiffusionGemmaModelState._apply_self_conditioning,
+            theirs.DiffusionGemmaModelState._apply_self_conditioning,  # noqa: SLF001
             theirs.DiffusionGemmaModelState.prepare_inputs,
             theirs.DiffusionGemmaForConditionalGeneration.get_model_state_cls,
         )

@@ -1,5 +1,5 @@
-# What this project takes from the top of transformers, for pyright: the library's own file imports
-# every model there is, which pyright would read. A name that it misses is added here.
+# What this project takes from the top of transformers, for pyrefly: the library's own file imports
+# every model there is, which pyrefly would read. A name that it misses is added here.
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import (
     AutoModelForMultimodalLM as AutoModelForMultimodalLM,
