@@ -1,10 +1,9 @@
 """Continues texts one token a pass, greedily: what the same weights cost without canvases.
 
-The encoder is a causal language model of the same layers, with scalars of its own: behind its last
-layer stand the final norm and the vocabulary, as behind the decoder's. A pass reads the weights that
-one token a sequence needs, a denoising step those that a canvas needs, and `quantize bench
---autoregressive` sets the two beside each other. The model was not trained to be read like this: only
-the time means something.
+The encoder is a causal language model of the same layers, with scalars of its own; the final norm and
+the vocabulary follow its last layer, as they do the decoder's. A pass reads the weights that one token
+a sequence needs, a denoising step those that a canvas needs: `quantize bench --autoregressive` compares
+the two. The model was not trained for this: only the time means something.
 
 The chosen token stays on the device and is the next pass' input, so the host never waits for one.
 """
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.graphs import Pool, captured
+from quantize.runtime.fused.graphs import Pool, Replayed
 from quantize.runtime.fused.text_stack import FusedModel
 
 
@@ -27,12 +26,12 @@ class Continuation:
 
     def __init__(self, model: FusedModel, rows: int, pool: Pool, graphs: bool) -> None:
         device = model.weights.device
-        self._model, self._pool, self._graphs = model, pool, graphs
+        self._model = model
         self._slots, self._start, self._first = torch.zeros(
             3, rows, dtype=torch.int32, device=device
         )
         self._tokens, self._given = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._append = Replayed(self._pass, pool) if graphs else self._pass
 
     def begin(self, slots: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> None:
         """Set each text's slot, the positions encoded there, and the token that comes next."""
@@ -48,15 +47,9 @@ class Continuation:
 
     def run(self, count: int) -> list[list[int]]:
         """Append `count` tokens to each text and return them, [B][count]."""
-        if self._graphs and self._graph is None:
-            self._graph = captured(self._pass, self._pool)
-            self.rewind()
         found: list[Tensor] = []
         for _ in range(count):
-            if self._graph is None:
-                self._pass()
-            else:
-                self._graph.replay()
+            self._append()
             found.append(self._tokens.clone())
         return torch.cat(found, 1).tolist()
 
@@ -83,8 +76,8 @@ def continuation(
 ) -> Continuation:
     """Return what continues the slots' texts one token a pass, from the next `tokens` on.
 
-    The slots are done for with that: no canvas of theirs is denoised any more. `texts`, from an
-    earlier call with as many slots, saves capturing its graph again.
+    No canvas of these slots can be denoised afterwards. `texts`, from an earlier call with as many
+    slots, saves capturing its graph again.
     """
     engine.encode_last(slots)
     found = texts or Continuation(engine.model, len(slots), engine.pool, engine.graphs)

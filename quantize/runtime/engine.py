@@ -1,10 +1,10 @@
-"""What a server drives: samples that join and leave canvas by canvas while others run.
+"""The face of an engine: samples join and leave canvas by canvas while others run.
 
     admit a prompt to a free slot -> denoise a canvas for any set of slots -> ... -> release the slot
 
 `generate` runs one batch from its prompts to its end; an `Engine` hands control back whenever a canvas
 is finished. Noise is addressed by (seed, canvas, step, position) and each slot's prefix is encoded on
-its own, so a sample does not depend on who shares its canvases, or on when they came.
+its own, so a sample does not depend on what else is denoised, or when.
 """
 
 from collections import deque
@@ -39,7 +39,7 @@ PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a decoder's pass over B canvases of L tokens found."""
+    """The result of a decoder's pass over B canvases of L tokens."""
 
     shape: Sequence[int]  # (B, L, V) of the logits
     experts: Tensor  # int [B, layers, L, k], the experts that the routers chose, in any order
@@ -49,11 +49,11 @@ class Decoded:
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:
-        """Return the logits of a piece of the rows; of 64 real canvases at once they would be 17 GB."""
+        """Return the logits of a piece of the rows: those of 64 real canvases would take 17 GB."""
         return self.head(self.rows[piece])
 
     def to(self, device: torch.device | str) -> "Decoded":
-        """Return the same with its tensors on a device; logits are made on the model's."""
+        """Return the same result with its tensors on a device; logits are made on the model's."""
         return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
@@ -65,11 +65,10 @@ class Decoded:
 
 
 class Passes(Protocol):
-    """The passes over one batch of sequences, in the order in which the caller asks for them.
+    """The passes over one batch of sequences, which the caller orders.
 
     Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; a row
-    that a call to `encode` leaves out is gone. Tensors are on `device`; L is `canvas_length`, V
-    `vocabulary`.
+    that `encode` leaves out is gone. Tensors are on `device`; L is `canvas_length`, V `vocabulary`.
     """
 
     canvas_length: int
@@ -81,7 +80,7 @@ class Passes(Protocol):
         ...
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Append `tokens` int64 [B, L] to what `rows` have encoded."""
+        """Append `tokens` int64 [B, L] to the sequences of `rows`."""
         ...
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
@@ -89,7 +88,7 @@ class Passes(Protocol):
         ...
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return what the next step is conditioned on, [b, ...], from this one's logits [b, L, V]."""
+        """Return the next step's conditioning [b, ...], made of this one's logits [b, L, V]."""
         ...
 
 
@@ -97,7 +96,7 @@ class DrawingPasses(Passes, Protocol):
     """Passes that draw as the engine does when it denoises alone."""
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Return what the step of `state` draws of `decoded`, and what the next is conditioned on.
+        """Return what the step of `state` draws from `decoded`, and the next step's conditioning.
 
         `schedule` has the temperatures of all steps, float32 [N]; the state is only read.
         """
@@ -113,7 +112,7 @@ class Canvas:
 
 
 class BatchEngine(Protocol):
-    """What one batch of at most `capacity` prompts is generated on: an `Engine`, or a part of one.
+    """Generates one batch of at most `capacity` prompts: an `Engine`, or some slots of one.
 
     A sample may take `max_length` positions, prompt and new tokens together.
     """
@@ -130,7 +129,7 @@ class BatchEngine(Protocol):
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> DrawingPasses:
-        """Encode `prompts` as a batch whose passes the caller orders; no slot may be taken meanwhile.
+        """Encode `prompts` as a batch, and return its passes; no slot may be taken meanwhile.
 
         Raises:
             InputError: the model cannot take a prompt or its images.
@@ -140,10 +139,9 @@ class BatchEngine(Protocol):
     def watching(
         self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> AbstractContextManager[None]:
-        """Show the input rows of every Linear to `observers` while the block runs, but no padding.
+        """Show `observers` the input rows of every Linear, without padding, while the block runs.
 
-        `on_pass` is called with every `passes.Pass` before it enters the first layer (fused engine
-        only).
+        `on_pass` is called with every `passes.Pass` before it enters the first layer.
         """
         ...
 
@@ -151,16 +149,14 @@ class BatchEngine(Protocol):
 class Engine(BatchEngine, Protocol):
     """A model that denoises one canvas at a time for up to `slots` samples, each in a slot.
 
-    `admit` puts a prompt into a free slot and refuses, with an InputError, one the model cannot take.
-    `denoise` works on the canvases of `slots` (distinct, admitted, in any order, of any age and
-    settings) until at least one is finished, and returns them in that order; None stands for an
-    unfinished one, which goes on in the next call. It encodes a canvas only before the slot's next one,
-    so a sample's final canvas is never encoded. A canvas depends on (prompt, seed, sampler, canvases so
-    far) alone, never on the other slots. `release` frees a slot between any two calls, whatever its
-    state. The caller looks for EOS, counts the budget and calls from one thread. Of `sampler` only the
-    denoising settings are read. `on_draft` may be called from other threads; `meanwhile` is called from
-    the caller's, at most once, while the device works: what it does then costs no time. `prefixes` are
-    beginnings of prompts that are kept encoded, None where none are. Passes have at most `capacity`
+    `denoise` takes distinct, admitted slots in any order, of any age and settings. It returns their
+    canvases in that order; None stands for an unfinished one, which goes on in the next call. A canvas
+    is encoded only before the slot's next one, so a sample's last canvas never is. A canvas depends on
+    (prompt, seed, sampler, canvases so far) alone, never on the other slots. A slot may be released
+    between any two calls. The caller looks for EOS, counts the budget, and calls from one thread. Only
+    the denoising settings of `sampler` are read. `on_draft` may be called from other threads;
+    `meanwhile` is called from the caller's, at most once, while the device works. `prefixes` are
+    beginnings of prompts that are kept encoded, None where none are. A pass has at most `capacity`
     samples.
     """
 
@@ -199,14 +195,11 @@ class Engine(BatchEngine, Protocol):
         ...
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Do works, each with a batch of its own; side by side where that streams weights less often.
-
-        What a work does may not depend on the others.
-        """
+        """Do independent works, each with a batch of its own, side by side if weights are streamed."""
         ...
 
     def close(self) -> None:
-        """Wait for what is on its way to the device: its memory is free once nobody holds this."""
+        """Wait for layers on their way to the device: its memory is free once nobody holds this."""
         ...
 
     def warm_up(self, sampler: Sampler) -> None:
@@ -227,8 +220,8 @@ def each_completed(
 ) -> Iterator[tuple[int, Sample]]:
     """Yield (index, sample) of each of any number of prompts as it is finished.
 
-    It takes the arguments of `generate` and returns the same samples; as many prompts are at work as
-    the engine has slots, and a slot that becomes free is given to the next at once.
+    It takes the arguments of `generate` and returns the same samples. A slot that becomes free goes to
+    the next prompt at once.
 
     Raises:
         InputError: the engine cannot take a prompt or its images, or no token fits behind a prompt.

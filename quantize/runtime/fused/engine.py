@@ -7,16 +7,15 @@ A step of B sequences is a replay of two graphs:
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
 are captured for a bucket of sequences (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and a sampler's settings, as
 far as `Steps` allows; a batch between two buckets repeats its first sequence, which writes the same
-values to the same cells. The host learns who has finished while the soft embedding is made: the GPU
-need not wait for it.
+values to the same cells. The host learns who has finished while the GPU makes the soft embedding.
 
-Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it, and its
-slot may go on with its next canvas, or be given to another prompt, beside the others' next step. That
-first step also encodes the canvas just committed, in one pass of 512 rows for 256: weights are read
-once for both. Where a sample must not depend on its batch (`batch_invariant`), every kind of pass has
-one shape: canvases are encoded one by one there, and so are new prompts of up to SHORT tokens, which
-elsewhere go together. Longer prompts are encoded in chunks as they are admitted, each a graph unless it
-has pictures. On a CPU the same calls run without graphs, on the kernels' torch references.
+Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it. Beside
+the others' next step its slot may begin its next canvas, or take another prompt. That first step also
+encodes the canvas just committed, in one pass of 512 rows for 256: weights are read once for both.
+Where a sample must not depend on its batch (`batch_invariant`), every kind of pass has one shape:
+canvases and new prompts of up to SHORT tokens, which elsewhere go together, are encoded one by one.
+Longer prompts are encoded in chunks as they are admitted, each a graph unless it has pictures. On a CPU
+the same calls run without graphs, on the kernels' torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -39,6 +38,7 @@ from quantize.runtime.fused.graphs import (
     Running,
     Step,
     Steps,
+    Told,
     bucket,
     until_finished,
 )
@@ -60,7 +60,7 @@ Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
 
 @dataclass
 class _Sequence:
-    """What a slot holds: the positions encoded, and a short prompt or canvas not yet encoded.
+    """What a slot holds: `context` encoded positions, and a short prompt or canvas `unencoded`.
 
     The canvas starts with the tokens `begun`, which its guide names; None before the guide is asked. If
     the guide rejects the canvas and it is denoised again, `spent` counts the steps of earlier tries.
@@ -87,12 +87,10 @@ class _Sequence:
         return self.step is not None or self.saved is not None
 
     def save(self) -> None:
-        """Leave the row."""
         assert self.step is not None
         self.saved, self.step = [kept.clone() for kept in self.step.row(self.row)], None
 
     def stand_in(self, step: Step, row: int) -> None:
-        """Take a row of a step."""
         if self.saved is not None:
             for kept, saved in zip(step.row(row), self.saved, strict=True):
                 kept.copy_(saved)
@@ -104,7 +102,7 @@ class _Sequence:
 
     @property
     def guided(self) -> bool:
-        """Whether somebody decides its canvases."""
+        """Whether a guide decides its canvases."""
         return self.given is not None and self.given.guide is not None
 
 
@@ -116,20 +114,19 @@ class FusedEngine:
         capacity: number of slots of a pass; a power of two, 3, 6 or 12 wastes nothing.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
-        batch_invariant: run every step at the shape of a full engine, so that a sample's tokens are the
-            same whoever is denoised beside it; on a CPU they always are. Otherwise a pass of more rows,
-            another bucket's or one that encodes too, has kernels of its own, which round differently:
-            in bf16 that may change a token.
+        batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
+            depend on who is denoised beside it; on a CPU they never do. Otherwise passes of other
+            numbers of rows have kernels that round differently, which in bf16 may change a token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
-        lanes: batches of `capacity` whose passes go through the layers together. With more than one
-            slots are those of all lanes, one after the other, and canvases are encoded one by one.
-        on_host: keep keys and values on the host, and on the device those of a lane and a layer.
+        lanes: batches of `capacity` whose passes go through the layers together. With more than one,
+            the slots of one lane follow those of another, and canvases are encoded one by one.
+        on_host: keep keys and values on the host, and on the device only those of a lane and a layer.
 
     Attributes:
         stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
-            which the canvas takes; random weights never stop by themselves.
+            the canvas may take; random weights never stop by themselves.
 
     Raises:
         ResourceError: the cache does not fit beside the weights.
@@ -175,7 +172,7 @@ class FusedEngine:
         # commits and first steps in one pass
         alone = lanes == 1 and not on_host
         self._joins = not batch_invariant and inputs is None and on_gpu and alone
-        # passes of several lanes go through the layers together: no graph holds them
+        # no graph holds passes that go through the layers together
         self._lockstep = weights.streamed or on_host or lanes > 1
         self.graphs = graphs and self.device.type == "cuda" and not self._lockstep
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
@@ -215,9 +212,12 @@ class FusedEngine:
         if given is not None:
             given.check(self._vocabulary)
         self.model.cache.clear(slot)
-        sequence = _Sequence(seed, _denoising(sampler), unencoded=list(prompt), given=given)
-        if images is not None or not self._waits(len(prompt)):
-            self._encode_long(slot, sequence, images)
+        sequence = _Sequence(seed, _denoising(sampler), given=given)
+        if images is None and self._waits(len(prompt)):
+            sequence.unencoded = list(prompt)
+        else:
+            self._encode_long(slot, list(prompt), images)
+            sequence.context = len(prompt)
         self._make_room(len(sequence.unencoded))
         self._slots[slot] = sequence
 
@@ -232,23 +232,24 @@ class FusedEngine:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
                 raise InputError(f"slot {slot}: no canvas fits within {self.max_length} positions")
-        alone = [slot for slot in slots if not self._joins_step(self._slots[slot])]
-        entering = self._encodings(alone)
+        # A first step also encodes what fills a canvas: less would lie where the next canvas writes.
+        first = {slot for slot in slots if len(self._slots[slot].unencoded) == self.canvas_length}
+        entering = self._encodings([s for s in slots if not (self._joins and s in first)])
         kinds: dict[tuple[int, bool, Sampler], list[int]] = {}
         for slot in slots:
             sequence = self._slots[slot]
             kind = slot // self.capacity, sequence.guided, sequence.sampler
             kinds.setdefault(kind, []).append(slot)
         done: dict[int, Canvas] = {}
-        while not done:  # but for guides that have all canvases denoised again, once
+        while not done:  # runs once, unless guides have all canvases denoised again
             done = self._denoise(kinds, entering, meanwhile or _nothing, on_draft)
             entering, meanwhile = [], None
         return [done.get(slot) for slot in slots]
 
     def _waits(self, length: int) -> bool:
-        """Whether a prompt of text is encoded by `denoise`: a short one, or what one pass encodes.
+        """Whether `denoise` encodes a prompt of text: a short one, or one that a single pass encodes.
 
-        The second only where weights are streamed: that pass then costs no pass over them.
+        The latter only where weights are streamed: that pass then reads them with others.
         """
         if length <= self._short:
             return True
@@ -261,13 +262,6 @@ class FusedEngine:
         waiting = sum(self._padded(count) for count in (*counts, more) if count)
         if waiting > max(self.slots * self._short, self._chunk):
             self.encode_last(list(self._slots))
-
-    def _joins_step(self, sequence: _Sequence) -> bool:
-        """Whether what a sequence has to encode is encoded with the first step of its canvas.
-
-        It must fill a canvas: what fills it up would lie where the next canvas writes.
-        """
-        return self._joins and len(sequence.unencoded) == self.canvas_length
 
     def _step(self, rows: int, sampler: Sampler, *, lane: int, keep: bool) -> Step:
         coldest = min(sampler.t_min, sampler.t_max)
@@ -308,25 +302,23 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Do `passes` in a lane's slots; `run` takes each pass through the layers."""
+        """Encode prompts as `passes` does, in a lane's slots; `run` takes passes through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
         given = [None] * len(prompts) if images is None else images
         for row, (prompt, own) in enumerate(zip(prompts, given, strict=True)):
             self._check(prompt, own)
-            self.model.cache.clear(lane * self.capacity + row)
+            slot = lane * self.capacity + row
+            self.model.cache.clear(slot)
             if own is not None:
-                sequence = _Sequence(0, Sampler(), unencoded=list(prompt))
-                self._encode_long(lane * self.capacity + row, sequence, own)
-                encoded[row] = sequence.context
+                self._encode_long(slot, list(prompt), own)
+                encoded[row] = len(prompt)
         return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         """Do works, each with a batch of its own, as many side by side as there are lanes."""
-        if self.lanes == 1:
-            return [work(self) for work in works]
-        return in_lockstep(self, works)
+        return in_lockstep(self, works) if self.lanes > 1 else [work(self) for work in works]
 
     @contextmanager
     def watching(
@@ -353,8 +345,7 @@ class FusedEngine:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
         All slots must be free. The vision tower waits for the first request with a picture. A CPU has
-        neither kernels nor graphs. A canvas takes one step: it uses all that its other steps use, and
-        random weights, which never stop, would take as many as there are.
+        neither kernels nor graphs. Canvases take one step, which uses all that further steps use.
         """
         if self.model.cores:
             return
@@ -385,9 +376,9 @@ class FusedEngine:
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Take back a slot's last canvas: the next `denoise` encodes `before` again and repeats it.
+        """Take back a slot's last canvas: the next `denoise` encodes `before` and denoises it again.
 
-        `before` is the canvas that stood before it, which `denoise` returned.
+        `before` are the tokens of the canvas before it.
         """
         sequence = self._slots[slot]
         sequence.canvases -= 1
@@ -428,18 +419,19 @@ class FusedEngine:
     def _integers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
-    def _encode_long(self, slot: int, sequence: _Sequence, images: Images | None) -> None:
+    def _encode_long(self, slot: int, prompt: list[int], images: Images | None) -> None:
         """Encode a prompt of any length, with its pictures, in chunks.
 
         Where the cache has room, a chunk of text is padded to a multiple of SHORT, for which there is a
         graph: kernel by kernel, launching takes longer than encoding.
         """
-        prompt, sequence.unencoded = sequence.unencoded, []
         seen = pictures(prompt, self._placeholder)
         chunks = pieces(len(prompt), self._chunk, seen)
         embeddings = None if images is None else self._soft(images, seen)
-        known = 0 if images is not None else self._restore(slot, prompt)
-        for start, end in chunks[known:]:
+        found = self.prefixes.find(prompt) if self.prefixes and images is None else []
+        for (start, end), block in zip(chunks, found, strict=False):
+            self._resident.restore(slot, start, end, block)
+        for start, end in chunks[len(found) :]:
             soft = None if embeddings is None else soft_tokens((start, end), seen, embeddings)
             length = end - start
             if not self.model.cores:
@@ -454,15 +446,7 @@ class FusedEngine:
                     nbytes = sum(kept.numel() * kept.element_size() for kept in block)
                     self.prefixes.keep(prompt[:end], block, nbytes)
                 continue
-            self._run_now([self._pass([run], end - start, soft)])
-        sequence.context = len(prompt)
-
-    def _restore(self, slot: int, prompt: Sequence[int]) -> int:
-        """Fill a slot with the cached chunks that a prompt begins with; return how many there are."""
-        found = [] if self.prefixes is None else self.prefixes.find(prompt)
-        for n, block in enumerate(found):
-            self._resident.restore(slot, n * self._chunk, (n + 1) * self._chunk, block)
-        return len(found)
+            self.model.run([self._pass([run], end - start, soft)])
 
     def _soft(self, images: Images, seen: list[Span]) -> Tensor:
         """Return the soft tokens of a prompt's images, [tokens, H]."""
@@ -479,15 +463,15 @@ class FusedEngine:
 
     def encode_last(self, slots: Sequence[int]) -> None:
         """Encode the slots' unencoded tokens, as `denoise` does before or with its first step."""
-        self._run_now(self._encodings(slots))
+        self.model.run(self._encodings(slots))
 
     def _encodings(self, slots: Sequence[int]) -> list[Pass]:
         """Return the passes that encode the slots' unencoded tokens, which count as encoded.
 
-        Canvases are in one pass, prompts of a length in another. Where a sample must not depend on its
+        Canvases share a pass, and so do prompts of a length. Where a sample must not depend on its
         batch each has a pass of its own: few canvases end at once, and a pass of a full engine's shape
-        would cost as much as a step. Streamed weights are read once for all of these passes and the
-        first step's; on a GPU that holds all weights they are done here, and none is returned.
+        would cost as much as a step. Streamed weights are read once for these passes and the first
+        step's; a GPU that holds all weights does them here, and none is returned.
         """
         kinds: dict[tuple[int, int], list[Row]] = {}
         for slot in slots:
@@ -513,7 +497,7 @@ class FusedEngine:
         return self._short if length <= self._short else -(-length // SHORT) * SHORT
 
     def _together(self, rows: list[Row], length: int) -> list[list[Row]]:
-        """Return rows of a length in as few passes as may be, none of more rows than were planned."""
+        """Group rows of a length into as few passes as memory was planned for."""
         if self.model.cores:
             return [rows]
         most = max(1, self.capacity * self._short // length) if self._smallest == 1 else 1
@@ -528,17 +512,13 @@ class FusedEngine:
         if self.graphs:
             replayed(*self._filled(rows, length))
         else:
-            self._run_now([self._pass(rows, length)])
-
-    def _run_now(self, passes: list[Pass]) -> None:
-        if passes:
-            self.model.run(passes)
+            self.model.run([self._pass(rows, length)])
 
     def _pass(self, rows: list[Row], length: int, soft: SoftTokens | None = None) -> Pass:
-        """Return the pass that encodes rows of one lane, `length` tokens a row.
+        """Return the pass that encodes rows of one lane, each padded to `length` tokens.
 
-        Fewer tokens are padded. The padding's keys and values lie behind them, where no row sees them
-        before they are overwritten.
+        The padding's keys and values lie behind the tokens, where they are overwritten before any row
+        sees them.
         """
         added = [(slot % self.capacity, start, len(run)) for slot, start, run in rows]
         lane = rows[0][0] // self.capacity
@@ -564,16 +544,18 @@ class FusedEngine:
         launched: Callable[[], None],
         on_draft: OnDraft | None,
     ) -> dict[int, Canvas]:
-        """Take steps until a canvas of some slots is finished; return those that are.
+        """Take steps until a canvas is finished; return the finished ones by slot.
 
-        `kinds` are slots by lane, whether guides decide their canvases, and settings: batches.
+        `kinds` are the batches: slots by lane, whether guides decide their canvases, and settings.
         """
         batches: list[Running] = []
         for (lane, guided, sampler), slots in kinds.items():
             step, worth = self._steps[lane, guided].get(self._rows_for(len(slots)), sampler)
             graphs = self.graphs and worth
             standing, committed = self._begin(step, slots, graphs)
-            taken, most = [s.taken for s in standing], [self._most_steps(s) for s in standing]
+            taken, most = [s.taken for s in standing], [step.limit] * len(standing)
+            if self.stops is not None:
+                most = [min(step.limit, self.stops(s.seed, s.canvases)) for s in standing]
             batches.append(Running(step, taken, most, committed, graphs))
         held = [{slot: self._slots[slot].row for slot in slots} for slots in kinds.values()]
 
@@ -592,10 +574,8 @@ class FusedEngine:
             done |= self._ended(own.step, rows, found)
         return done
 
-    def _ended(
-        self, step: Step, rows: Mapping[int, int], told: list[tuple[list[int], int, bool]]
-    ) -> dict[int, Canvas]:
-        """Take note of the steps that a batch has taken; return its finished canvases by slot."""
+    def _ended(self, step: Step, rows: Mapping[int, int], told: list[Told]) -> dict[int, Canvas]:
+        """Note the steps that a batch has taken; return its finished canvases by slot."""
         done: dict[int, Canvas] = {}
         for slot, row in rows.items():
             sequence = self._slots[slot]
@@ -603,8 +583,8 @@ class FusedEngine:
             if not finished:
                 continue
             verdict = Verdict(tokens)
-            if sequence.given is not None and sequence.given.guide is not None:
-                verdict = sequence.given.guide.settle(step.last_logits(sequence.row), tokens)
+            if sequence.given and (guide := sequence.given.guide):
+                verdict = guide.settle(step.last_logits(sequence.row), tokens)
             sequence.spent += sequence.taken
             sequence.end_canvas()
             if verdict.stand is not None:
@@ -617,7 +597,7 @@ class FusedEngine:
         return done
 
     def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[_Sequence], int]:
-        """Put sequences into the rows of a step, and begin the canvases of those that have none.
+        """Put sequences into the rows of a step, and begin canvases where none is under way.
 
         Returns the sequence of each row, and how many canvases the next step encodes.
         """
@@ -642,15 +622,11 @@ class FusedEngine:
         step.begin(given, known, graphs)
         return [sequence for _, sequence in standing], committed
 
-    def _most_steps(self, sequence: _Sequence) -> int:
-        most, stops = sequence.sampler.max_denoising_steps, self.stops
-        return most if stops is None else min(most, stops(sequence.seed, sequence.canvases))
-
     def _seat(self, step: Step, slots: list[int]) -> list[int]:
-        """Give every slot a row of a step, and return the slot of each row.
+        """Give each of `slots` a row of a step, and return the slot of each row.
 
-        A sequence of `slots` keeps its row of this step; one that is saved gets a free row. Other
-        sequences are saved. Rows that stay free hold copies of the first slot's.
+        A sequence keeps its row of this step; one that was saved gets a free row. Sequences of other
+        slots are saved. Rows that stay free hold copies of the first slot's.
         """
         for slot, sequence in self._slots.items():
             if sequence.step is not None and (sequence.step is step) != (slot in slots):
@@ -669,7 +645,7 @@ class FusedEngine:
 
 
 def chunk_of(canvas_length: int) -> int:
-    """Return the most tokens that a pass of the encoder adds to a sequence; it may add two canvases."""
+    """Return the most tokens that a pass of the encoder adds to a sequence: two canvases at least."""
     return max(CHUNK, 2 * canvas_length)
 
 

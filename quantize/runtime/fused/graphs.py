@@ -1,8 +1,8 @@
-"""Passes of a fixed shape as CUDA graphs: denoising steps of canvases, and encoding of new tokens.
+"""Captures passes of a fixed shape as CUDA graphs: denoising steps, and encoding of new tokens.
 
-Everything that changes between replays is in device memory. A graph is captured when its pass is first
-run, for one number of sequences and, where the sampler is part of it, its settings. Requests choose the
-settings freely, so `Steps` bounds what is captured for them.
+Everything that changes between replays is in device memory. A graph is captured when its pass first
+runs, for one number of sequences and, for a denoising step, one sampler's settings. Requests choose the
+settings freely, so `Steps` bounds how many are captured.
 """
 
 from collections import OrderedDict
@@ -25,16 +25,18 @@ from quantize.runtime.sampler import Sampler
 
 CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
-
 BETWEEN = (3, 6, 12)  # rows of steps beside the powers of two
 
 # Of a step's graphs: canvases encoded with it, and whether any token is pinned.
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
+Told = tuple[
+    list[int], int, bool
+]  # of a row: its tokens, steps taken, whether its canvas is finished
 
 
 def bucket(rows: int) -> int:
-    """Return the number of rows, at least `rows`, of the step that so many sequences share."""
+    """Return how many rows, at least `rows`, the step of so many sequences has."""
     return min(count for count in (*BETWEEN, _power(rows)) if count >= rows)
 
 
@@ -43,27 +45,12 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def captured(work: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
-    """Run `work` once, so that every kernel is compiled, then capture it and return the graph.
-
-    Graphs share a pool of memory: they never run at once, and leave nothing in it that is read later.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        work()
-    return graph
-
-
 class Replayed:
-    """A function of tensors of fixed shapes, called kernel by kernel at first and then as a graph.
+    """A function of tensors of fixed shapes that replays a CUDA graph from its second call on.
 
-    The first call compiles every kernel, and captures what the others replay. What a replay returns
-    lies where it lay before.
+    The first call runs kernel by kernel, which compiles them, and then captures the graph. Every replay
+    returns the same tensors, with new values. Graphs share `pool`: no two run at once, and none leaves
+    anything there for another.
     """
 
     def __init__(self, work: Callable[..., Any], pool: Pool) -> None:
@@ -92,12 +79,11 @@ class Step:
     """The denoising steps of `rows` sequences under one sampler, each at a step of its own.
 
     A step is two graphs. `compute` decodes, draws and accepts, and may encode in the same pass what
-    some of the sequences committed; its end is a report, which travels to the host while `condition`
-    makes the soft embedding for the next step. So the host knows who has finished before the GPU has
-    nothing left to do.
+    some of the sequences committed. It ends with a report, which travels to the host while `condition`
+    makes the soft embedding for the next step: the host learns who has finished while the GPU works.
 
-    With `keep` the logits of each sequence's last step can be asked for: what they are made of is kept,
-    1.4 MB a canvas at the real size.
+    With `keep`, `last_logits` can return the logits of each sequence's last step; that takes 1.4 MB a
+    canvas at the real size.
     """
 
     def __init__(
@@ -138,22 +124,22 @@ class Step:
         self.state = CanvasState.begin(
             zeros(rows, length), zeros(rows), sampler.stability_threshold
         )
-        self._graphs: dict[Name, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Name, Replayed] = {}
         # of each row: argmax, number of the step that comes next, whether it has stopped by itself
         self._report = zeros(rows, length + 2)
         pinned = device.type == "cuda"
         self.told = torch.zeros(rows, length + 2, dtype=torch.int64, pin_memory=pinned)
 
     def row(self, row: int) -> list[Tensor]:
-        """Return what a sequence takes along when it goes on in another row, as views."""
+        """Return views of all that a sequence takes along when it moves to another row."""
         state = vars(self.state).items()
         own = [tensor[:, row] if name == "history" else tensor[row] for name, tensor in state]
         return [*own, self._signal.unflatten(0, self.state.canvas.shape)[row]]
 
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
-        """Have the next step encode canvases, given as slot, position and tokens; return their number.
+        """Let the next step encode canvases, given as slot, position and tokens; return their number.
 
-        The number is a power of two, or that of all rows: the first canvas is repeated.
+        The first canvas is repeated until the number is a power of two, or that of all rows.
         """
         if not runs:
             return 0
@@ -170,7 +156,7 @@ class Step:
         known: tuple[list[list[int]], list[list[int]]] | None,
         graphs: bool,
     ) -> None:
-        """Say what stands in the rows, and fill the canvases of those that begin one.
+        """Set the sequence of each row, and fill the canvases that begin.
 
         Args:
             sequences: slot, context, seed, canvas index, and whether the canvas begins.
@@ -207,16 +193,16 @@ class Step:
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` is what its pass gave, None where that is still to run."""
+        """Take a step up to its report; `h` are its pass' last rows, None where it has not run yet."""
         if h is None:
             self._launch((committed, self._knows), lambda: self.compute(committed), graphs)
         else:
             self._leave(h)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
-        """Send the report, and condition the step that follows, if one does.
+        """Send the report, and condition the next step if `going_on`.
 
-        Returns the event after which the report has arrived, None where that is at once.
+        Returns the event after which the report has arrived, None where it has arrived already.
         """
         self.told.copy_(self._report, non_blocking=True)
         arrived = None
@@ -228,33 +214,21 @@ class Step:
         return arrived
 
     def _launch(self, name: Name, work: Callable[[], None], graphs: bool) -> None:
-        if not graphs:
-            work()
-            return
-        self._capture(name, work)
-        self._graphs[name].replay()
-
-    def _capture(self, name: Name, work: Callable[[], None]) -> None:
-        """Capture what has no graph yet; its trial run leaves the sequences as they are."""
-        if name in self._graphs:
-            return
-        changed = [*vars(self.state).values(), self._signal]
-        before = [tensor.clone() for tensor in changed]
-        self._graphs[name] = captured(work, self._pool)
-        for tensor, old in zip(changed, before, strict=True):
-            tensor.copy_(old)
+        if graphs:
+            work = self._graphs.setdefault(name, Replayed(work, self._pool))
+        work()
 
     def capture_commits(self) -> None:
-        """Capture the steps that encode 1, 2, 4, ... canvases, up to one of each row."""
+        """Take steps that encode 1, 2, 4, ... canvases, up to one of each row: the first captures."""
         for count in sorted({min(_power(n), self.rows) for n in range(1, self.rows + 1)}):
-            self._capture((count, False), lambda count=count: self.compute(count))
+            self.take_on(None, count, graphs=True)
 
     def compute(self, committed: int) -> None:
-        """Take one step up to its report, kernel by kernel; encode what was committed with it."""
+        """Take one step up to its report, kernel by kernel, and encode `committed` canvases with it."""
         self._leave(self._model.run([self.enter(committed)])[0])
 
     def enter(self, committed: int) -> Pass:
-        """Return a step's pass, at the first layer."""
+        """Return a step's pass at the first layer."""
         more = None
         if committed:
             slots, starts = self._places[:, :committed]
@@ -264,7 +238,7 @@ class Step:
         return own
 
     def _leave(self, h: Tensor) -> None:
-        """Decide the next canvases by what a pass gave, and make the report."""
+        """Decide the next canvases by a pass' last rows, and make the report."""
         state = self.state
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))
@@ -272,20 +246,17 @@ class Step:
         if self._model.cores:
             self._model.cores.each(partial(self._look, h), range(self.rows))
         else:
-            self._look_all(h)
+            for start in range(0, self.rows, CANVASES_A_PIECE):
+                if start:
+                    self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
+                self._look(h, start)
         with part("sampler"):
             self._report[:, :-2].copy_(state.argmax)
             self._report[:, -2].copy_(state.step)
             self._report[:, -1].copy_(state.finished)
 
-    def _look_all(self, h: Tensor) -> None:
-        for start in range(0, self.rows, CANVASES_A_PIECE):
-            if start:
-                self._condition(start - CANVASES_A_PIECE)  # before its logits are overwritten
-            self._look(h, start)
-
     def condition(self) -> None:
-        """Make the soft embedding for the next step, of the canvases that `compute` left."""
+        """Make the soft embedding for the next step of the canvases whose logits are still there."""
         if self._model.cores:
             self._model.cores.each(self._condition, range(self.rows))
         else:
@@ -293,8 +264,7 @@ class Step:
 
     def last_logits(self, row: int) -> Tensor:
         """Return the logits bf16 [L, V] of a sequence's last step, until the next call or step."""
-        if self._last is None:
-            raise ValueError("these steps keep nothing")
+        assert self._last is not None  # a guided sequence's steps `keep` them
         return self._model.logits(self._last[row], self._logits[: self._length])
 
     def _look(self, h: Tensor, start: int) -> None:
@@ -353,8 +323,8 @@ class Running:
         self.committed = 0
         return self.step.send_report(min(self.taken) + count < self.step.limit, self.graphs)
 
-    def told(self) -> list[tuple[list[int], int, bool]]:
-        """Return of each row: its tokens, the steps its canvas has taken, whether it is finished."""
+    def told(self) -> list[Told]:
+        """Return what the last report says of each row."""
         rows = zip(self.step.told.tolist(), self.most, strict=True)
         return [(r[:-2], r[-2] - 1, r[-1] != 0 or r[-2] > most) for r, most in rows]
 
@@ -365,17 +335,17 @@ def until_finished(
     entering: Sequence[Pass],
     launched: Callable[[], None],
     show: Callable[[], None],
-) -> list[list[tuple[list[int], int, bool]]]:
-    """Take steps of all batches until a canvas is finished; return what each is told.
+) -> list[list[Told]]:
+    """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
     Passes that no graph replays go through the layers together, `entering` beside those of the first
-    step. `launched` is called when that is on its way, `show` after every step.
+    step. `launched` is called once the first step is on its way, `show` after every step.
     """
     count = 0
     while True:
         count += 1
         passes = [*entering, *(own.step.enter(own.committed) for own in batches if not own.graphs)]
-        ends = iter(model.run(passes)[len(entering) :] if passes else [])
+        ends = iter(model.run(passes)[len(entering) :])
         arrived = [own.launch(None if own.graphs else next(ends), count) for own in batches]
         entering = []
         if count == 1:
@@ -390,14 +360,13 @@ def until_finished(
 
 
 class Steps:
-    """The steps of the settings in use; it decides which of them are captured.
+    """Keeps the steps of the settings in use, and decides which of them are captured.
 
-    Whatever requests ask for, there are at most CAPTURED + canvases / WORTH captures, and graphs of the
-    warm-up's settings and of CAPTURED others: the first CAPTURED settings are captured at once, others
-    when they have denoised WORTH canvases kernel by kernel. Graphs of the warm-up are never dropped.
+    The first CAPTURED settings are captured at once, others when they have denoised WORTH canvases
+    kernel by kernel. So there are at most CAPTURED + canvases / WORTH captures. Graphs are kept for
+    CAPTURED settings, and for the warm-up's, which are never dropped.
 
-    Args:
-        make: returns the step of so many rows under a sampler.
+    `make` returns the step of so many rows under a sampler.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:

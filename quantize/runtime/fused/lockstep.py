@@ -14,40 +14,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine import BatchEngine, DrawingPasses, Observer
 from quantize.runtime.fused.passes import Pass
-from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.images import Images
+
+if TYPE_CHECKING:
+    from quantize.runtime.fused.engine import FusedEngine
 
 T = TypeVar("T")
 
 
-class LaneEngine(BatchEngine, Protocol):
-    """The engine whose slots are cut into lanes."""
-
-    model: FusedModel
-    lanes: int
-
-    def passes_from(
-        self,
-        lane: int,
-        run: Callable[[Pass], Tensor],
-        prompts: Sequence[Sequence[int]],
-        images: Sequence[Images | None] | None,
-    ) -> DrawingPasses:
-        """Do `passes` in a lane's slots; `run` takes each pass through the layers."""
-        ...
-
-
-def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
     """Do works, each with a batch of its own, in as many lanes as the engine has."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
-    asked: dict[Lane[T], Pass | None] = {}  # by every lane that has not ended
+    asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
 
     def resume(lane: Lane[T], answer: Tensor | None) -> None:
@@ -76,7 +61,7 @@ def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]])
 
 
 class _Stopped(BaseException):
-    """Unwinds a lane whose result nobody wants any more."""
+    """Unwinds the work of a lane whose result is no longer wanted."""
 
 
 class _Ended(Generic[T]):
@@ -87,17 +72,13 @@ class _Ended(Generic[T]):
 
 
 class Lane(Generic[T]):
-    """One batch of an engine, on a thread of its own: the `BatchEngine` that its work is given.
+    """The `BatchEngine` of one work, which its thread does: `capacity` slots of an engine.
 
-    Args:
-        engine: the engine; the lane has `capacity` of its slots.
-        index: which of its lanes.
-        number: which work.
-        work: what the thread does.
+    `index` is that of the engine's lane, `number` that of the work.
     """
 
     def __init__(
-        self, engine: LaneEngine, index: int, number: int, work: Callable[[BatchEngine], T]
+        self, engine: "FusedEngine", index: int, number: int, work: Callable[[BatchEngine], T]
     ) -> None:
         self.index, self.number = index, number
         self.capacity, self.canvas_length = engine.capacity, engine.canvas_length
@@ -121,7 +102,7 @@ class Lane(Generic[T]):
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Let the work go on with what its pass gave; return the pass it needs next, or its result."""
+        """Hand the work its pass' last rows; return the pass it needs next, or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass = self._watch
         self._given.put(answer)
@@ -158,6 +139,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
-    """Return what shows a batch's passes to somebody: each lane has its own."""
+def _watch_of(engine: "FusedEngine") -> tuple[Any, Any]:
+    """Return what shows a batch's passes to observers: each lane has its own."""
     return engine.model.inputs, engine.model.on_pass

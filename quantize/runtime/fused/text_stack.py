@@ -7,16 +7,16 @@ pass overwrites them. What a row sees is a run of positions (`fused_dequant.atte
     encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
     decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
 
-A picture's soft tokens also see all of their picture, which leaves a run.
+A picture's soft tokens also see all of their picture, which is still a run.
 
 One pass may do both: canvases that were just committed are encoded while the next ones take a step
 behind them. A layer writes all keys and values before it attends, so the decoder's rows see the
-encoder's as if these had been encoded before. The decoder's rows come first, and their number
-(`decoded`) decides what is normed at the entrance and which scalar ends a layer.
+encoder's as if these had been encoded before. The decoder's rows come first; their number (`decoded`)
+tells which rows are normed at the entrance, and which scalar ends a layer.
 
 The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
-`part` names what belongs together, for a profile's breakdown. Activations are bf16, rounded where
-transformers' bf16 model rounds; logits are bf16 after their softcap, where transformers keeps float32.
+`part` names the parts of a profile. Activations are bf16, rounded where transformers' bf16 model
+rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ from quantize.runtime.fused.passes import Added, Pass, PassRows, SoftTokens
 from quantize.runtime.fused.weights import TextWeights
 
 BESIDE = True  # whether the dense branch has a stream of its own
-LOOKING = True  # whether lm_head leaves what the sampler and the soft embedding would read it for
+LOOKING = True  # whether lm_head also stores the sums that sampler and soft embedding need
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ Cells = tuple[Tensor, Tensor]  # keys and values of a lane's slots at a layer
 def _alone(
     make: Callable[Concatenate["FusedModel", P], Pass],
 ) -> Callable[Concatenate["FusedModel", P], Pass]:
-    """Return a method that computes on one core where a CPU computes."""
+    """Let a method compute on one core of a CPU."""
 
     @wraps(make)
     def made(self: "FusedModel", *given: P.args, **named: P.kwargs) -> Pass:
@@ -86,9 +86,9 @@ class FusedModel:
 
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
-        inputs: None, or what rounds or shows the rows that enter products (`inputs`).
+        inputs: rounds or shows the rows that enter products; None does neither.
         on_pass: called with every pass before it enters the first layer.
-        cores: None where the kernels run; on a CPU threads that take some sequences of a pass each.
+        cores: the threads among which a CPU shares a pass' sequences; None where kernels run.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class FusedModel:
     ) -> None:
         """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on.
 
-        `soft` takes the place of some tokens' embeddings; B is 1 then.
+        `soft` replaces some tokens' embeddings; B is 1 then.
         """
         self.run([self.encoding(tokens, slots, start, soft)])
 
@@ -132,7 +132,7 @@ class FusedModel:
         lane: int = 0,
         added: Sequence[Added] = (),
     ) -> Pass:
-        """Return a pass of `encode`, at the first layer; the last four are those of a `Pass`."""
+        """Return a pass of `encode` at the first layer; the last four are fields of `Pass`."""
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             h, x = self._begin(tokens.flatten(), None, 0)
@@ -146,7 +146,7 @@ class FusedModel:
         return own
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
-        """Return rows bf16 [M, H] and the first layer's input as `begin` makes it of such rows."""
+        """Return rows bf16 [M, H], and the first layer's input as `begin` makes it of them."""
         each = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
         return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
@@ -159,14 +159,14 @@ class FusedModel:
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
-        """Return a pass of the decoder, at the first layer; `run` gives what `logits` reads.
+        """Return a pass of the decoder at the first layer.
 
         Args:
             canvas: [B, L] token ids.
             rows: from `behind`.
             signal: bf16 [B * L, H] soft embedding of the step before; zeros or None at the first step.
-            committed: what `encode` takes, tokens [C, L], slots and start [C]: they are encoded in the
-                same pass, and canvases may stand behind them.
+            committed: tokens [C, L], slots and start [C], as `encode` takes them, that are encoded in
+                the same pass; canvases may stand behind them.
         """
         update = None
         if signal is not None:
@@ -191,12 +191,14 @@ class FusedModel:
         return made
 
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Take passes through the layers side by side, each as it is alone; return their last rows.
+        """Take passes from the first layer through all, each as it is alone; return their last rows.
 
-        These are normalised, bf16 [decoded, H], or of all rows where a pass is `whole`. Each pass is at
-        the first layer. A streamed layer serves all of them, lane by lane; of a lane's passes those of
-        the encoder go first, so canvases see what is encoded beside their step.
+        These are normalised: bf16 [decoded, H], or all rows of a pass that is `whole`. A streamed layer
+        serves all passes, lane by lane. A lane's encoder passes go first, so canvases see what is
+        encoded beside their step.
         """
+        if not passes:
+            return []
         parts = [self._parts(own) for own in passes]
         lanes: dict[int, tuple[list[Pass], list[Pass]]] = {}
         for own in chain(*parts):
@@ -211,7 +213,7 @@ class FusedModel:
         return [_last_rows(own, of) for own, of in zip(passes, parts, strict=True)]
 
     def _take(self, index: int, layer: LayerWeights, parts: list[Pass], cells: Cells) -> None:
-        """Take passes through a layer side by side, each by a model of its own."""
+        """Take passes through a layer side by side, each with a copy of this model."""
 
         def through(own: Pass) -> None:
             own.cells = cells
@@ -223,11 +225,11 @@ class FusedModel:
             self.cores.each(through, parts)
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Return what some work returns, on a CPU computed on one core."""
+        """Return what `work` returns, computed on one core of a CPU."""
         return work() if self.cores is None else self.cores.one(work)
 
     def _parts(self, own: Pass) -> list[Pass]:
-        """Share a pass among cores, unless observers are shown its rows: they add up whole passes."""
+        """Share a pass among cores, unless observers watch it: they add up whole passes."""
         if self.cores is None or own.watched:
             return [own]
         return [own.of(some) for some in self.cores.share(len(own.rows.slots))]
@@ -235,8 +237,8 @@ class FusedModel:
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
         """Take a pass through one layer.
 
-        Unless it is `whole`, or watched, the encoder's rows stop at the last layer's keys and values:
-        nothing reads what comes after them.
+        Unless it is `whole` or watched, nothing reads the encoder's rows after the last layer's keys
+        and values: they end there.
         """
         self.inputs, self.routed = own.inputs, own.routed
         if self.inputs is not None:
@@ -254,7 +256,7 @@ class FusedModel:
             own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the soft-capped logits bf16 [m, V] of a pass' last rows [m, H], in `out` if given."""
+        """Return the soft-capped logits bf16 [m, V] of last rows [m, H], in `out` if given."""
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
@@ -265,17 +267,14 @@ class FusedModel:
     def soft_embedding(
         self, logits: Tensor, inverse_temperature: Tensor, out: Tensor | None = None
     ) -> Tensor:
-        """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
-
-        It is not yet scaled as embeddings are.
-        """
+        """Return softmax(logits / T) @ embedding, not scaled: bf16 [M, H], in `out` if given."""
         with part("vocabulary"):
             return soft_embedding(logits, self.weights.embedding, inverse_temperature, out)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
     ) -> tuple[Tensor, Activation]:
-        """Embed the tokens; to the decoder's, add the update, if any, and normalise."""
+        """Embed the tokens; add the update, if any, to the decoder's, and normalise these."""
         norm, (scheme, shared) = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
@@ -349,10 +348,10 @@ class FusedModel:
         return self._product(index, "down", x, (down,))
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Run a branch on a stream of its own until `_join`: small kernels beside small kernels.
+        """Run a branch on a stream of its own until `_join`: small kernels run beside others.
 
-        Memory is safe: what the branch allocates is used by the main stream before the next branch
-        starts, and what the main stream lends it is held until after `_join`.
+        Memory is safe: the main stream uses what the branch allocates before the next branch starts,
+        and holds what it lends the branch until after `_join`.
         """
         if (side := self._branch) is None:
             return nullcontext()
@@ -365,16 +364,16 @@ class FusedModel:
 
     @property
     def _branch(self) -> torch.cuda.Stream | None:
-        """The branch's stream; None while inputs are shown, to observers that add on one stream."""
+        """The branch's stream; None while observers are shown inputs, which they add on one stream."""
         return None if self.inputs is not None and self.inputs.shown else self._side
 
     def _next(self, index: int) -> Entrance:
-        """Return the norm and the reading of what follows a layer: the next, or the final norm."""
+        """Return the norm behind a layer, and how the next one, if any, reads its result."""
         last = index + 1 == len(self.weights.entrances)
         return (self.weights.norm, BF16) if last else self._entrance(index + 1)
 
     def _entrance(self, index: int) -> Entrance:
-        """Return the norm and the reading of a layer's input, without touching its weights."""
+        """Return the norm of a layer's input and how it is read, without touching its weights."""
         norm, read = self.weights.entrances[index]
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
@@ -406,14 +405,14 @@ class FusedModel:
         return PassRows(slots, positions, visible, angles)
 
     def _each(self, function: Callable[[Tensor], Tensor], angles: Tensor) -> Tensor:
-        """Return bf16 [B * n, D / 2] of f32 [B, n, D / 2], on a CPU one sequence after the other."""
+        """Return bf16 [B * n, D / 2] of f32 [B, n, D / 2], one sequence at a time on a CPU."""
         if self.cores is None:
             return function(angles).flatten(0, 1).to(torch.bfloat16)
         return self.alone(lambda: torch.cat([function(own) for own in angles])).to(torch.bfloat16)
 
 
 def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:
-    """Join what the parts of a pass gave; return its last rows, as `run` does."""
+    """Join the results of a pass' parts; return its last rows, as `run` does."""
     if own.routed is not None and parts != [own]:
         each = [part.routed or [] for part in parts]
         own.routed += [torch.cat(ids) for ids in zip(*each, strict=True)]
