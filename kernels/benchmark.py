@@ -16,8 +16,6 @@ Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), other
 `floor` is the larger of moving the bytes and computing, at the rates measured before its part.
 """
 
-# M, N and K are the field's names, not constants; torch keeps its scaled and grouped products private.
-
 import argparse
 import itertools
 import json

@@ -27,9 +27,6 @@ a row. Rounded to bf16 on the way, they are the codes and scales of `quantize.qu
 On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -19,8 +19,6 @@ Within a set the products of two tiles are in flight at once:
 Designs that were measured, with figures, are in kernels/README.md.
 """
 
-# Kernels are compiled from their syntax.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -14,8 +14,6 @@ Scores are split between the warpgroups by position, results by column. Only 64 
 keys and values of a block, so the L2 bounds the kernel (kernels/README.md).
 """
 
-# Kernels are compiled from their syntax.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -23,8 +23,6 @@ The kernels between the products (`residual`, `router`) read a few KB of weights
 It needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
 """
 
-# Kernels are compiled from their syntax.
-
 import torch
 import triton
 import triton.language as tl

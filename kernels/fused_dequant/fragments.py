@@ -8,9 +8,6 @@ A block scale is neither negative nor NaN here: who reads a checkpoint checks th
 since the answer would wait for the device.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 from functools import cache
 
 import torch

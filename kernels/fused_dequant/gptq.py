@@ -16,8 +16,7 @@ more, so that nothing but its loss is kept of a scale. U and H are those of an e
 of a program share. Weights, codes and errors are columns of larger matrices, changed in place.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, a launch passes numbers
-# for `constexpr`, and tuples are not unpacked.
+# Tuples are joined with +, since a kernel unpacks none (RUF005).
 
 import triton
 import triton.language as tl

@@ -7,9 +7,6 @@ neither computed nor held. Products of bf16 numbers are exact in float32, in whi
 them. Nothing is asked of the host. `quantize/schemes/hessians.py` does the same in torch.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

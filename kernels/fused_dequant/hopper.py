@@ -1,7 +1,5 @@
 """Code that the Gluon kernels for Hopper share: names of a barrier, `chain.follow` in Gluon."""
 
-# Kernels are compiled from their syntax.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

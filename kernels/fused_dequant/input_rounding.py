@@ -9,9 +9,6 @@ compressed-tensors in float32, ties to the even code. e4m3 is rounded with addit
 type. NaN stays NaN.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

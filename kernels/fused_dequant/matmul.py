@@ -20,9 +20,6 @@ saves one pass over the result. Results ask to stay in the L2 (`tiles.KEPT`): th
 them, while the weights that stream past are read once.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

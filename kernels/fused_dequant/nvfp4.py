@@ -13,9 +13,6 @@ change of layout before the dot go through shared memory, which is what holds th
 bandwidth on an H200; `nvfp4_hopper.py` is the answer there.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

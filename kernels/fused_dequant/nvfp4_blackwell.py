@@ -12,9 +12,6 @@ differs: codes and scales are decoded to bf16, where their product is exact, and
 build has run on an H200. tests/fused_dequant/test_compile.py names the instruction of each target.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import triton
 import triton.language as tl
 

@@ -10,8 +10,6 @@ and a block's table four (`w4a8`, which says what a thread holds and how the tab
 would have to move between threads.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types.
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -25,9 +25,6 @@ Measured designs, with figures, are in kernels/README.md.
 With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 bits with a scale each.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -16,9 +16,6 @@ The product of `nvfp4_e4m3` wants its columns in another order (`w4a8`): they ar
 A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

@@ -23,9 +23,6 @@ A program issues all its loads early: the norms' weights before it waits for the
 (`chain`), the rest right after, since a load behind a reduction's barrier costs its whole latency.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

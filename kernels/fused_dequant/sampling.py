@@ -27,9 +27,6 @@ Ties of the maximum go to the lowest token, ties of entropy to the lower positio
 entropy NaN: the position is not accepted and its sequence does not finish; tokens stay in range.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

@@ -6,9 +6,6 @@ block is padding, and `block_expert[i]` the expert. Nothing depends on the host 
 blocks are in use.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import triton
 import triton.language as tl
 

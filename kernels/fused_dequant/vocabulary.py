@@ -24,9 +24,6 @@ There are no atomics, so two runs are equal bit for bit. p is unnormalised, so r
 itself; the sums are of the rounded values, so the weights of a row add up to 1.
 """
 
-# Kernels are compiled from their syntax: their parameters have no Python types, and a launch passes
-# numbers for `constexpr`.
-
 import torch
 import triton
 import triton.language as tl

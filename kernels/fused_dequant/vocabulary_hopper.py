@@ -21,8 +21,6 @@ Programs are persistent, one an SM. A place of the ring is `ready` when its byte
 when both sets have read it. Results leave through two buffers of 64 x 64 a set; TMA clips them to y.
 """
 
-# Kernels are compiled from their syntax.
-
 import torch
 import triton
 from triton.experimental import gluon

@@ -1,12 +1,11 @@
 """`Passes` over the kernels: a batch in the engine's slots.
 
-Where observers only launch work, a step of a shape seen before is a replay of a CUDA graph, observers
-and all; other passes go kernel by kernel.
+A step of a shape seen before replays a CUDA graph if its observers only launch work; other passes go
+kernel by kernel.
 
 Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
-The padding's keys and values lie behind a row's tokens, where nothing sees them before they are
-overwritten, and no observer is shown them. Logits are computed when they are looked at, on a CPU
-canvas by canvas.
+The padding's keys and values lie behind a row's tokens, where they are overwritten before anything sees
+them; observers are not shown them. Logits are computed when they are read, on a CPU canvas by canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +33,8 @@ class FusedPasses:
         chunk: tokens that a pass of the encoder may add to a row.
         encoded: positions that each slot holds already: 0, or all of a prompt with pictures.
         lane: the lane whose first slots the batch takes.
-        run: takes a pass through the layers, alone or beside those of other batches.
-        pool: memory of CUDA graphs; with None none are captured.
+        run: takes a pass through the layers, alone or beside other batches' passes.
+        pool: memory of CUDA graphs; None captures none.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class FusedPasses:
         encoded: Sequence[int],
         lane: int,
         run: Callable[[Pass], Tensor],
-        pool: Pool = None,
+        pool: Pool,
     ) -> None:
         self._model, self._lane, self._run = model, lane, run
         self._pool, self._steps = pool, dict[int, Replayed]()
@@ -98,7 +97,7 @@ class FusedPasses:
     def _decoded(
         self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None
     ) -> tuple[Pass, Tensor, Tensor]:
-        """Return a pass as it enters the first layer, the rows it ends with, and the chosen experts."""
+        """Return a pass as it enters the first layer, its last rows, and the experts it chose."""
         (B, L), model = canvas.shape, self._model
         own = model.decoding(canvas, model.behind(slots, context, L), signal)
         own.routed, own.lane = [], self._lane
@@ -106,7 +105,7 @@ class FusedPasses:
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Draw from bf16 logits, of as many canvases at once as an engine does: see `DrawingPasses`."""
+        """Draw from bf16 logits, of as many canvases at once as in `graphs`: see `DrawingPasses`."""
         model, (B, L, _) = self._model, decoded.shape
         inverse = (1 / schedule[state.step.long() - 1])[:, None].repeat(1, L)
 
@@ -137,7 +136,7 @@ class FusedPasses:
 
 
 def _logits(cores: Cores | None, embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
-    """Return the logits [b, L, V] of rows [b, L, H], as `Decoded` has them."""
+    """Return the logits of rows [b, L, H], as `Decoded.head` does."""
 
     def head(own: Tensor) -> Tensor:
         logits = lm_head(own.flatten(0, 1), embedding, softcap)

@@ -1,7 +1,7 @@
 """The cells of keys and values: whole for full layers, a ring of window and chunk for sliding ones.
 
-They lie on the device, or where many lanes go in lockstep on the host (`HostCells`). Then those of one
-lane and layer are on the device while they are worked on, and the next come beside that work:
+They lie on the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has
+those of one lane and layer while it works on them, and the next arrive meanwhile:
 
     place 0   lane 0, layer 0 | lane 2, layer 0 | ...
     place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
@@ -35,8 +35,8 @@ def _rounded_up(n: int, multiple: int) -> int:
 class Cache:
     """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
 
-    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk. The slots are
-    those of `lanes`, one after the other.
+    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk. The slots of
+    one lane follow those of another.
     """
 
     keys: tuple[Tensor, ...]
@@ -56,10 +56,9 @@ class Cache:
         lanes: int = 1,
         one_layer: bool = False,
     ) -> "Cache":
-        """Allocate zeros for `slots` sequences a lane.
+        """Allocate zeros for `slots` sequences a lane, which grow by at most `chunk` tokens at once.
 
-        At most `chunk` tokens are added at once. With `one_layer` layers of a kind share their cells:
-        passes go through a layer at a time.
+        With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
         """
         text = config.text_config
         full = _rounded_up(max_context, CELLS)
@@ -77,7 +76,7 @@ class Cache:
         return cls(keys, values, text.sliding_window, lanes)
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield keys and values of the slots of some lanes, at one layer after the other."""
+        """Yield keys and values of some lanes' slots, at one layer after the other."""
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
@@ -85,7 +84,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return the cells of those positions `start` to `end` that further tokens see, as slices."""
+        """Return slices of the cells of those positions `start` to `end` that later tokens see."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -95,17 +94,12 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copy what further tokens need of positions `start` to `end`: see `restore`.
-
-        Full layers give the positions themselves, sliding ones all that a ring holds behind them.
-        """
-        return [
-            tensor[slot, self._cells(tensor, start, end)].clone()
-            for tensor in (*self.keys, *self.values)
-        ]
+        """Copy positions `start` to `end` of full layers, the window before `end` of sliding ones."""
+        tensors = (*self.keys, *self.values)
+        return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
     def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write a block back; of sliding layers the last block's alone is read."""
+        """Write back what `block` copied; of sliding layers only the last block is read."""
         for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
             tensor[slot, self._cells(tensor, start, end)] = kept
 
@@ -116,7 +110,7 @@ class Cache:
         return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
-        """Forget a slot's values: no NaN of a broken sequence may meet a probability of 0."""
+        """Clear a slot's values: no NaN of a broken sequence may meet a probability of 0."""
         for values in self.values:
             values[slot].zero_()
 
@@ -127,7 +121,7 @@ class Cache:
 
 
 class HostCells:
-    """Keys and values of `lanes` times `slots` sequences on the host; the arguments are a `Cache`'s."""
+    """Keys and values of `lanes` times `slots` sequences on the host; see `Cache.allocate`."""
 
     def __init__(
         self,
@@ -154,9 +148,9 @@ class HostCells:
         self._encoded[slot] = 0
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield keys and values of the slots of some lanes, at one layer after the other.
+        """Yield keys and values of some lanes' slots, at one layer after the other.
 
-        Those are valid until the next are asked for. What `added` names goes back to the host.
+        They are valid until the next are asked for. The tokens that `added` names go back to the host.
         """
         tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
         for slot, start, _ in tokens:
@@ -177,7 +171,7 @@ class HostCells:
             self._encoded[slot] = start + count
 
     def _fetch(self, index: int, lane: int, place: Cache) -> Event:
-        """Copy what a lane's slots have encoded; return the event of arrival, None on a CPU."""
+        """Copy a lane's encoded cells to a place; return the event of arrival, None on a CPU."""
         encoded = self._encoded[lane * self._slots :][: self._slots]
         with self._beside():
             place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
@@ -187,7 +181,7 @@ class HostCells:
         return None if self._stream is None else self._stream.record_event()
 
     def _take_back(self, index: int, lane: int, place: Cache, added: Sequence[Added]) -> None:
-        """Copy what was encoded, once what has been launched is done."""
+        """Copy added tokens' cells to the host, once all launched work is done."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():

@@ -1,9 +1,8 @@
 """A CPU's cores: each computes some of the sequences of a pass.
 
-A product that several threads share is summed in another order by some BLAS libraries, and the last
-elements of a thread's share are rounded otherwise than the others. So no product is shared, and what a
-sequence gives does not depend on the number of cores (nor on its neighbours: see
-`fused_dequant.dispatch.sequences_of`).
+Some BLAS libraries sum a product that threads share in another order, and round the last elements of a
+thread's share differently. So no product is shared, and a sequence's results depend neither on the
+number of cores nor on its neighbours (`fused_dequant.dispatch.sequences_of`).
 """
 
 import threading
@@ -27,19 +26,19 @@ _HERE = _Here()
 
 
 class Cores:
-    """So many threads that compute on one core each."""
+    """`count` threads that compute on one core each."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Cut `count` sequences into as many runs as there are threads, at most."""
+        """Cut `count` sequences into at most as many runs as there are threads."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `work` of every item, computed side by side, or here if this is such a thread."""
+        """Return `work` of every item, computed side by side; a thread of these computes all itself."""
         return list(map(work, items) if _HERE.core else self._pool.map(work, items))
 
     def one(self, work: Callable[[], R]) -> R:
@@ -59,5 +58,5 @@ def cores_of(device: torch.device) -> Cores | None:
 
 @cache
 def cores(count: int) -> Cores:
-    """Return so many threads, which all engines share."""
+    """Return `count` threads, which all engines share."""
     return Cores(count)

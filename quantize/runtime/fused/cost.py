@@ -1,10 +1,10 @@
-"""Computes what one pass must read and compute, part by part, and the least time that takes.
+"""Computes the least time of one pass, part by part, from the bytes it reads and its FLOP.
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
-Weights are counted once, those of the experts by how many are hit; keys and values once a sequence.
-NVFP4 products run on bf16 tensor cores (W4A16), FP8 ones on FP8's, and so do NVFP4's in the activation
-mode `fp8`. Norms, routing and the sampler's read of the logits are left out: the floor is lower.
+Weights are counted once, experts by how many are hit; keys and values once a sequence. NVFP4 products
+run on bf16 tensor cores (W4A16), FP8 ones, and NVFP4's in the activation mode `fp8`, on FP8's. Norms,
+routing and the sampler's read of the logits are left out: the floor is lower.
 """
 
 from fused_dequant import Weight
@@ -18,8 +18,7 @@ def decoder_floor(
 ) -> dict[str, float]:
     """Return the least seconds of each part of one denoising step of `batch` canvases.
 
-    There are `context` positions before each canvas; `experts_hit` experts get a token, mean over
-    layers.
+    `context` positions stand before each canvas; `experts_hit` experts get a token, mean over layers.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)

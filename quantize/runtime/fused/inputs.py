@@ -1,16 +1,15 @@
 """Rounds the rows that enter a product as W4A4 serves them, shows them, or leaves them in bf16.
 
-The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. To score a
-checkpoint otherwise:
+The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. Other activation
+modes are scored like this:
 
     per_expert, per_layer   NVFP4: rows are rounded under the calibrated global scales, each expert's
-                            own or the widest of the layer (`fused_dequant.simulated`); per_layer on
-                            FP4 units nothing: weights are packed so that the kernels do it
+                            own or the widest of the layer (`fused_dequant.simulated`). With FP4 units
+                            per_layer needs nothing: weights are packed so that the kernels round rows
     none                    FP8 and INT8: weights are dequantized to bf16 layer by layer, in every pass
     fp8                     nothing: NVFP4 weights are packed so that the kernels quantize their rows
 
-Linears that share an input have one scale; where a checkpoint gives them several, the widest range
-counts, as it does where a server fuses them.
+Linears that share an input have one scale: the widest of a checkpoint's, as where a server fuses them.
 """
 
 from collections.abc import Generator, Sequence
@@ -44,8 +43,8 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 class Inputs:
     """The inputs of every layer's products; `config` is transformers' of the text stack.
 
-    They are rounded under the `scales` of each layer, None rounds nothing. With `bf16` rows stay bf16
-    where the kernels would multiply 8-bit ones.
+    They are rounded under each layer's `scales`; None rounds nothing. With `bf16` no row is quantized
+    to 8 bits.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -58,15 +57,15 @@ class Inputs:
 
     @property
     def shown(self) -> bool:
-        """Whether an observer watches; then even inputs that no output depends on are computed."""
+        """Whether an observer watches; then inputs are computed even if no output depends on them."""
         return bool(self._observers)
 
     @contextmanager
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
         """Show rows, before they are rounded, to `observers` while the block runs.
 
-        Methods of an object with `launches_alone` ask nothing of the device, and keep their tensors
-        where they are.
+        An observer of an object with `launches_alone` only launches work, and keeps its tensors in
+        place: a graph may hold it.
         """
         self._observers = tuple(observers)
         owners = [getattr(see, "__self__", None) for see in observers]
@@ -79,10 +78,9 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return the input x bf16 [M, K] of a layer's dense product as it is multiplied, and the
-        weights.
+        """Return x bf16 [M, K] as a layer's dense product reads it, and `rows`, its weights, likewise.
 
-        `kind` is a key of DENSE; `rows` are the weights that `x` is multiplied with.
+        `kind` is a key of DENSE.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
@@ -126,7 +124,7 @@ class Inputs:
 
 
 def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
-    """Return what `mode` does to a checkpoint's inputs, or None where the kernels do just that."""
+    """Return what rounds a checkpoint's inputs as `mode` says, None if the kernels do that."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
     if schemes is None or mode == "fp8" or weights.in_fp4:
@@ -141,7 +139,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return the global scales that `mode` rounds a checkpoint's NVFP4 inputs with, layer by layer.
+    """Return the global scales of a checkpoint's NVFP4 inputs under `mode`, layer by layer.
 
     Raises:
         InputError: only some experts of a layer have input scales.
