@@ -304,10 +304,7 @@ def attend(q, keys, values, slots, first, last, scheme, shared):
         rows, len(slots), q_heads, keys.shape[2], D, processors(q.device),
         hopper=is_hopper(q.device),
     )  # fmt: skip
-    parts = attend_parts(q, keys, values, slots, first, last, config)
-    if scheme in EIGHT_BIT or shared is not None:
-        return combine_quantized(parts, scheme, shared)
-    return combine(parts).flatten(1), None
+    return combine(attend_parts(q, keys, values, slots, first, last, config), scheme, shared)
 
 
 @dataclass(frozen=True)
@@ -370,45 +367,31 @@ def attend_parts(
     return Parts(results, largest, total)
 
 
-def combine(parts: Parts) -> torch.Tensor:
-    """Join the parts to bf16 [M, q_heads, D]."""
+def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
+    """Join the parts to rows [M, q_heads * D] as products of `scheme` read them."""
+    quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
-        return parts.results
-    rows, q_heads, D = parts.results.shape[1:]
-    lines, device = rows * q_heads, parts.results.device
-    out = torch.empty(rows, q_heads, D, dtype=torch.bfloat16, device=device)
-    combine_kernel[(triton.cdiv(lines, COMBINED),)](
-        parts.results, parts.largest, parts.total, out, lines,
-        SPLITS=parts.splits, D=D, LINES=COMBINED, num_warps=4, **chained(device),
-    )  # fmt: skip
-    return out
-
-
-def combine_quantized(parts: Parts, scheme: str, shared: torch.Tensor | None = None) -> Activation:
-    """Join and quantize the parts: rows [M, q_heads * D] in 8 bits or NVFP4."""
-    if parts.splits == 1:
-        return quantize_rows(parts.results.flatten(1), scheme, shared)
-    rows, q_heads, D = parts.results.shape[1:]
-    device = parts.results.device
-    out, scale = room(rows, q_heads * D, scheme, device)
-    combine_quantized_kernel[(rows,)](
-        parts.results, parts.largest, parts.total, out, scale, scale if shared is None else shared,
-        rows * q_heads, SPLITS=parts.splits, HEADS=q_heads, D=D,
-        LARGEST=LARGEST.get(out.dtype, E2M1_MAX), num_warps=8,
-        **chained(device),
-    )  # fmt: skip
+        rows = parts.results.flatten(1)
+        return quantize_rows(rows, scheme, shared) if quantized else (rows, None)
+    M, q_heads, D = parts.results.shape[1:]
+    lines, device = M * q_heads, parts.results.device
+    out, scale = room(M, q_heads * D, scheme, device)
+    given = parts.results, parts.largest, parts.total, out
+    if not quantized:
+        combine_kernel[(triton.cdiv(lines, COMBINED),)](
+            *given, lines, SPLITS=parts.splits, D=D, LINES=COMBINED, num_warps=4, **chained(device)
+        )
+    else:
+        combine_quantized_kernel[(M,)](
+            *given, scale, scale if shared is None else shared, lines,
+            SPLITS=parts.splits, HEADS=q_heads, D=D, LARGEST=LARGEST.get(out.dtype, E2M1_MAX),
+            num_warps=8, **chained(device),
+        )  # fmt: skip
     return out, scale
 
 
 def configure(
-    rows: int,
-    batch: int,
-    q_heads: int,
-    kv_heads: int,
-    D: int,
-    processors: int,
-    *,
-    hopper: bool = False,
+    rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
     """Choose tiles, and split positions while processors would idle; `hopper` says that this is sm_90.
 

@@ -209,9 +209,7 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_e2m1(round_e2m1(scaled).flatten(-2)), scale
 
 
-def dequantize_mxfp4(
-    packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return values [..., K] of codes uint8 [..., K/2] and scales e8m0 uint8 [..., K/32]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, MX_GROUP))
     return values.mul_(e8m0_values(scale).to(dtype)[..., None]).flatten(-2)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fused_dequant import formats, w4a4, w4a8, w4a16
-from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP
+from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP, MX_GROUP
 from fused_dequant.targets import Capability
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # of one expert's tensor
@@ -58,13 +58,8 @@ def _rows(dtype: torch.dtype, N: int, K: int) -> tuple[Spec, ...]:
     return (dtype, (N, K)), (torch.float32, (N,))
 
 
-def _mx_groups(N: int, K: int) -> tuple[Spec, ...]:
-    scale = torch.uint8, (N, K // formats.MX_GROUP)
-    return (torch.uint8, (N, K // 2)), scale, (torch.float32, (2,))
-
-
-def _groups(N: int, K: int) -> tuple[Spec, ...]:
-    return (torch.uint8, (N, K // 2)), (FP8, (N, K // GROUP)), (torch.float32, (2,))
+def _groups(scale: torch.dtype, group: int, N: int, K: int) -> tuple[Spec, ...]:
+    return (torch.uint8, (N, K // 2)), (scale, (N, K // group)), (torch.float32, (2,))
 
 
 def _tiles(N: int, K: int) -> tuple[Spec, ...]:
@@ -113,10 +108,12 @@ KERNELS = {
         "matmul", (8, 9), partial(_rows, FP8), _decode_rows,
         partial(formats.quantize_rows, dtype=FP8),
     ),
-    "nvfp4": Kernel("nvfp4", (8, 0), _groups, _decode_groups, _rounded_groups, spans=(1, 2)),
+    "nvfp4": Kernel(
+        "nvfp4", (8, 0), partial(_groups, FP8, GROUP), _decode_groups, _rounded_groups,
+        spans=(1, 2),
+    ),
     "mxfp4": Kernel(
-        "nvfp4", (8, 0), _mx_groups,
-        lambda data, scale, dtype: formats.dequantize_mxfp4(data, scale, dtype),
+        "nvfp4", (8, 0), partial(_groups, torch.uint8, MX_GROUP), formats.dequantize_mxfp4,
         formats.quantize_mxfp4, spans=(1, 2),
     ),
     "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),

@@ -56,21 +56,11 @@ def place_results(
     topk = 1 if routing is None or share is not None else routing.topk
     gelu_mul = routing is not None and share is None
     y = torch.empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=device)
-    if routing is None:
-        places = dict.fromkeys(("slots", "block_expert", "block_rows", "block_count"), y)
-    else:
-        places = {
-            "slots": routing.slots, "block_expert": routing.block_expert,
-            "block_rows": routing.block_rows, "block_count": routing.block_count,
-        }  # fmt: skip
+    names = ("slots", "block_expert", "block_rows", "block_count")
+    places = {name: y if routing is None else getattr(routing, name) for name in names}
     mode = {"TOPK": topk, "GROUPED": routing is not None, "GELU_MUL": gelu_mul}
     weighted = {"row_weight": y if share is None else share, "WEIGHTED": share is not None}
     return y, {**places, **mode, **weighted, "total": len(y)}
-
-
-def max_blocks(slots: int, experts: int, block: int) -> int:
-    """Return the most blocks that any routing of `slots` slots can need."""
-    return min(experts, slots) + slots // block
 
 
 @triton.jit
@@ -119,7 +109,7 @@ def route_kernel(
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     """Sort the slots of expert_ids int [M, topk] into blocks of `block` rows."""
     total = expert_ids.numel()
-    bound = max_blocks(total, experts, block)
+    bound = min(experts, total) + total // block
     device = expert_ids.device
     slots = torch.empty(bound * block, dtype=torch.int32, device=device)
     block_expert, block_rows = torch.empty(2, bound, dtype=torch.int32, device=device)

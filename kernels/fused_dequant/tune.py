@@ -13,6 +13,7 @@ process: a candidate that breaks the CUDA context of that process is named, and 
 others.
 """
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -183,12 +184,6 @@ class Choice:
     before: float | None
 
 
-def choose_pair(up: Timed, down: Timed) -> Timed:
-    """Return the fastest up and down among those that share their rows."""
-    pairs = [(u, d) for u in up for d in down if tuning.block_rows(u[1]) == tuning.block_rows(d[1])]
-    return list(min(pairs, key=lambda pair: pair[0][0] + pair[1][0]))
-
-
 def tuned(
     chosen: Sequence[Product],
     now: Callable[[Product], Config],
@@ -196,15 +191,20 @@ def tuned(
 ) -> Iterator[Choice]:
     """Time the candidates of products, and yield the fastest.
 
-    The experts' products are pairs, up before down. `now` returns the configuration that is launched
-    without the new table; `timer` times a product, None for a `Timer` on this GPU.
+    The experts' products are pairs, up before down, which share a block's rows. `now` returns the
+    configuration that is launched without the new table; `timer` times a product, None for a `Timer`
+    on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)
     for product in waiting:
         both = [product, next(waiting)] if product.verb == "experts_up" else [product]
         timed = [timer(each) for each in both]
-        best = choose_pair(*timed) if len(both) == 2 else [timed[0][0]]
+        ways = itertools.product(*timed)
+        if len(both) == 2:
+            rows = tuning.block_rows
+            ways = (pair for pair in ways if rows(pair[0][1]) == rows(pair[1][1]))
+        best = min(ways, key=lambda way: sum(microseconds for microseconds, _ in way))
         for own, results, (microseconds, config) in zip(both, timed, best, strict=True):
             before = next((us for us, each in results if each == now(own)), None)
             yield Choice(own, config, microseconds, before)

@@ -68,8 +68,8 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeyp
         config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
         parts = attention.attend_parts(q, *where, config | {"SPLITS": splits})
         assert parts.splits == splits
-        found = {own: attention.combine_quantized(parts, own, shared[own]) for own in rounded}
-        found["bf16"] = attention.combine(parts).flatten(1), None
+        found = {own: attention.combine(parts, own, shared[own]) for own in rounded}
+        found["bf16"] = attention.combine(parts, "bf16", None)
     out, _ = found.pop("bf16")
     assert relative_error(out.cpu(), expected.flatten(1).cpu()) <= TOLERANCE
     for scheme, (codes, scale) in found.items():
@@ -93,9 +93,8 @@ def test_stale_cells_and_blind_rows(q_heads, kv_heads, D, splits) -> None:
     config = attention.configure(4, 1, q_heads, kv_heads, D, 1, hopper=HOPPER) | {"SPLITS": splits}
 
     def attend() -> torch.Tensor:
-        return attention.combine(
-            attention.attend_parts(q, keys, values, slots, first, last, config)
-        )
+        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
+        return attention.combine(parts, "bf16", None)[0].view_as(q)
 
     clean = attend()
     keys[:, 10:], values[:, 10:] = float("nan"), 1e30
@@ -122,7 +121,9 @@ def test_a_ragged_picture() -> None:
             "SPLITS": splits
         }
         parts = attention.attend_parts(q, keys, values, slots, first, last, config)
-        error = relative_error(attention.combine(parts).cpu(), expected.cpu())
+        error = relative_error(
+            attention.combine(parts, "bf16", None)[0].cpu(), expected.cpu().flatten(1)
+        )
         assert error <= TOLERANCE, splits
 
 
