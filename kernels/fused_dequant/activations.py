@@ -10,13 +10,10 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 def quantize_rows(
     x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
 ) -> Activation:
-    """Quantize rows bf16 [M, K] as products of `scheme` read them, 8 bits or NVFP4.
+    """Quantize rows bf16 [M, K] as products of `scheme` read them: to 8 bits, or to NVFP4.
 
     `shared` f32 [1] is the global scale of NVFP4 rows. With `gelu_mul` x is [M, 2K], gate first, and
-    gelu_tanh(gate) * up is quantized.
-
-    Raises:
-        ValueError: the scheme's activations are not quantized.
+    gelu_tanh(gate) * up is quantized. Raise ValueError if the scheme's rows stay bf16.
     """
     if scheme not in EIGHT_BIT and shared is None:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")

@@ -9,20 +9,20 @@ One kernel serves every mask of the model, because each row sees one run of posi
 tokens included, or the last 1,023 before it).
 
 Cache: keys and values bf16 [slots, capacity, kv_heads, D]; position p of a sequence lies at
-p % capacity, so sliding layers need a ring of window + chunk positions only. `capacity` is a multiple
-of 128, hence no block of positions wraps around. Values that no row sees must be finite: they are
+p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity` is a multiple
+of 128, so no block of positions wraps around. Values that no row sees must be finite: they are
 multiplied by a probability of 0.
 
 A program holds the query heads that share a key head: BQ queries x group rows against blocks of BN
-positions, online softmax in float32, probabilities bf16 for the second product. Where that gives fewer
+positions, online softmax in float32, probabilities bf16 for the second product. If that gives fewer
 programs than the GPU has processors, positions are split, and a second kernel combines the parts:
-sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are results of their own in
-float16: an eighth of bf16's rounding (error 1.7e-3 against 2.3e-3) and half of float32's bytes, which
-cost 3 us more to write (H200, 4 parts of 256 rows). Which positions a program reads is known to the
-device alone: a CUDA graph replays with other lengths.
+sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are float16: an eighth of
+bf16's rounding (error 1.7e-3 against 2.3e-3) and half of float32's bytes, which cost 3 us more to write
+(H200, 4 parts of 256 rows). Only the device knows which positions a program reads, so a CUDA graph
+replays with other lengths.
 
-Where the next product takes 8-bit rows, the combining kernel quantizes them too: it holds all heads of
-a row. Rounded to bf16 on the way, they are the codes and scales of `quantize.quantize_rows`.
+If the next product takes 8-bit rows, the combining kernel quantizes them too: it holds all heads of a
+row, which it rounds to bf16 first. Codes and scales are those of `quantize.quantize_rows`.
 
 On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`.
 """

@@ -22,8 +22,9 @@ HOPPER: Capability = (9, 0)
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product to tune: verb is linear, experts_up, experts_down, lm_head or
-    soft_embedding.
+    """One matrix product to tune.
+
+    `verb` is linear, experts_up, experts_down, lm_head or soft_embedding.
     """
 
     verb: str

@@ -19,9 +19,8 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class Draw(NamedTuple):
     """What one step drew at each position, all [B, L].
 
-    `sampled` int64 is drawn from softmax(logits / T), `replacement` int64 uniformly, taken where the
-    sample is not accepted; `argmax` int64 is the most probable token, the lowest of several; `entropy`
-    f32 is in nats.
+    int64 `sampled` is drawn from softmax(logits / T), `replacement` uniformly for where the sample is
+    not accepted, `argmax` is the most probable token, the lowest of several; `entropy` f32 is in nats.
     """
 
     sampled: torch.Tensor
@@ -56,10 +55,10 @@ class Probabilities:
 class CanvasState:
     """Denoising state of B sequences; `accept` writes into these tensors.
 
-    [B]: `seeds` int64; `canvas_index` int64, from 0; `step` int32, the step about to be taken, from 1,
-    which stays once a sequence is `finished` (bool): stopped by its own criterion. [B, L]:
-    `inverse_temperature` f32, 1 / T of the last step taken, 0 before the first, for `soft_embedding`
-    in the next one; int64 `canvas`, which the decoder reads next, and `argmax`, which would be
+    [B]: `seeds` int64; `canvas_index` int64, from 0; `step` int32, the one to be taken next, from 1,
+    which stays once a sequence has `finished` (bool) by its own criterion. [B, L]:
+    `inverse_temperature` f32, 1 / T of the last step, 0 before the first, for the next one's
+    `soft_embedding`; int64 `canvas`, which the decoder reads next, and `argmax`, which would be
     committed; `accepted` bool, by the last step. `history` int64 [S, B, L], argmax of the last S =
     stability_threshold steps, -1 before the first.
     """
@@ -135,8 +134,7 @@ def _temperature(state: CanvasState, schedule: torch.Tensor) -> torch.Tensor:
 def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
     """Return which positions are accepted, [B, L] bool; the most certain one always is.
 
-    They are accepted in the order of their entropies [B, L] in nats, while all lower ones add up to at
-    most `bound`.
+    In ascending order of entropy [B, L], in nats, those are whose lower ones add up to at most `bound`.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
@@ -146,9 +144,9 @@ def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
 def stopped(
     history: torch.Tensor, argmax: torch.Tensor, entropy: torch.Tensor, confidence: float
 ) -> torch.Tensor:
-    """Return which sequences stop, [B] bool: their argmax stood still and they are confident.
+    """Return which sequences stop, [B] bool: their argmax did not change and they are confident.
 
-    history [S, B, L] has the argmax of S steps before; with S = 0 it always stood still.
+    history [S, B, L] is the argmax of the S steps before; with S = 0 it never changed.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
@@ -163,8 +161,7 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
 def sample_by_inverse_cdf(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Return the token int64 [...] at which the cumulative distribution passes `u` [...] in [0, 1).
 
-    Probabilities float32 [..., V] need not sum to exactly 1; a token of probability 0 is never
-    returned.
+    Probabilities float32 [..., V] need not add up to 1; a token of probability 0 is never returned.
     """
     cdf = probabilities.cumsum(-1)
     total = cdf[..., -1:]
@@ -200,11 +197,11 @@ def random_tokens(
 def uniforms(
     seeds: torch.Tensor, canvas: int | torch.Tensor, step: int | torch.Tensor, length: int
 ) -> torch.Tensor:
-    """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1).
+    """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1), of 24 bits each.
 
-    The key is the seed, low word first, of `seeds` int64 [B]; the counter is (position, step, canvas,
-    0). The upper 24 bits of the first two words of each block become numbers. Steps count from 1, 0 is
-    the initial canvas; `canvas` and `step` are int [B] when the samples are at different ones.
+    The key is `seeds` int64 [B], low word first, the counter (position, step, canvas, 0); the first two
+    words of a block are used. Steps count from 1, 0 is the initial canvas. `canvas` and `step` may be
+    int [B], one a sequence.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)

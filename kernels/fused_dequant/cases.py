@@ -1,8 +1,7 @@
 """Random operands of the real shapes, the same for tests, tuning and the benchmark.
 
-Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and handed out in
-the layout the device's kernel reads. Every random number comes from one seeded generator on the
-CPU or the GPU.
+Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and laid out as the
+device's kernel reads them. All random numbers come from one seeded generator.
 """
 
 import torch
@@ -20,8 +19,8 @@ def random_weight(
 ) -> Weight:
     """Make a weight [experts, rows, columns], blank on "meta".
 
-    `scheme` is bf16, fp8, int8, nvfp4, or NVFP4 to be multiplied in FP8, nvfp4_e4m3, or by FP4 units,
-    nvfp4_e2m1, with rows under the global scale SHARED.
+    `scheme` is bf16, fp8, int8, mxfp4, nvfp4, or NVFP4 as FP8 products read it, nvfp4_e4m3, or as FP4
+    units do, nvfp4_e2m1, with rows under the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
@@ -71,8 +70,7 @@ def random_routing(
     """Draw distinct experts of each token among the first `used` of them, or all.
 
     `spread` is the standard deviation of the logarithm of an expert's popularity, 0 if all are alike.
-
-    Return expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
+    Returns expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)

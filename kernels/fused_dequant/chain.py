@@ -1,26 +1,24 @@
-"""Programmatic dependent launch: let the next kernel of a sequence start while this one drains.
+"""Programmatic dependent launch: the next kernel of a sequence starts while this one drains.
 
 Between two kernels of a stream the machine is idle for about a microsecond: the last blocks finish, the
-next kernel is launched and computes its addresses. A chained kernel is launched as soon as every
-block of the kernel before has released it, and waits where it first needs what that kernel wrote.
+next kernel is launched and computes its addresses. A chained kernel is launched as soon as every block
+of the kernel before has released it, and waits where it first needs what that kernel wrote.
 
-Two rules keep it safe. In every program, also one that returns at once, a chained kernel waits before
-it reads what any earlier kernel wrote, weights excepted, and before it writes. And it releases the
-next kernel only after it has waited, so whoever starts next knows that everything before its direct
-predecessor is complete. Kernels that are not chained start when the one before is complete, as
-always.
+Two rules keep it safe. Every program of a chained kernel, also one that returns at once, waits before
+it writes, and before it reads what an earlier kernel wrote; only weights may be read sooner. And it
+releases the next kernel only after it has waited, so everything before that one's direct predecessor
+is complete. Kernels that are not chained start when the one before is complete, as always.
 
-Streamed weights (`Weight.streamed`) are no such exception: it is not documented that a programmatic
+Streamed weights (`Weight.streamed`) may not be read sooner: it is not documented that a programmatic
 launch heeds the event after which they have arrived, so products that read them early leave the chain.
 
-Resident weights need no waiting for, and memory is idle while a norm or a softmax runs; yet products
-that asked for their first weights before they waited made a step 3 % slower, and a kernel that fetched
-weights into the L2 beside the attention changed nothing (10.2 ms a forward, FP8, batch 1, either way).
-The kernels between the products (`residual`, `router`) read a few KB of weights, and read them early.
+Reading resident weights early does not always pay: products that asked for their first weights before
+they waited made a step 3 % slower, and a kernel that fetched weights into the L2 beside the attention
+changed nothing (10.2 ms a forward, FP8, batch 1). The kernels between the products (`residual`,
+`router`) read a few KB of weights, and read them early.
 
-`follow` is for Triton kernels, `hopper.follow` for Gluon's.
-
-It needs sm_90; elsewhere, and in the interpreter, CHAINED is False and nothing is emitted.
+`follow` is for Triton kernels, `hopper.follow` for Gluon's. It needs sm_90; elsewhere, and in the
+interpreter, CHAINED is False and nothing is emitted.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Number formats: codes, their values, and how tensors are rounded to them. All other code asks here.
+"""Number formats: codes, their values, and how tensors are rounded to them.
 
 E2M1 (FP4), codes 0..15 = sign, two exponent bits, one mantissa bit:
     0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; two codes a byte, the even column in the low nibble.
@@ -17,9 +17,9 @@ MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32], noth
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
 Everything is rounded to nearest, ties to the even code, in float32. Layouts that exist only in memory
-are in `w4a16` and `w4a8`, but for one: gate and up rows of experts alternate in runs of 8
-(`interleave_gate_up`), so that one thread of a tensor-core accumulator holds a gate value and the up
-value that belongs to it, and the activation is applied in registers.
+are in `w4a16` and `w4a8`, except one: gate and up rows of experts alternate in runs of 8
+(`interleave_gate_up`), so that one thread of a tensor-core accumulator holds a gate value and its up
+value, and applies the activation in registers.
 """
 
 import math
@@ -59,7 +59,7 @@ BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
 def blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of [..., out, in] of about so many values: of some Linears, or rows of one."""
+    """Yield indices of [..., out, in], of about BLOCK_VALUES each: some Linears, or rows of one."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
 
@@ -144,7 +144,7 @@ def block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def round_groups(x: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round [..., K] to NVFP4: e2m1 values FP32 [..., K/16, 16], block scales e4m3 in FP32 [..., K/16].
 
-    `shared` FP32, the global scale, broadcasts over the block scales; values beyond it saturate. A
+    `shared` FP32, the global scale, broadcasts over the block scales. Values beyond it saturate; a
     block with NaN becomes NaN.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
@@ -218,10 +218,9 @@ def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dty
 def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows x [..., K] symmetrically: values of `dtype` [..., K] and scales f32 [...].
 
-    dtype float8_e4m3fn: scale = amax / 448; int8: amax / 127. q = x * (1 / scale), rounded half to
-    even: one division a row, so the kernel agrees bit for bit at the price of a multiply. A zero
-    row has scale 1; a row holding NaN or infinity has scale NaN, so whatever is computed from it
-    is NaN.
+    scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; q = x * (1 / scale), half to even: one
+    division a row, as in the kernel, which so agrees bit for bit. A zero row has scale 1; a row with
+    NaN or infinity has scale NaN, so all that is computed from it is NaN.
     """
     largest, wide = LARGEST[dtype], x.float()
     amax = wide.abs().amax(-1)

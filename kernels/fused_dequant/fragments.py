@@ -1,11 +1,10 @@
 """Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
 
-`w4a16.to_fragments` says what goes where and is the reference; in torch operations it takes some
-thirty passes, more than the copy of a streamed layer. A program makes TILES fragments of 64 rows, each
-256 pairs of words. A pair gathers 8 bytes, of two rows and four places, and looks up what each adds.
+`w4a16.to_fragments` says what goes where and is the reference; its thirty passes in torch take longer
+than the copy of a streamed layer. A program makes TILES fragments of 64 rows, each 256 pairs of words.
+A pair gathers 8 bytes, of two rows and four places, and looks up what each adds.
 
-A block scale is neither negative nor NaN here: who reads a checkpoint checks that once (`packing`),
-since the answer would wait for the device.
+A block scale is neither negative nor NaN here: `packing` checks that once when it reads a checkpoint.
 """
 
 from functools import cache

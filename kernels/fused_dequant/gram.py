@@ -2,9 +2,9 @@
 
     tiles[e, t] += sum of x[r, i] x[r, j]^T over the rows r of expert e,   t = j (j + 1) / 2 + i
 
-i <= j count blocks of 128 inputs: tiles below the diagonal are those above it, transposed, and are
+i <= j count blocks of 128 inputs. Tiles below the diagonal are those above it, transposed: they are
 neither computed nor held. Products of bf16 numbers are exact in float32, in which tensor cores sum
-them. Nothing is asked of the host. `quantize/schemes/hessians.py` does the same in torch.
+them. The host waits for nothing. `quantize/schemes/hessians.py` does the same in torch.
 """
 
 import torch

@@ -5,8 +5,8 @@
 
 x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448);
 1 / g goes in float32 into the factor of the product's weight. The numbers are those of
-compressed-tensors in float32, ties to the even code. e4m3 is rounded with additions: sm_80 has no such
-type. NaN stays NaN.
+compressed-tensors in float32, ties to the even code; NaN stays NaN. e4m3 is rounded by additions,
+since sm_80 has no such type.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Keeps what torch makes of a weight on a CPU, for as long as the weight lives.
 
-Decoding a matrix takes longer than a canvas' product with it, so it is decoded once. What is kept takes
-4 bytes a weight beside the weight's own.
+Decoding a matrix takes longer than a canvas' product with it, so it is decoded once, and takes 4 bytes
+a weight beside the weight's own.
 """
 
 from collections.abc import Callable

@@ -528,8 +528,7 @@ def nvfp4_hopper_kernel(
 def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with fragments; x is bf16, or e4m3 for `nvfp4_e4m3`.
 
-    Raises:
-        ValueError: a dense product in FP8, which this kernel does not have.
+    Raise ValueError for a dense product in FP8, which this kernel does not have.
     """
     _, N, K = weight.shape
     if routing is None and x_scale is not None:

@@ -73,10 +73,8 @@ class Weight:
     def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
         """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.
 
-        `scale` belongs to rows that are quantized already.
-
-        Raises:
-            ValueError: the rows do not fit the weight.
+        `scale` belongs to rows that are quantized already. Raise ValueError if the rows do not fit
+        the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1

@@ -129,8 +129,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 def read_stops(path: Path) -> list[int]:
     """Read recorded numbers of steps.
 
-    Raises:
-        InputError: the file holds no JSON list of numbers above 0.
+    Raise InputError if the file holds no JSON list of numbers above 0.
     """
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)

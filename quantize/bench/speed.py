@@ -117,15 +117,13 @@ def bench(
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES,
-    routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or "adaptive":
-    canvases then stop by themselves, or take the steps of the JSON list `stops` in turns. `context` are
-    tokens of the prompt, `canvases` those measured for each row, `hourly_price` is the machine's.
-    `autoregressive` measures the same weights one token a forward too.
-
-    Raises:
-        ResourceError: there is no GPU, or too little memory on it.
-        InputError: a mix or a number of steps is unknown, or the checkpoint cannot be loaded.
+    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of
+    MIXES, routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or
+    "adaptive": canvases then stop by themselves, or take the steps of the JSON list `stops` in
+    turns. `context` are tokens of the prompt, `canvases` those measured for each row,
+    `hourly_price` is the machine's. `autoregressive` measures the same weights one token a forward
+    too. Raise ResourceError if there is no GPU, or too little memory on it, and InputError if a mix or
+    a number of steps is unknown, or the checkpoint cannot be loaded.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")

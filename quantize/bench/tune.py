@@ -30,11 +30,9 @@ def tune_gpu(
 ) -> list["Choice"]:
     """Tune the products whose key `only` finds, and write what was chosen into the device's table.
 
-    `folder` has the user's tables; `timer` times a product's candidates, None on this GPU.
-
-    Raises:
-        InputError: `only` is no regular expression, finds nothing, or only one of a pair of experts.
-        ResourceError: there is no GPU, or the kernels do not run on it.
+    `folder` has the user's tables; `timer` times a product's candidates, None on this GPU. Raise
+    InputError if `only` is no regular expression, finds nothing, or finds only one of a pair of
+    experts, and ResourceError if there is no GPU, or the kernels do not run on it.
     """
     device = torch.device("cuda")
     check_gpu([], device)

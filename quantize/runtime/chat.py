@@ -43,8 +43,7 @@ def encode_chat(
 ) -> list[int]:
     """Return the ids of a chat that ends where the model's turn begins; `tools` are declared in it.
 
-    Raises:
-        InputError: the chat template refuses the messages or tools.
+    Raise InputError if the chat template refuses the messages or tools.
     """
     from jinja2 import TemplateError
 

@@ -131,8 +131,7 @@ class BatchEngine(Protocol):
     ) -> DrawingPasses:
         """Encode `prompts` as a batch, and return its passes; no slot may be taken meanwhile.
 
-        Raises:
-            InputError: the model cannot take a prompt or its images.
+        Raise InputError if the model cannot take a prompt or its images.
         """
         ...
 
@@ -174,10 +173,8 @@ class Engine(BatchEngine, Protocol):
     ) -> None:
         """Put `prompt` (token ids) into a free slot; `seed` (int64) addresses its noise.
 
-        `given` holds the tokens of the answer that are known.
-
-        Raises:
-            InputError: the model cannot take the prompt, the images or the known tokens.
+        `given` holds the tokens of the answer that are known. Raise InputError if the model cannot
+        take the prompt, the images or the known tokens.
         """
         ...
 
@@ -220,11 +217,9 @@ def each_completed(
 ) -> Iterator[tuple[int, Sample]]:
     """Yield (index, sample) of each of any number of prompts as it is finished.
 
-    It takes the arguments of `generate` and returns the same samples. A slot that becomes free goes to
-    the next prompt at once.
-
-    Raises:
-        InputError: the engine cannot take a prompt or its images, or no token fits behind a prompt.
+    It takes the arguments of `generate` and returns the same samples. A slot that becomes free goes
+    to the next prompt at once. Raise InputError if the engine cannot take a prompt or its images,
+    or no token fits behind a prompt.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length

@@ -48,11 +48,9 @@ def open_picture(
 ) -> Image.Image:
     """Decode a picture, from a file or its bytes, as RGB, turned upright.
 
-    `formats` are PIL's names of those that are read, None for all. More than `max_pixels`, width times
-    height, are refused before they are decoded.
-
-    Raises:
-        InputError: the source cannot be read, is no picture, or has too many pixels.
+    `formats` are PIL's names of those that are read, None for all. More than `max_pixels`, width
+    times height, are refused before they are decoded. Raise InputError if the source cannot be
+    read, is no picture, or has too many pixels.
     """
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
@@ -74,9 +72,7 @@ def prepare(
     """Return the tower's input and the number of soft tokens of each RGB picture.
 
     A picture takes at most `soft_tokens`; `config` is transformers' configuration of the model.
-
-    Raises:
-        InputError: `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
+    Raise InputError if `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
     """
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -107,8 +103,7 @@ def prepare(
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
     """Replace the template's one placeholder a picture by begin, its placeholders and end.
 
-    Raises:
-        InputError: there are not as many placeholders as pictures.
+    Raise InputError if there are not as many placeholders as pictures.
     """
     image = config.image_token_id
     if list(ids).count(image) != len(counts):

@@ -42,8 +42,7 @@ SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a
 def made_from(file: Path) -> str | None:
     """Return the fingerprint of the checkpoint that `quantize export` made a GGUF file from.
 
-    Raises:
-        InputError: the file cannot be read, or is no GGUF file.
+    Raise InputError if the file cannot be read, or is no GGUF file.
     """
     try:
         with file.open("rb") as opened:
@@ -63,9 +62,7 @@ class LlamaCpp:
     """One process of `llama-diffusion-gemma-server`, which answers one prompt after the other.
 
     `program` is the built program, `file` the GGUF file, `canvas_length` the tokens of one canvas.
-
-    Raises:
-        ResourceError: the program cannot be started, or cannot load the file.
+    Raise ResourceError if the program cannot be started, or cannot load the file.
     """
 
     def __init__(self, program: Path, file: Path, canvas_length: int) -> None:
@@ -103,9 +100,8 @@ class LlamaCpp:
     ) -> Sample:
         """Generate one sample, as `generate` does for a batch of one.
 
-        Raises:
-            InputError: no token fits behind the prompt within MAX_LENGTH.
-            ResourceError: the program refused, or ended.
+        Raise InputError if no token fits behind the prompt within MAX_LENGTH, and ResourceError if the
+        program refused, or ended.
         """
         (budget,) = canvas_budgets(
             [prompt], max_new_tokens, sampler, MAX_LENGTH, self.canvas_length
@@ -140,11 +136,8 @@ class LlamaCpp:
     ) -> Tensor:
         """Return the logits [C, vocabulary] of one step of `canvas` behind `prompt`, on the CPU.
 
-        The step before, of the same canvas, conditions it where `conditioned`; this one's temperature
-        counts in the next.
-
-        Raises:
-            ResourceError: the program refused, or ended.
+        The step before, of the same canvas, conditions it where `conditioned`; this one's
+        temperature counts in the next. Raise ResourceError if the program refused, or ended.
         """
         ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
         head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)

@@ -78,8 +78,8 @@ DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fus
 def sized(checkpoint: Path, place: Placement) -> Placement:
     """Return a place with what of a checkpoint fits there; no weights are read.
 
-    Raises:
-        ResourceError: not even one slot over streamed layers fits, or not the batch if it is fixed.
+    Raise ResourceError if not even one slot over streamed layers fits, or not the batch if it is
+    fixed.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -119,10 +119,8 @@ def is_hopper(device: str) -> bool:
 def budget_of(place: Placement) -> float | None:
     """Return the bytes of a GPU that may be used: those asked for, or all that are free.
 
-    The allocator is held to bytes that are asked for.
-
-    Raises:
-        ResourceError: less is free than asked for.
+    The allocator is held to bytes that are asked for. Raise ResourceError if less is free than
+    asked for.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":

@@ -57,8 +57,7 @@ def canvas_budgets(
 ) -> list[int]:
     """Return how many canvases of `length` each prompt may take: its budget, rounded up.
 
-    Raises:
-        InputError: no token fits behind a prompt within `limit` and the sampler's max_length.
+    Raise InputError if no token fits behind a prompt within `limit` and the sampler's max_length.
     """
     limit = min(limit, sampler.max_length or limit)
     budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]

@@ -76,8 +76,7 @@ class Sampler(Controls):
     def from_config(cls, config: Mapping[str, Any]) -> "Sampler":
         """Build from the fields of generation_config.json; a field that is null takes its default.
 
-        Raises:
-            InputError: a field is unknown or not honoured here; the message names it.
+        Raise InputError if a field is unknown or not honoured here; the message names it.
         """
         fields = {key: value for key, value in config.items() if value is not None}
         for key in WITHOUT_EFFECT:

@@ -100,8 +100,7 @@ class Hessians:
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
 
-        Raises:
-            QuantizeError: the input saw no token, or one that was not finite.
+        Raise QuantizeError if the input saw no token, or one that was not finite.
         """
         sums, tokens = self.sums(name), self.tokens(name)
         inputs = self._inputs[name]

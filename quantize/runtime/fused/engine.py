@@ -202,9 +202,8 @@ class FusedEngine:
     ) -> None:
         """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
 
-        Raises:
-            InputError: as in `Engine`; or the slot is not free.
-            ResourceError: there is no memory for the vision tower.
+        Raise InputError as `Engine` does, or if the slot is not free; ResourceError if there is no
+        memory for the vision tower.
         """
         if slot in self._slots or not 0 <= slot < self.slots:
             raise InputError(f"slot {slot} of {self.slots} is not free")
@@ -290,8 +289,7 @@ class FusedEngine:
     ) -> FusedPasses:
         """Encode `prompts` as a batch into the slots, all of which must be free.
 
-        Raises:
-            InputError: as in `admit`; or there are more prompts than free slots.
+        Raise InputError as `admit` does, or if there are more prompts than free slots.
         """
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 

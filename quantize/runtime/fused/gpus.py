@@ -102,8 +102,7 @@ class Verdict:
 def named(name: str, memory: float | None = None) -> Gpu:
     """Return a GPU by the name of `--gpu`, or of a target, as in sm_89, where its memory is given.
 
-    Raises:
-        InputError: no GPU has this name, or a target is named without its memory.
+    Raise InputError if no GPU has this name, or a target is named without its memory.
     """
     key = re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
     if target := re.fullmatch(r"sm(\d+)(\d)", key):
@@ -175,10 +174,8 @@ def launches_digest(device: torch.device) -> str | None:
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     """Refuse a device that cannot run one of the kernels' schemes, before weights are read.
 
-    A CPU runs all, in torch. From here on launches are chosen by the user's tuned tables too.
-
-    Raises:
-        ResourceError: the GPU is missing or lacks the instructions; the message says what to use.
+    A CPU runs all, in torch. From here on launches are chosen by the user's tuned tables too. Raise
+    ResourceError if the GPU is missing or lacks the instructions; the message says what to use.
     """
     if device.type != "cuda":
         return

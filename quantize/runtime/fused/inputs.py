@@ -141,8 +141,7 @@ def read_scales(
 ) -> list[dict[str, Tensor]]:
     """Return the global scales of a checkpoint's NVFP4 inputs under `mode`, layer by layer.
 
-    Raises:
-        InputError: only some experts of a layer have input scales.
+    Raise InputError if only some experts of a layer have input scales.
     """
     text = config.text_config
     schemes = read_input_schemes(checkpoint)

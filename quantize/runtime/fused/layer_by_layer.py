@@ -65,10 +65,8 @@ class LayerByLayer:
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
         """Yield each layer's index when all passes have gone through it, up to the layer `until`.
 
-        `observers` returns, for a layer, who is shown the rows that enter its Linears.
-
-        Raises:
-            ResourceError: rows fit neither host memory nor scratch.
+        `observers` returns, for a layer, who is shown the rows that enter its Linears. Raise
+        ResourceError if rows fit neither host memory nor scratch.
         """
         pieces = pieces_of(self._recording, self._hidden)
         sources = recorded_rows(self._recording, self._hidden)

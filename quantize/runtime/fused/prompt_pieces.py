@@ -31,8 +31,7 @@ def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
 def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
     """Cut a prompt into pieces of at most `chunk` tokens, none of which ends inside a picture.
 
-    Raises:
-        InputError: a picture of more than `chunk` tokens.
+    Raise InputError for a picture of more than `chunk` tokens.
     """
     found: list[Span] = []
     start = 0

@@ -79,8 +79,7 @@ class RecordedBatch:
 class Recorder:
     """Writes the passes of a run to a folder, which is emptied first.
 
-    Raises:
-        ResourceError: the folder cannot be written.
+    Raise ResourceError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, processes: Processes = ALONE) -> None:

@@ -78,8 +78,7 @@ def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
 def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
     """Return room for as many rows in host memory, or in files of `scratch` where that is short.
 
-    Raises:
-        ResourceError: the disk is full, or cannot be written.
+    Raise ResourceError if the disk is full, or cannot be written.
     """
     sizes = [batch.count * hidden for batch in recording.batches]
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():

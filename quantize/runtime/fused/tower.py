@@ -38,9 +38,8 @@ class Tower:
     def __call__(self, images: Images) -> Tensor:
         """Return the soft tokens of all images, one after the other: [tokens, H].
 
-        Raises:
-            InputError: the patches are not this tower's, or one of its tensors is not finite.
-            ResourceError: the tower does not fit beside what the device holds.
+        Raise InputError if the patches are not this tower's, or one of its tensors is not finite, and
+        ResourceError if the tower does not fit beside what the device holds.
         """
         _check(images, self._config.vision_config.patch_size)
         try:

@@ -131,9 +131,7 @@ class Transfer:
     def fetch(self, layout: Layout) -> Fetched:
         """Copy tensors to the device; on a GPU they are complete once the current stream is.
 
-        Raises:
-            ResourceError: a file cannot be read.
-            InputError: a file ends inside a tensor.
+        Raise ResourceError if a file cannot be read, and InputError if it ends inside a tensor.
         """
         buffer = torch.empty(layout.size, dtype=torch.uint8, device=self.device)
         for run in layout.runs:

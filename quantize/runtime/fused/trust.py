@@ -43,10 +43,8 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
     """Test the kernels that multiply weights of some schemes, unless that has been done before.
 
     `schemes` are the kernels' names, opened in the mode `activations`; a CPU has no kernels. Return
-    whether NVFP4 products with calibrated inputs run on FP4 units.
-
-    Raises:
-        ResourceError: the GPU cannot run a scheme, or computes wrong numbers with its plain kernel.
+    whether NVFP4 products with calibrated inputs run on FP4 units. Raise ResourceError if the GPU
+    cannot run a scheme, or computes wrong numbers with its plain kernel.
     """
     if device.type != "cuda":
         return False
