@@ -9,6 +9,7 @@ import pytest
 import torch
 from two_processes import in_two
 
+import quantize
 from quantize.errors import InputError
 from quantize.host.processes import ALONE, joined
 from quantize.pipeline import run as pipeline
@@ -68,6 +69,13 @@ def test_a_stage_that_shares_no_work_is_one_process(
     run: Any = None
     with pytest.raises(InputError, match=f"`quantize {stage.name}` is one process"):
         pipeline.work(run, stage)
+
+
+def test_a_run_is_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its recipe is read."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="`quantize run` is one process"):
+        quantize.run("no such recipe", out=tmp_path)
 
 
 def test_without_torchrun_there_is_one() -> None:

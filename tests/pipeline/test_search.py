@@ -75,9 +75,12 @@ def test_large_bytes_never_exceed_the_budget() -> None:
     ("scheme", "mode"), [*((scheme, "per_layer") for scheme in SCHEMES), ("NVFP4", "fp8")]
 )
 def test_a_part_quantized_is_what_a_conversion_opens_as(
-    scheme: str, mode: ActivationMode, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    """All groups, and some of them: the same logits to the last bit."""
+    scheme: str, mode: ActivationMode, tiny_checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All groups, and some of them: the same logits to the last bit, by kernels tested in that mode."""
+    tested: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(module, "trust", lambda names, mode, _: tested.append(([*names], mode)))
     source, recipe = Checkpoint.open(tiny_checkpoint), recipe_for(scheme)
     recipe = recipe.model_copy(
         update={"evaluation": recipe.evaluation.model_copy(update={"activations": mode})}
@@ -111,6 +114,7 @@ def test_a_part_quantized_is_what_a_conversion_opens_as(
         for mine, theirs in ours
     ]
     assert mixed == [(index == 1, "bf16") for index in range(len(mixed))]
+    assert tested == [([schemes.SCHEMES[scheme].kernel], mode)]
 
 
 def test_damage_is_measured_on_held_out_trajectories_alone(

@@ -10,6 +10,7 @@ import torch
 from quick_run import Quick, made_up_replay
 
 from quantize.host.files import read_json, write_json
+from quantize.pipeline.run import _set_by_the_machine
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import load_recipe
@@ -33,6 +34,12 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
     write_json(quick.folder.manifest_json, manifest | {"source": source})
     stages = [stage for stage in STAGES if stage.name in NAMES]
     assert {why_stale(quick.folder, stage) for stage in stages} == {"model changed since"}
+
+
+def test_a_gpus_launch_table_stands_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the user's own changes bits."""
+    monkeypatch.setattr("quantize.runtime.fused.gpus.launches_digest", lambda device: device.type)
+    assert _set_by_the_machine(on_gpu=True) == {"launches": "cuda", "threads": None}
 
 
 def test_a_result_that_comes_out_different_makes_what_follows_stale(

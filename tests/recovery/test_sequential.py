@@ -21,6 +21,7 @@ from worlds import (
 from quantize.recipe.sections import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
 from quantize.recovery.gate import judge, judge_task
+from quantize.recovery.health import Sign
 from quantize.recovery.sequential import (
     FRACTIONS,
     Plan,
@@ -33,6 +34,7 @@ from quantize.recovery.sequential import (
     until_decided,
 )
 from quantize.recovery.statistics import compare
+from quantize.recovery.steps import StepInflation
 from quantize.recovery.terms import Terms
 from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
 
@@ -161,6 +163,32 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
     fractions = [look.fraction for look in looks]
     assert found.p_at_least_margin == sequential_p(fractions, p_values)
     assert judge_task("t", found).outcome == "PASS"
+
+
+def test_steps_and_signs_are_judged_at_the_looks_that_accuracy_is() -> None:
+    """A look without steps decided nothing; a sign without a limit decides nothing at any look."""
+    right = by_name(np.ones(40))
+    equal = compare(right, right, Terms(estimand="such_questions", margin_pp=20))
+    looks = plan_looks("such_questions", 100, 1)[:3]
+    p_values = ((None, 0.03), (0.04, 0.02), (0.03, 0.01))
+    seen = [
+        replace(
+            equal,
+            step_inflation=of_steps and StepInflation(1.2, 1.1, 1.3, (0, 0), 1.1, of_steps),
+            health={
+                "cut": Sign(0, 0.5, 50, 20, 80, 10, 1.0, of_sign),
+                "stutter": Sign(0, 0.5, 50, 20, 80, None, None, None),
+            },
+        )
+        for of_steps, of_sign in p_values
+    ]
+    found, fractions = at_looks(seen, looks), [look.fraction for look in looks]
+    assert found.step_inflation.p_at_most_limit == sequential_p(fractions, [1, 0.04, 0.03]) > 0.05
+    cut, stutter = found.health["cut"], found.health["stutter"]
+    assert cut.p_at_most_limit == sequential_p(fractions, [0.03, 0.02, 0.01]) > 0.01
+    assert (cut.p_at_least_limit, stutter.p_at_most_limit) == (1.0, None)
+    levels = nominal_levels(tuple(fractions), 1 - equal.confidence)
+    assert [look["level"] for look in found.looks] == list(levels)
 
 
 @pytest.mark.parametrize("outcome", ["PASS", "FAIL"])

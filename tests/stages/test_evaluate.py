@@ -143,6 +143,9 @@ def test_a_batch_size_for_the_machine_overrules_the_recipes(
     with pytest.raises(InputError, match=r"max_step_inflation, 0\.1, cannot be judged"):
         replace(found, options=served)
     gate = recipe.gate.model_copy(update={"max_step_inflation": None})
+    health = gate.model_copy(update={"health_pp": {"never_stopped": 5.0}})
+    with pytest.raises(InputError, match=r"health_pp\.never_stopped, 5, cannot be judged"):
+        replace(found, recipe=recipe.model_copy(update={"gate": health}), options=served)
     recipe = recipe.model_copy(update={"gate": gate})
     evaluate_more(replace(found, recipe=recipe, options=served), **served)
     assert len(seen) == 3
