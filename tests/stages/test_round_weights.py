@@ -440,6 +440,20 @@ def test_recordings_of_other_settings_are_others(
     assert Denoising(source.folder, settings.model_copy(update=change), CPU).identity != own
 
 
+@pytest.mark.parametrize(
+    ("fact", "other"),
+    [("launches_of", ["cpu", "tuned by the user"]), ("package_versions", {"torch": "1.0"})],
+)
+def test_recordings_of_other_kernels_and_versions_are_others(
+    fact: str, other: object, source: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = recipe_of(source).calibration
+    assert settings is not None
+    own = Denoising(source.folder, settings, CPU).identity
+    monkeypatch.setattr(f"quantize.stages.denoising.{fact}", lambda *_: other)
+    assert Denoising(source.folder, settings, CPU).identity != own
+
+
 @pytest.mark.parametrize("name", ["chats.jsonl", "config.json", "model.safetensors"])
 def test_recordings_of_other_prompts_and_models_are_others(
     name: str, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
