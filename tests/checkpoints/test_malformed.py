@@ -299,12 +299,20 @@ CASES: dict[str, tuple[Edit, str]] = {
         sharded(json_file(INDEX, lambda v: v.update(weight_map=[]))),
         "weight_map",
     ),
+    "metadata a list": (
+        sharded(json_file(INDEX, lambda v: v.update(metadata=[]))),
+        "metadata is not an object; download",
+    ),
+    "total_size of another model": (
+        sharded(json_file(INDEX, lambda v: v["metadata"].update(total_size=7))),
+        "total_size is 7, the tensors have ",
+    ),
     "index not JSON": (sharded(data(lambda b: b[:50], INDEX)), "not readable as JSON"),
     "index of 100,000 brackets": (sharded(data(lambda b: b"[" * 100_000, INDEX)), "as JSON"),
     # the config
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "config not JSON": (data(lambda b: b[:-5], "config.json"), "not readable as JSON"),
-    "config a list": (data(lambda b: b"[]", "config.json"), "not a JSON object"),
+    "config a list": (data(lambda b: b"[]", "config.json"), "not a JSON object; download"),
     "config not UTF-8": (data(lambda b: b"\xff" + b, "config.json"), "not readable as JSON"),
     "another model": (
         json_file("config.json", lambda c: c.update(model_type="llama")),

@@ -84,6 +84,17 @@ def test_a_wrong_command_ends_in_one_line(
     assert [answer for answer in answers if answer not in found.err] == []
 
 
+@pytest.mark.parametrize("said", [None, "0"])
+def test_libraries_draw_no_bars_unless_the_user_says_so(
+    said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"TQDM_DISABLE": said} if said else {}
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr("sys.argv", ["quantize", "--version"])
+    assert cli._exit_code() == 0
+    assert environment["TQDM_DISABLE"] == (said or "1")
+
+
 def test_a_token_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

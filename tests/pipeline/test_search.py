@@ -3,12 +3,17 @@
 import itertools
 import random
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 import torch
+from chats import add_chats
 from conversions import recipe_for, write_input_scales
+from quick_run import in_few_steps
 from safetensors.torch import save_file
 
 import quantize
@@ -20,14 +25,17 @@ from quantize.host.files import read_json
 from quantize.pipeline import search as module
 from quantize.pipeline.knapsack import Knapsack
 from quantize.pipeline.search import BF16, Option, recipe_of, search
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.sections import Calibration, load_recipe
 from quantize.runtime import open as open_engine
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.gpus import GPUS
 from quantize.runtime.placement import CPU
 from quantize.runtime.trajectory import Prompt, Trajectory
 from quantize.schemes import records as schemes
 from quantize.schemes.modes import ActivationMode
+from quantize.stages import denoising
 from quantize.stages.convert.convert import convert
+from quantize.stages.plan.gpu_support import floor
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC")
 
@@ -130,6 +138,33 @@ def test_damage_is_measured_on_held_out_trajectories_alone(
     assert searched._calibrated() == ({"layer": 2.0}, [held_out], "sampler")
 
 
+def test_more_parts_do_more_damage(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibrated as NVFP4 whatever the recipe's scheme, once, and replayed on what was held out."""
+    in_few_steps(monkeypatch)
+    monkeypatch.setattr(denoising, "HELD_OUT", 2)
+    add_chats(source := Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16")))
+    chats = Calibration(
+        datasets=[str(source / "chats.jsonl")], prompts=2, canvases=1, batch_size=2, thinking=0.5,
+        min_tokens_per_expert=1,
+    )  # fmt: skip
+    searched = object.__new__(module._Search)
+    searched.source, searched.folder, searched._place = Checkpoint.open(source), tmp_path, CPU
+    searched.recipe = load_recipe("fp8_dynamic").model_copy(update={"calibration": chats})
+    groups = searched._plan("NVFP4")
+    searched._plans = {"NVFP4": groups}
+    searched._scales, searched._trajectories, searched._sampler = searched._calibrated()
+    targets = [target for own in groups.values() for target in own]
+    assert searched._scales.keys() == {module for target in targets for module in target.modules}
+    one, everything = searched.measure(groups[0, "mlp"]), searched.measure(targets)
+    assert len(one) == len(everything) == 2
+    assert 0 < fmean(one) < fmean(everything)
+    assert not list(tmp_path.glob("*.safetensors"))
+    monkeypatch.setattr(module, "calibrate", None)
+    assert searched._calibrated()[0] == searched._scales
+
+
 def test_a_choice_becomes_a_recipe_that_plans_it() -> None:
     source = Checkpoint.open(CHECKPOINT)
     chosen = {
@@ -190,9 +225,12 @@ def test_a_search_from_end_to_end(
     planned = plan_targets(Checkpoint.open(tiny_checkpoint).tensors, recipe.quantization)
     assert sum_bytes(planned)[1] == facts["bytes"]
     assert (path.parent / "frontier.svg").read_text().startswith("<svg ")
-    smaller = quantize.search(
-        "nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound
-    )
+    with monkeypatch.context() as patch:  # a GPU whose rates nobody knows
+        patch.setattr(module, "gpu_of", lambda _: replace(GPUS["b200"], rates=None))
+        smaller = quantize.search(
+            "nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound
+        )
+    assert smaller["estimated_ms"] is None
     assert len(measured) == 2 * 18 + 2
     assert load_recipe(str(smaller["recipe"])).name == smaller["recipe"].stem
     percents = [percent for percent, _ in smaller["frontier"]]
@@ -218,6 +256,22 @@ def test_a_search_from_end_to_end(
     said = " ".join(shown.split())
     assert f"at least {bounded['estimated_ms']:.2f} ms a forward of one canvas on" in said
     assert f"nats predicted, {bounded['kl_nats']['measured']:.4g} [" in said
+
+
+def test_what_is_shown_of_a_choice_is_the_choice() -> None:
+    source, gpu = Checkpoint.open(CHECKPOINT), GPUS["b200"]
+    targets = plan_targets(source.tensors, load_recipe("nvfp4").quantization)
+    assert gpu.rates is not None
+    least = floor(source.config, targets, gpu.rates, 1, 0)
+    shown = module._milliseconds(source.config, targets, gpu)
+    assert shown == pytest.approx(1000 * (least["experts"] + least["dense"]), rel=1e-9)
+    assert module._milliseconds(source.config, targets, None) is None
+    some = {(0, "mlp"): Option("NVFP4", 1, 0.25), (2, "experts"): Option(BF16, 1, 0.0)}
+    table = module._table(some, "a title")
+    assert [list(column.cells) for column in table.columns] == [
+        ["0", "2"], ["BF16", "BF16"], ["NVFP4", "BF16"], ["BF16", "BF16"], ["250.00", "0.00"],
+    ]  # fmt: skip
+    assert table.title == "a title"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from fused_dequant.dispatch import sequences_of
 
 from quantize.runtime import Sampler, generate
 from quantize.runtime.engine import complete
+from quantize.runtime.fused.cores import Cores
 from quantize.runtime.opening import open
 
 SAMPLER = Sampler(max_denoising_steps=3)
@@ -52,6 +53,15 @@ def test_neighbours_slots_and_cores(artifact: str, request: pytest.FixtureReques
     first = answers(folder, 1, 1, [0, 1, 2, 3, 4])
     assert answers(folder, 2, 5, [3, 0, 4, 1, 2]) == first
     assert answers(folder, 4, 3, [4, 3, 2, 1, 0]) == first
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_core_shares_no_product() -> None:
+    """A library's threads would, and round the last elements of their shares differently."""
+    torch.set_num_threads(3)
+    cores = Cores(2)
+    seen = cores.each(lambda _: (torch.get_num_threads(), cores.one(torch.get_num_threads)), "ab")
+    assert (seen, torch.get_num_threads()) == ([(1, 1)] * 2, 3)
 
 
 @pytest.mark.usefixtures("threads")

@@ -18,7 +18,13 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.pipeline.stages import Run, evaluate_more
-from quantize.recipe.sections import Evaluation, Gate, load_recipe, shipped_recipes
+from quantize.recipe.sections import (
+    Evaluation,
+    Gate,
+    OperatingPoint,
+    load_recipe,
+    shipped_recipes,
+)
 from quantize.recovery.samples import Completion, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER
@@ -58,6 +64,24 @@ def test_a_mode_that_means_nothing_ends_before_anything_is_scored(
     settings = Evaluation(tasks=["word_problems"])
     with pytest.raises(InputError, match="activations fp8 are for NVFP4 weights"):
         open_models(tiny_checkpoint, "", fp8_artifact, settings, ModelOptions(modes=["fp8"]), 64)
+
+
+def test_each_model_is_planned_in_its_own_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off Hopper experts take 8 bits under `fp8`: planned without a mode, 10 GB more were held."""
+    planned: list[tuple[Path, str | None, int | None]] = []
+
+    def opened(folder: Path, _: str, __: Sampler, place: Placement, ___: object) -> object:
+        planned.append((folder, place.activations, place.max_context))
+        return object()
+
+    monkeypatch.setattr("quantize.stages.evaluate.compared_models.Answerer", opened)
+    monkeypatch.setattr("quantize.stages.evaluate.compared_models.check_mode", lambda *_: None)
+    settings = Evaluation(tasks=["word_problems"], activations="per_layer")
+    points = {"fast": OperatingPoint(activations="per_expert")}
+    options = ModelOptions(modes=["fp8"], noise_floor=True, points=points)
+    open_models(CHECKPOINT, "", CHECKPOINT, settings, options, 64)
+    modes = ["per_layer", "fp8", "none", "per_expert"]
+    assert planned == [(CHECKPOINT, mode, 64) for mode in modes]
 
 
 @pytest.mark.parametrize("one", ["servers", "base_servers"])

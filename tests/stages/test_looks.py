@@ -261,7 +261,7 @@ def test_scores_stand_until_those_of_other_conditions_are_whole(
     """Ctrl-C changes nothing of a finished run; what is replaced is kept; the reason comes first."""
     assert bench.score().outcome == "PASS"
     before, asked = bench.files(), len(bench.asked)
-    bench.dies_after = asked + 50
+    bench.dies_after = asked + 250  # when the first of both models is scored
     bench.monkeypatch.setattr(local_model, "package_versions", lambda: {"torch": "1.0"})
     with pytest.raises(KeyboardInterrupt):
         bench.score()
