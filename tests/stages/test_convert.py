@@ -511,7 +511,7 @@ def test_bytes_do_not_depend_on_how_much_is_worked_on_at_a_time(
 def test_a_gpu_gets_what_it_computes_exactly(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Maxima, quotients and casts; not an observer's sums, nor the copying of codes."""
+    """Maxima, quotients, casts and the copying of codes; not an observer's sums."""
     asked: list[str] = []
 
     def device(name: str) -> Device:
@@ -526,7 +526,7 @@ def test_a_gpu_gets_what_it_computes_exactly(
     settings = {"device": "cuda:0", "rounded": tmp_path / "codes"}
     run(tiny_checkpoint, tmp_path / "c", recipe_for("NVFP4A16"), **settings)
     run(tiny_checkpoint, tmp_path / "d", recipe_for("NVFP4A16"))
-    assert asked == ["cuda:0", "cpu", "cpu", "cpu"]
+    assert asked == ["cuda:0", "cpu", "cuda:0", "cpu"]
 
 
 def test_a_gpu_s_memory_is_held_by_few_threads(

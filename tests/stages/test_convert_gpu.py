@@ -47,6 +47,21 @@ def test_an_observer_that_sums(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert_same_files(tmp_path / "cpu", tmp_path / "gpu")
 
 
+def test_codes_that_were_rounded_before(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    run(tiny_checkpoint, tmp_path / "nearest", recipe_for("NVFP4"))
+    layer = load_file(tmp_path / "nearest" / "model.safetensors")
+    codes = {n: ~t if n.endswith("_packed") else t for n, t in layer.items() if ".weight_" in n}
+    (tmp_path / "codes").mkdir()
+    save_file(codes, tmp_path / "codes" / "layer-00.safetensors")
+    for name, device in (("cpu", "cpu"), ("gpu", GPU)):
+        run(tiny_checkpoint, tmp_path / name, recipe_for("NVFP4"), device=device,
+            rounded=tmp_path / "codes")  # fmt: skip
+    assert_same_files(tmp_path / "cpu", tmp_path / "gpu")
+    written = load_file(tmp_path / "gpu" / "model.safetensors")
+    assert codes
+    assert all(torch.equal(written[name], tensor) for name, tensor in codes.items())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 @pytest.mark.parametrize("spread", [0, 40])
 def test_all_numbers(scheme: Scheme, spread: int) -> None:

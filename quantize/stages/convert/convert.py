@@ -13,8 +13,7 @@ order (`checkpoints.shards`), so memory is a few pieces whatever the size of the
 
 Threads on all cores read, hash and write. A GPU does the arithmetic where there is one, a piece at a
 time, with the CPU's bytes: maxima, quotients rounded as IEEE 754 says and casts are exact on both. Sums
-and powers are not, so what the observer memoryless_mse finds is found on the CPU; and codes that
-`round_weights` made are copied there.
+and powers are not, so what the observer memoryless_mse finds is found on the CPU.
 """
 
 import importlib.metadata
@@ -100,8 +99,7 @@ def convert(
     scales = _read_input_scales(input_scales, targets)
     found = _read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
-    exact = observer == "memoryless_minmax" and found is None
-    where = Device(device if exact else "cpu")
+    where = Device(device if observer == "memoryless_minmax" else "cpu")
     pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     makers_a_file = 1 if where.pinned else WORKERS_A_FILE

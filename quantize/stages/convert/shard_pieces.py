@@ -94,6 +94,7 @@ class Quantizer:
         each = len(target.modules) // target.shape[0]
         modules = target.modules[start * each : stop * each]
         read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
+        rounded = self._read_rounded(target, scheme, modules)
         with self.device.turn:
             fused = self.device.take(read)  # [e, each * out, in]
             weight = fused.unflatten(1, (each, -1))  # [e, each, out, in]
@@ -106,12 +107,13 @@ class Quantizer:
                 both = ranges.flatten(1, 2)  # [e, each * out, groups]
                 shared = global_scale([both]).repeat_interleave(each, 0)
             one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
-            encoded = self.device.give(self._records(modules, scheme, *one, shared))
+            encoded = self.device.give(self._records(modules, scheme, *one, shared, rounded))
         self.look(target, start, stop, encoded)
         return encoded
 
     def _quantize_linears(self, unit: list[Target], scheme: Scheme) -> torch.Tensor:
         read = [self.source.read(target.name, pinned=self.device.pinned) for target in unit]
+        rounded = [self._read_rounded(target, scheme, target.modules) for target in unit]
         with self.device.turn:
             weights = [self.device.take(weight)[None] for weight in read]  # [1, out, in] each
             ranges = [scheme.observe(weight, self.observer) for weight in weights]
@@ -121,14 +123,27 @@ class Quantizer:
                     raise _refused(info, f"in row {bad[0]}", _unusable(found))
             shared = global_scale(ranges) if scheme.shares_global_scale else None
             records = [
-                self._records(target.modules, scheme, weight, found, shared)
-                for target, weight, found in zip(unit, weights, ranges, strict=True)
+                self._records(target.modules, scheme, weight, found, shared, own)
+                for target, weight, found, own in zip(unit, weights, ranges, rounded, strict=True)
             ]
             encoded = self.device.give(torch.cat(records))
         parts = encoded.split([target.bytes_after for target in unit])
         for target, part in zip(unit, parts, strict=True):
             self.look(target, 0, target.shape[0], part)
         return encoded
+
+    def _read_rounded(
+        self, target: Target, scheme: Scheme, modules: Sequence[str]
+    ) -> dict[str, torch.Tensor]:
+        """Read codes and scales of `round_weights` by suffix, [len(modules), ...]; {} without it."""
+        if self.rounded is None:
+            return {}
+        shape, pinned = linear_shape(target.shape, target.modules), self.device.pinned
+        return {
+            suffix: self.rounded.read_stacked([f"{m}.{suffix}" for m in modules], pinned=pinned)
+            for suffix in specs(scheme.compressed, *shape)
+            if suffix != "input_global_scale"
+        }
 
     def _records(
         self,
@@ -137,6 +152,7 @@ class Quantizer:
         weight: torch.Tensor,
         ranges: torch.Tensor,
         shared: torch.Tensor | None,
+        rounded: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """Quantize weights [modules, out, in] to the bytes of one module after the other."""
         layout = specs(scheme.compressed, *weight.shape[1:])
@@ -145,15 +161,9 @@ class Quantizer:
         (first, spec), *rest = layout.items()
         column, *columns = records.split(sizes, dim=1)
         codes = column.view(DTYPES[spec.dtype]).unflatten(1, spec.shape)  # a view, written in place
-        if self.rounded is not None:
-            tensors = {
-                suffix: self.rounded.read_stacked([f"{module}.{suffix}" for module in modules])
-                for suffix in layout
-                if suffix != "input_global_scale"
-            }
-            codes.copy_(tensors[first])
-        else:
-            tensors = scheme.quantize(weight, ranges, shared, codes)
+        if rounded:
+            codes.copy_(rounded[first])
+        tensors = dict(rounded) or scheme.quantize(weight, ranges, shared, codes)
         if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
             tensors["input_global_scale"] = ranges.new_tensor(values, dtype=torch.float32)
