@@ -37,7 +37,7 @@ POSITIONS = 512  # the sliding window, which no sequence of the bundled model re
 CHUNK = 16  # trajectories at once, about 300 steps
 WHOLE = ("tokens", "lengths")  # one a trajectory, not one a step
 Weights = dict[str, Tensor]
-# (layer, name of the first Linear that reads it, input, weights of its rows or None) -> input
+# (layer, name of the first Linear that reads it, input, routing [T, E] or None) -> input
 Reads = Callable[[int, str, Tensor, Tensor | None], Tensor]
 
 
@@ -244,13 +244,12 @@ class Model:
         dense = F.linear(read("mlp.down_proj", h), w["mlp.down_proj.weight"])
         flat = x.flatten(0, 1)
         routing, _ = route(flat, w)
-        chosen = (routing > 0).float()
         gate_up, down = w["experts.gate_up_proj"], w["experts.down_proj"]
         h = read(
-            "experts.gate_up_proj", rms_norm(flat, w["pre_feedforward_layernorm_2.weight"]), chosen
+            "experts.gate_up_proj", rms_norm(flat, w["pre_feedforward_layernorm_2.weight"]), routing
         )
         gate, up = F.linear(h, gate_up.flatten(0, 1)).unflatten(-1, gate_up.shape[:2]).chunk(2, -1)
-        h = read("experts.down_proj", F.gelu(gate, approximate="tanh") * up, chosen)
+        h = read("experts.down_proj", F.gelu(gate, approximate="tanh") * up, routing)
         routed = F.linear((h * routing[..., None]).flatten(1), down.transpose(0, 1).flatten(1))
         both = norm(
             "post_feedforward",

@@ -84,10 +84,10 @@ class Sums:
     def see(self, model: Model, weights: Sequence[Tensor]) -> Reads:
         """Return who watches a pass whose rows have weights [T], one tensor a layer."""
 
-        def watch(layer: int, name: str, x: Tensor, chosen: Tensor | None) -> Tensor:
+        def watch(layer: int, name: str, x: Tensor, routing: Tensor | None) -> Tensor:
             own = weights[layer].flatten()[:, None]
-            self._add((layer, name), x.detach(), own if chosen is None else chosen * own)
-            return model.reads(layer, name, x, chosen)
+            self._add((layer, name), x.detach(), own if routing is None else (routing > 0) * own)
+            return model.reads(layer, name, x, routing)
 
         return watch
 

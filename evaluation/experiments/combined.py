@@ -1,0 +1,432 @@
+"""What lowers `nvfp4`'s damage when small gains are combined: rows, pairs of inputs, learning.
+
+    PYTHONPATH=evaluation:tests/support python -m experiments.combined OUT [--on tell --commit HASH]
+
+Sets of trajectories are `learned`'s. Every arm is made and replayed in one process, without a
+checkpoint on disk. A line of JSON an arm and seed is written to OUT/SET.jsonl as soon as it is known:
+a run that was cut goes on, and `--until` begins nothing that would end later. Arms that learn are run
+with the first seed; then, best first, with the others.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import cycle
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any, Literal
+
+import click
+import torch
+from fused_dequant.formats import FP8_MAX
+from torch import Tensor
+
+from experiments.damage import Model, Rows, distances, kl_of, rows_of
+from experiments.folding import folded
+from experiments.learned import Split, averaged, share
+from experiments.learning import Learning, Student, bf16_model, dequantized, key_of, observed
+from experiments.pairs import Weighing, forget, install, rounded_by, weights_in
+from experiments.rounding import Variant, differing, recipe_of
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.targets import plan_targets
+from quantize.runtime.sampler import Sampler
+from quantize.schemes.rounding import E2M1_MAX, global_scale
+from quantize.stages.round_weights.round_weights import Done, Unit, units_of
+
+PROMPTS = 512  # that a seed records; an arm of fewer takes the first
+BATCH = 32  # trajectories of a step of learning
+LAST = 15  # seconds that an arm takes behind its rounding or learning
+DENSE = ("mlp.gate_proj", "mlp.down_proj")
+ALL = (*DENSE, "experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Learn:
+    """What learns BF16's logits by gradients straight through every rounding, and how fast.
+
+    Attributes:
+        codes: as `learning.Arm.learn`; None where codes and scales stay.
+        gains: whether norms, routers and scalars learn, which lie in BF16.
+        steps: of Adam, 32 trajectories each.
+        copies: noise seeds a prompt that are learned from.
+        rates: of log scales; of what is rounded, in steps; of gains, over their root mean square.
+    """
+
+    codes: Literal["scales", "kept", "both"] | None = "both"
+    gains: bool = False
+    steps: int = 600
+    copies: int = 2
+    rates: tuple[float, float, float] = (1e-3, 5e-3, 1e-3)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """How a model is made.
+
+    Attributes:
+        attention: scheme of attention.
+        how: rows and targets of GPTQ; None for rounding to nearest.
+        prompts: to calibrate on.
+        copies: noise seeds a prompt whose rows are summed.
+        fold: factors of channels that are folded into other weights: of down projections, of norms too,
+            or of both without rounding them to powers of two.
+        plain: names of inputs that stay in BF16.
+        learn: what learns from there.
+    """
+
+    attention: str = "NVFP4A16"
+    how: Weighing | None = field(default_factory=Weighing)
+    prompts: int = PROMPTS
+    copies: int = 1
+    fold: Literal["down", "norms", "exact"] | None = None
+    plain: tuple[str, ...] = ()
+    learn: Learn | None = None
+
+
+UNSURE = Weighing("unsure")
+PLAIN = Arm(prompts=256)
+BASE = Arm(how=UNSURE)
+FP8 = Arm("FP8_DYNAMIC", how=UNSURE)
+LEARN = Learn(gains=True)
+ARMS = {
+    "w4a4": Arm("NVFP4", how=None, prompts=256),
+    "nvfp4": PLAIN,
+    "fp8": replace(PLAIN, attention="FP8_DYNAMIC"),
+    "512": Arm(),
+    "base": BASE,
+    "fp8-base": FP8,
+    "aimed": replace(BASE, how=replace(UNSURE, aim=1.0)),
+    "relative": replace(BASE, how=replace(UNSURE, relative=True)),
+    "gates": replace(BASE, how=replace(UNSURE, gates=True)),
+    "gates-relative": replace(BASE, how=replace(UNSURE, gates=True, relative=True)),
+    "aimed-behind-half": replace(BASE, how=replace(UNSURE, aim=0.5, follow=True)),
+    "aimed-behind": replace(BASE, how=replace(UNSURE, aim=1.0, follow=True)),
+    # Channels evened out.
+    "down": replace(BASE, fold="down"),
+    "exact": replace(BASE, fold="exact"),
+    "norms": replace(BASE, fold="norms"),
+    "fp8-down": replace(FP8, fold="down"),
+    # The MLP's inputs in BF16 (NVFP4A16), and all inputs, which tells what activations cost.
+    "mlp": replace(BASE, plain=DENSE),
+    "fp8-mlp": replace(FP8, plain=DENSE),
+    "weights": replace(BASE, plain=ALL),
+    # Without GPTQ.
+    "nearest": Arm(how=None),
+    "nearest-down": Arm(how=None, fold="down"),
+    "twice": replace(BASE, copies=2),
+    # What learns from there.
+    "learn": replace(BASE, learn=LEARN),
+    "learn-slow": replace(BASE, learn=replace(LEARN, rates=(3e-4, 1.5e-3, 3e-4))),
+    "learn-fp8": replace(FP8, learn=LEARN),
+    "learn-kept": replace(BASE, learn=replace(LEARN, codes="kept")),
+    "learn-codes": replace(BASE, learn=Learn()),
+    "learn-gains": replace(BASE, learn=replace(LEARN, codes=None)),
+    "learn-fast": replace(BASE, learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
+    "learn-long": replace(BASE, learn=replace(LEARN, steps=1500)),
+}  # fmt: skip
+
+
+# Learning.
+
+
+class Gains:
+    """A student's weights outside its units, with a gradient; the forward reads them in BF16."""
+
+    def __init__(self, student: Student) -> None:
+        rounded = {key_of(target.name) for unit in student.units for target in unit.targets}
+        self._layers = student.model.layers
+        self._start = {
+            (layer, name): weight.clone()
+            for layer, own in enumerate(self._layers)
+            for name, weight in own.items()
+            if (layer, name) not in rounded
+        }
+        self.moved = {k: torch.zeros_like(v, requires_grad=True) for k, v in self._start.items()}
+
+    def install(self) -> None:
+        """Give the student what was learned so far."""
+        for (layer, name), start in self._start.items():
+            wanted = start + self.moved[layer, name] * start.square().mean().sqrt()
+            self._layers[layer][name] = wanted + (
+                wanted.detach().bfloat16().float() - wanted.detach()
+            )
+
+
+def learned_by(
+    how: Learn, student: Student, done: Sequence[Done], rows: Rows, until: float
+) -> tuple[list[Done], list[float]]:
+    """Learn from rounded units on; return them, and the course of the loss.
+
+    Raises:
+        TimeoutError: at the pace of the first steps it would end behind `until`.
+    """
+    device = str(student.model.device)
+    units = [Learning(own, dequantized(own), how.codes, device) for own in done if how.codes]
+    gains = Gains(student) if how.gains else None
+    groups = [group for own in units for group in own.groups(1.0)]
+    for group in groups:
+        group["lr"] = how.rates[0 if any(group["params"][0] is own.p for own in units) else 1]
+    if gains is not None:
+        groups.append({"params": list(gains.moved.values()), "lr": how.rates[2]})
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, slowing(how.steps))
+    generator, losses, began = torch.Generator().manual_seed(0), list[Tensor](), time.time()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    for step in range(how.steps):
+        if step == 30 and began + (time.time() - began) * how.steps / 30 > until - LAST:
+            raise TimeoutError
+        chosen = torch.randperm(len(rows.tokens), generator=generator)[:BATCH].sort().values
+        given(student, units, gains)
+        found = kl_of(student.model, rows.select(chosen.to(rows.of.device))).mean()
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(found.detach())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.no_grad():
+        given(student, units, gains)
+    tenths = torch.stack(losses).tensor_split(10)
+    return [own.done() for own in units] or list(done), [own.mean().item() for own in tenths]
+
+
+def given(student: Student, units: Sequence[Learning], gains: Gains | None) -> None:
+    """Give a student what was learned so far."""
+    for own in units:
+        student.install(own.unit, own.weight())
+    if gains is not None:
+        gains.install()
+
+
+def slowing(steps: int) -> Callable[[int], float]:
+    """Return the rate of a step: up in 10, then down along a cosine."""
+    return lambda step: min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+# Arms.
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every process is told; `until` is a time of `time.time()`."""
+
+    out: Path
+    device: str
+    split: Split
+    until: float
+
+
+@lru_cache(1)
+def fitted(seed: int, copies: int, work: Work) -> Rows:
+    """Return the trajectories that a seed is fitted on, those of the first copy first."""
+    found = [Split(f"fit-{seed}-{copy}", PROMPTS).trajectories(work.out) for copy in range(copies)]
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    return rows_of(bf16_model(work.device), [each for own in found for each in own], sampler)
+
+
+@lru_cache(1)
+def measured(work: Work) -> Rows:
+    """Return the trajectories that arms are measured on."""
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    return rows_of(bf16_model(work.device), work.split.trajectories(work.out), sampler)
+
+
+def started(work: Work, arm: Arm, rows: Rows) -> tuple[Model, Student]:
+    """Return BF16 with an arm's channels, and the same with inputs rounded on scales of a layer."""
+    bf16 = bf16_model(work.device)
+    sums = observed(bf16, rows, "plain")
+    if arm.fold:
+        exact, norms = arm.fold == "exact", arm.fold != "down"
+        bf16 = folded(bf16, sums.sums, sums.counts, norms=norms, exact=exact)
+        sums = observed(bf16, rows, "plain")
+    scales = {key: FP8_MAX * E2M1_MAX / own for key, own in sums.amax.items()}
+    recipe = recipe_of(Variant(attention=arm.attention, rounding="gptq"), arm.prompts)
+    units = units_of(plan_targets(Checkpoint.open(CHECKPOINT).tensors, recipe.quantization))
+    student = Student(units, scales, work.device)
+    student.model.layers = [dict(own) for own in bf16.layers]
+    forget(student, arm.plain)
+    return bf16, student
+
+
+def made(work: Work, arm: Arm, seed: int) -> tuple[Student, dict[str, Any]]:
+    """Return an arm's model, and what is worth telling of how it came about."""
+    copies = max(arm.copies, arm.learn.copies if arm.learn else 1)
+    rows = fitted(seed, copies, work)
+    seen = rows.select(torch.arange(arm.prompts * arm.copies, device=work.device))
+    bf16, student = started(work, arm, seen)
+    if arm.how is None:
+        done = [nearest(unit, weights_in(bf16, unit)) for unit in student.units]
+        install(student, done)
+    else:
+        done = rounded_by(arm.how, bf16, student, seen)
+    del seen
+    facts: dict[str, Any] = {"error": max(error_of(bf16, own) for own in done)}
+    if arm.learn is not None:
+        done, course = learned_by(arm.learn, student, done, rows, work.until)
+        facts |= {"learned_error": max(error_of(bf16, own) for own in done), "course": course}
+    return student, facts
+
+
+def nearest(unit: Unit, weights: Sequence[Tensor]) -> Done:
+    """Round a unit's weights to nearest."""
+    weight = torch.cat([own if own.dim() == 3 else own[None] for own in weights], 1)
+    ranges = unit.scheme.observe(weight, "memoryless_minmax")
+    shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
+    return Done(unit, unit.scheme.quantize(weight, ranges, shared, None), {})
+
+
+def error_of(model: Model, done: Done) -> float:
+    """Return the largest |W - Q| / |W| of a unit's matrices."""
+    each = [own if own.dim() == 3 else own[None] for own in weights_in(model, done.unit)]
+    weight = torch.cat(each, 1).float()
+    return ((weight - dequantized(done)).norm(dim=(1, 2)) / weight.norm(dim=(1, 2))).max().item()
+
+
+def run(work: Work, name: str, arm: Arm, seed: int) -> dict[str, Any]:
+    """Make an arm's model and measure it on the work's split.
+
+    Raises:
+        TimeoutError: there is no time left for it.
+    """
+    began = time.time()
+    if began > work.until - LAST:
+        raise TimeoutError
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False  # an arm that ran out of time may have left it on
+    student, facts = made(work, arm, seed)
+    found = distances(student.model, measured(work), Sampler.from_checkpoint(CHECKPOINT))
+    facts = {
+        "arm": name, "seed": seed, "seconds": round(time.time() - began, 1), **facts, **found
+    }  # fmt: skip
+    del student
+    torch.cuda.empty_cache()
+    return facts
+
+
+def all_run(
+    work: Work, tasks: Iterable[tuple[ProcessPoolExecutor, str, int]], file: Path
+) -> dict[str, float]:
+    """Run arms and seeds that are not in the file yet; return the KL of each arm, by its last seed."""
+    kept = {(own["arm"], own["seed"]) for own in read(file)}
+    waiting = dict[Future[dict[str, Any]], tuple[str, int]]()
+    for pool, name, seed in tasks:
+        if (name, seed) not in kept:
+            waiting[pool.submit(run, work, name, ARMS[name], seed)] = name, seed
+    for future in as_completed(waiting):
+        if (failed := future.exception()) is not None:
+            print(json.dumps([*waiting[future], repr(failed)[:300]]), flush=True)
+            continue
+        own = future.result()
+        with file.open("a") as lines:
+            lines.write(json.dumps(own) + "\n")
+        short = {key: round(mean(own[key]), 6) for key in ("kl", "flips", "jaccard", "commits")}
+        print(json.dumps(own | short), flush=True)
+    return {own["arm"]: mean(own["kl"]) for own in read(file)}
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file, none if it does not exist."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what was measured as Markdown, each arm's seeds together.
+
+    Ratios and differences are paired by trajectory, over the seeds that both arms have.
+    """
+    by: dict[str, dict[int, dict[str, Any]]] = {}
+    for own in found:
+        by.setdefault(own["arm"], {})[own["seed"]] = own
+    lines = [
+        "| arm | KL x 1000 | by seed | of w4a4 | minus nvfp4 "
+        "| flips, % | Jaccard | commits, % | error |",
+        "|---|---:|---|---|---|---:|---:|---:|---:|",
+    ]
+
+    def paired(name: str, base: str) -> tuple[list[float], list[float]]:
+        seeds = sorted(by[name].keys() & by.get(base, {}).keys())
+        kl = [averaged([by[each][seed] for seed in seeds], "kl") for each in (name, base) if seeds]
+        return (kl[0], kl[1]) if kl else ([], [])
+
+    for name, seeds in sorted(by.items(), key=lambda own: mean(average(own[1]))):
+        own = [seeds[seed] for seed in sorted(seeds)]
+        ratio = share(*both) if (both := paired(name, "w4a4"))[0] else ""
+        less = differing(*both, 1000) if (both := paired(name, "nvfp4"))[0] else ""
+        each = ", ".join(f"{1000 * mean(one['kl']):.2f}" for one in own)
+        rest = [mean(averaged(own, key)) for key in ("flips", "jaccard", "commits")]
+        lines.append(
+            f"| {name} | {1000 * mean(average(seeds)):.2f} | {each} | {ratio} | {less} "
+            f"| {100 * rest[0]:.2f} | {rest[1]:.3f} | {100 * rest[2]:.2f} "
+            f"| {max(one['error'] for one in own):.3f} |"
+        )
+    return lines
+
+
+def average(seeds: dict[int, dict[str, Any]]) -> list[float]:
+    """Return the KL of each trajectory, its mean over the seeds."""
+    return averaged(list(seeds.values()), "kl")
+
+
+def record(out: Path, split: Split, at: int) -> None:
+    """Record a share of a split on one thread."""
+    torch.set_num_threads(1)
+    split.record(out, at)
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--on", type=click.Choice(["choose", "tell"]), default="choose")
+@click.option("--commit", default="", help="Hash that the trajectories of `tell` are drawn by.")
+@click.option("--trajectories", default=256, show_default=True)
+@click.option("--arm", "arms", multiple=True, type=click.Choice(list(ARMS)))
+@click.option("--seed", "seeds", multiple=True, type=int, default=(0,), show_default=True)
+@click.option(
+    "--until", default=500.0, show_default=True, help="Seconds after which nothing begins."
+)
+@click.option("--workers", default=1, show_default=True, help="Processes that round.")
+@click.option("--learners", default=1, show_default=True, help="Processes that learn, beside them.")
+@click.option("--results", type=click.Path(path_type=Path), help="Folder of results; else OUT.")
+@click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+def main(
+    out: Path, on: str, commit: str, trajectories: int, arms: tuple[str, ...],
+    seeds: tuple[int, ...], until: float, workers: int, learners: int, results: Path | None,
+    device: str,
+) -> None:  # fmt: skip
+    """Record, make and measure; print a line an arm and seed, and a Markdown table."""
+    until += time.time()
+    split = Split(f"tell-{commit}" if on == "tell" else "choose", trajectories)
+    work, results = Work(out.resolve(), device, split, until), results or out
+    file = results / f"{split.name}.jsonl"
+    chosen = {name: ARMS[name] for name in arms or ARMS}
+    copies = max(max(own.copies, own.learn.copies if own.learn else 1) for own in chosen.values())
+    fits = [Split(f"fit-{seed}-{copy}", PROMPTS) for copy in range(copies) for seed in seeds]
+    context = get_context("spawn")
+    with (
+        ProcessPoolExecutor(workers, context) as many,
+        ProcessPoolExecutor(learners, context) as few,
+    ):
+        shares = [(work.out, each, at) for each in (split, *fits) for at in each.shares()]
+        for future in [pool.submit(record, *own) for own, pool in zip(shares, cycle((many, few)))]:
+            future.result()
+        print(f"recorded, {until - time.time():.0f} s left", flush=True)
+        learn = [name for name, own in chosen.items() if own.learn]
+        rest = [name for name in chosen if name not in learn]
+        found = all_run(work, [
+            *((few, name, seeds[0]) for name in learn),
+            *((many, name, seed) for seed in seeds for name in rest),
+        ], file)  # fmt: skip
+        best = sorted((name for name in learn if name in found), key=found.__getitem__)
+        all_run(work, [(few, name, seed) for name in best for seed in seeds[1:]], file)
+    lines = table(read(file))
+    (results / f"{split.name}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Pairs of inputs, factors of channels and what learns, each against its plain definition."""
+
+from functools import cache
+from typing import Literal
+
+import pytest
+import torch
+from experiments.combined import Gains, Learn, learned_by, nearest
+from experiments.damage import Model, Rows, kl_of, rows_of
+from experiments.folding import factors, folded
+from experiments.learned import ARMS as LEARNED
+from experiments.learned import plan_of
+from experiments.learning import Student, observed
+from experiments.pairs import (
+    Pairs,
+    Weighing,
+    inputs_of,
+    install,
+    paired,
+    relative_weights,
+    weights_in,
+)
+from experiments.routing import heldout
+from modules_oracle.opening import open_modules
+
+from quantize.bundled import CHECKPOINT
+from quantize.runtime.sampler import Sampler
+from quantize.runtime.trajectory import record
+from quantize.stages.round_weights.round_weights import units_of
+
+
+@cache
+def seen() -> tuple[Model, Rows, Student]:
+    """Two trajectories, and a student whose inputs are rounded and whose weights are not."""
+    sampler, reference = Sampler.from_checkpoint(CHECKPOINT), open_modules(CHECKPOINT, capacity=2)
+    made = record(reference, heldout(2), [0, 1], sampler=sampler, canvases=1, held_out=True)
+    bf16 = Model(CHECKPOINT, "cpu")
+    units = units_of(plan_of(LEARNED["nvfp4"])[1])
+    scales = {(layer, name): 2688 / 20.0 for layer in range(6) for name in (
+        "mlp.gate_proj", "mlp.down_proj", "experts.gate_up_proj", "experts.down_proj")}  # fmt: skip
+    return bf16, rows_of(bf16, made, sampler), Student(units, scales, "cpu")
+
+
+def test_aimed_weights_are_those_of_least_squares() -> None:
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 16, generator=noise)
+    read = x + 0.05 * x @ torch.randn(16, 16, generator=noise)
+    weight, rows = torch.randn(5, 16, generator=noise), torch.rand(400, 1, generator=noise)
+    key, pairs = (0, "mlp.down_proj"), Pairs()
+    for part in (slice(0, 150), slice(150, 400)):
+        pairs.add(key, x[part], read[part], rows[part])
+    torch.testing.assert_close(pairs.own[key][0], (read * rows).T @ read)
+    torch.testing.assert_close(pairs.crossed[key][0], (x * rows).T @ read)
+    for share in (1.0, 0.5):
+        met = (share * x + (1 - share) * read) @ weight.T
+        wanted = torch.linalg.lstsq(rows.sqrt() * read, rows.sqrt() * met).solution.T
+        found = pairs.aimed("model.decoder.layers.0.mlp.down_proj", weight, share).float()
+        # 0.01 of the mean diagonal is added to both sides, and BF16 keeps 8 bits
+        assert (found - wanted).norm() < 0.05 * (weight - wanted).norm()
+
+
+def test_experts_have_sums_of_their_own() -> None:
+    noise = torch.Generator().manual_seed(0)
+    x, read = torch.randn(2, 50, 3, 16, generator=noise)
+    rows, key, pairs = torch.rand(50, 3, generator=noise), (0, "experts.down_proj"), Pairs()
+    pairs.add(key, x, read, rows)
+    for e in range(3):
+        torch.testing.assert_close(
+            pairs.crossed[key][e], (x[:, e] * rows[:, e, None]).T @ read[:, e]
+        )
+
+
+def test_rows_weigh_what_is_asked() -> None:
+    bf16, rows, student = seen()
+    plain = paired(Weighing(), bf16, student, rows)
+    old = observed(bf16, rows, "plain")
+    for key, own in old.sums.items():
+        torch.testing.assert_close(plain.own[key], own, rtol=1e-4, atol=1e-3)
+        assert torch.equal(plain.counts[key], old.counts[key])
+    gates = paired(Weighing(gates=True), bf16, student, rows)
+    for name in ("experts.down_proj", "experts.gate_up_proj"):
+        assert (gates.weights[0, name] < plain.weights[0, name]).all()
+    assert torch.equal(gates.own[0, "mlp.down_proj"], plain.own[0, "mlp.down_proj"])
+    found = inputs_of(bf16, rows, 1)
+    x, routing = found[1, 1, "experts.down_proj"]
+    assert routing is not None
+    down = bf16.layers[1]["experts.down_proj"]
+    y = torch.stack([routing[:, e, None] * (x[:, e] @ down[e].T) for e in range(16)]).sum(0)
+    inverse = relative_weights(bf16, found)[1, 1, "experts.gate_up_proj"]
+    torch.testing.assert_close(inverse, 1 / y.square().mean(-1, keepdim=True), rtol=1e-3, atol=0)
+
+
+def test_inputs_behind_a_layer_are_the_students() -> None:
+    bf16, rows, student = seen()
+    behind = paired(Weighing(aim=1.0, follow=True), bf16, student, rows, 0)
+    beside = paired(Weighing(aim=1.0), bf16, student, rows, 0)
+    key = (0, "mlp.gate_proj")  # the first rounding: both read the same
+    torch.testing.assert_close(behind.own[key], beside.own[key], rtol=1e-3, atol=1e-2)
+    key = (0, "experts.down_proj")  # behind the rounded input of gate_up
+    assert not torch.allclose(behind.own[key], beside.own[key], rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_folded_channels_change_no_bit_and_lose_less(norms: bool) -> None:
+    bf16, rows, student = seen()
+    sums = observed(bf16, rows, "plain")
+    found = folded(bf16, sums.sums, sums.counts, norms=norms)
+    with torch.no_grad():
+        torch.testing.assert_close(found(rows), bf16(rows), rtol=1e-5, atol=1e-4)
+    key, name = (3, "mlp.down_proj"), "mlp.down_proj.weight"
+    assert not torch.equal(found.layers[3][name], bf16.layers[3][name])
+    hessian = sums.sums[key][0] / sums.counts[key]
+    f = factors(hessian.diagonal(), bf16.layers[3][name])
+    torch.testing.assert_close(found.layers[3][name], bf16.layers[3][name] * f, rtol=0, atol=0)
+    unit = next(own for own in student.units if own.reads.endswith("layers.3.mlp.down_proj"))
+    losses = []
+    for model, h in ((bf16, hessian), (found, hessian / f[:, None] / f)):
+        weight = weights_in(model, unit)[0].float()
+        error = weight - unit.scheme.dequantize(nearest(unit, weights_in(model, unit)).tensors)[0]
+        losses.append(((error @ h) * error).sum())
+    assert losses[1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codes", ["both", "kept", None])
+def test_what_learns_lowers_the_divergence(codes: Literal["both", "kept"] | None) -> None:
+    bf16, rows, student = seen()
+    student.model.layers = [dict(own) for own in bf16.layers]
+    done = [nearest(unit, weights_in(bf16, unit)) for unit in student.units]
+    install(student, done)
+    with torch.no_grad():
+        before = kl_of(student.model, rows).mean()
+    how = Learn(codes, gains=True, steps=12, rates=(2e-2, 3e-2, 3e-3))
+    found, course = learned_by(how, student, done, rows, float("inf"))
+    with torch.no_grad():
+        assert kl_of(student.model, rows).mean() < 0.9 * before
+    assert len(course) == 10
+    moved = [
+        not torch.equal(one.tensors[key], other.tensors[key])
+        for one, other in zip(done, found, strict=True)
+        for key in one.tensors
+    ]
+    assert any(moved) == (codes is not None)
+    assert not any("down_proj" in name for _, name in Gains(student).moved)
