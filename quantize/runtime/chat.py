@@ -66,7 +66,7 @@ def split_thoughts(
 ) -> tuple[str, str]:
     """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
 
-    Special tokens are left out, but for those to `keep` in the answer.
+    Special tokens are left out, except those to `keep` in the answer.
     """
     inside = in_thoughts(tokenizer, tokens)
     channel = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
@@ -75,9 +75,10 @@ def split_thoughts(
     thought = tokenizer.decode(
         [token for token in thoughts if token not in channel], skip_special_tokens=True
     )
-    return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), without_special(
-        tokenizer, [token for token in answer if token not in channel], keep
-    )
+    special = set(tokenizer.all_special_ids if keep else ()) - set(keep)
+    own = [token for token in answer if token not in {*channel, *special}]
+    answered = tokenizer.decode(own, skip_special_tokens=not keep)
+    return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), answered
 
 
 def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
@@ -90,11 +91,3 @@ def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
         found.append(inside or token == end)
         inside = inside and token != end
     return found
-
-
-def without_special(tokenizer: Any, tokens: Sequence[int], keep: Collection[int] = ()) -> str:
-    """Return the text of tokens without the special ones, but for those to `keep`."""
-    if not keep:
-        return tokenizer.decode(list(tokens), skip_special_tokens=True)
-    special = set(tokenizer.all_special_ids) - set(keep)
-    return tokenizer.decode([token for token in tokens if token not in special])

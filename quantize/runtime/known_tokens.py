@@ -72,25 +72,17 @@ class Given:
                     f"below {vocabulary}"
                 )
 
+    def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
+        """Return the tokens a canvas begins with, and those pinned; FREE where none is known.
 
-def lead(given: Given | None) -> list[int]:
-    """Return the tokens that the next canvas begins with, as far as a guide knows them."""
-    return [] if given is None or given.guide is None else list(given.guide.lead())
-
-
-def pinned(given: Given | None, canvas: int, length: int, begun: Sequence[int] = ()) -> list[int]:
-    """Return the pinned tokens of a canvas, which begins with `begun`; FREE elsewhere."""
-    return _row({} if given is None else given.pinned, canvas, length, begun)
-
-
-def initial(given: Given | None, canvas: int, length: int, begun: Sequence[int] = ()) -> list[int]:
-    """Return the tokens that a canvas begins with, FREE where it begins with noise."""
-    return _row({} if given is None else {**given.initial, **given.pinned}, canvas, length, begun)
+        Both begin with `begun`, which a guide named.
+        """
+        places = range(canvas * length + len(begun), (canvas + 1) * length)
+        known = {**self.initial, **self.pinned}, self.pinned
+        return [[*begun, *(tokens.get(place, FREE) for place in places)] for tokens in known]
 
 
-def _row(tokens: Mapping[int, int], canvas: int, length: int, begun: Sequence[int]) -> list[int]:
-    row = [tokens.get(canvas * length + position, FREE) for position in range(length)]
-    return [*begun, *row[len(begun) :]]
+NOTHING = Given()
 
 
 def put(known: Tensor, tokens: Tensor) -> Tensor:

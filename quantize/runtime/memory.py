@@ -260,9 +260,11 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
 
 def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
     """Return those bytes by layer."""
-    full = _rounded_up(context)
+    from fused_dequant import CELLS  # here: who only imports this module does not want triton
+
+    full = rounded_up(context, CELLS)
     window: int = config["text_config"]["sliding_window"]
-    ring = min(full, _rounded_up(window - 1 + max(CHUNK, 2 * config["canvas_length"])))
+    ring = min(full, rounded_up(window - 1 + max(CHUNK, 2 * config["canvas_length"]), CELLS))
     return [each * (ring if sliding else full) for each, sliding in _position_bytes(config)]
 
 
@@ -284,7 +286,6 @@ def _position_bytes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
     return [(4 * (own if slides else other), slides) for slides in sliding]
 
 
-def _rounded_up(cells: int) -> int:
-    from fused_dequant import CELLS  # here: who only imports this module does not want triton
-
-    return -(-cells // CELLS) * CELLS
+def rounded_up(count: int, multiple: int) -> int:
+    """Return the least multiple of a number that is at least `count`."""
+    return -(-count // multiple) * multiple

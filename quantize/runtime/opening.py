@@ -73,7 +73,9 @@ def open(
     else:
         schemes = schemes_of(checkpoint)
     in_fp4 = trust(schemes, activations, torch.device(place.device))
-    shared = _weights_of(beside, place.in_fp8, in_fp4)
+    shared = beside.model.weights if isinstance(beside, FusedEngine) else None
+    if shared and (shared.in_fp8, shared.in_fp4) != (place.in_fp8, in_fp4):
+        shared = None
     if isinstance(checkpoint, RandomModel):
         if activations not in (None, "fp8") and not in_fp4:
             units = "only fp8 and, on FP4 units, per_layer"
@@ -93,15 +95,6 @@ def open(
         on_host=place.on_host, batch_invariant=batch_invariant, inputs=inputs,
         prefix_bytes=prefix_bytes,
     )  # fmt: skip
-
-
-def _weights_of(beside: Engine | None, in_fp8: bool, in_fp4: bool) -> "TextWeights | None":
-    """Return the kernels' weights of another engine, if they are packed alike."""
-    from quantize.runtime.fused.engine import FusedEngine
-
-    found = beside.model.weights if isinstance(beside, FusedEngine) else None
-    alike = found is not None and (found.in_fp8, found.in_fp4) == (in_fp8, in_fp4)
-    return found if alike else None
 
 
 def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "TextWeights":

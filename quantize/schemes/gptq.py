@@ -156,11 +156,6 @@ def _energy(x: Tensor, hessian: Tensor) -> Tensor:
     return (x @ hessian).mul_(x).sum(-1).sum(-1)  # in an order that threads do not change
 
 
-def _block_amax(weight: Tensor) -> Tensor:
-    """Return the largest |w| of every block of 16 inputs, in BF16 as `schemes.observe` has it."""
-    return weight.unflatten(-1, (-1, GROUP)).abs().amax(-1).bfloat16()
-
-
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
     return (codes.unflatten(-1, (-1, GROUP)) * scale[..., None]).flatten(-2)
 
@@ -270,8 +265,8 @@ def round_block(
         return
     candidates = scales[..., None]  # [E, out, C]
     if grid.neighbours:  # around the scale of the block's values as they are by now
-        usual = block_scale(_block_amax(weight), shared[:, None, None])
-        candidates = _near(usual[..., 0], grid.neighbours)
+        amax = weight.abs().amax(-1).bfloat16()  # as `Scheme.observe` has it
+        candidates = _near(block_scale(amax, shared[:, None]), grid.neighbours)
     step = candidates / shared[:, None, None]
     # [16, E, out, C]: what is rounded at once lies together, which takes a quarter less
     left = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])

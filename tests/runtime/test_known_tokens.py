@@ -13,7 +13,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine import Canvas, Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.known_tokens import FREE, Given, initial, pinned
+from quantize.runtime.known_tokens import FREE, Given
 
 SAMPLER = Sampler(max_denoising_steps=4)
 PROMPT = [5, 6, 7, 8, 9]
@@ -89,9 +89,7 @@ def test_what_is_pinned_is_certain() -> None:
 
 def test_positions_fall_into_their_canvases() -> None:
     given = Given({1: 10, 5: 11}, {0: 20, 1: 21})
-    assert (pinned(given, 0, 4), pinned(given, 1, 4)) == (
-        [FREE, 10, FREE, FREE],
-        [FREE, 11, FREE, FREE],
-    )
-    assert initial(given, 0, 4) == [20, 10, FREE, FREE]
-    assert pinned(None, 0, 2) == [FREE, FREE]
+    assert given.rows(0, 4, []) == [[20, 10, FREE, FREE], [FREE, 10, FREE, FREE]]
+    assert given.rows(1, 4, []) == [[FREE, 11, FREE, FREE]] * 2
+    assert given.rows(1, 4, [7, 8]) == [[7, 8, FREE, FREE]] * 2
+    assert Given().rows(0, 2, []) == [[FREE, FREE]] * 2

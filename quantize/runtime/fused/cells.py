@@ -21,14 +21,11 @@ from torch import Tensor
 from quantize.host.progress import say
 from quantize.runtime.fused.passes import Added
 from quantize.runtime.fused.transfer import pinned_until
+from quantize.runtime.memory import rounded_up
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
 # Keys and values of the next lane's slots at the next layer.
 Visits = Iterator[tuple[Tensor, Tensor]]
-
-
-def _rounded_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,8 @@ class Cache:
         With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
         """
         text = config.text_config
-        full = _rounded_up(max_context, CELLS)
-        ring = min(full, _rounded_up(text.sliding_window - 1 + chunk, CELLS))
+        full = rounded_up(max_context, CELLS)
+        ring = min(full, rounded_up(text.sliding_window - 1 + chunk, CELLS))
         layers: list[Tensor] = []
         for i, kind in enumerate(text.layer_types):
             own = text.per_layer_config[i]

@@ -49,7 +49,7 @@ from quantize.runtime.fused.prompt_pieces import Span, pictures, pieces, soft_to
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.fused.weights import TextWeights
 from quantize.runtime.images import Images
-from quantize.runtime.known_tokens import Given, Verdict, initial, lead, pinned
+from quantize.runtime.known_tokens import NOTHING, Given, Verdict
 from quantize.runtime.memory import CANVASES_A_PIECE, CHUNK, DEFAULT_CONTEXT, SHORT
 from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
@@ -73,7 +73,7 @@ class _Sequence:
     context: int = 0
     canvases: int = 0
     unencoded: list[int] = field(default_factory=list)
-    given: Given | None = None
+    given: Given = NOTHING
     begun: list[int] | None = None
     spent: int = 0
     step: Step | None = None
@@ -99,11 +99,6 @@ class _Sequence:
     def end_canvas(self) -> None:
         """Leave the canvas, finished or not."""
         self.step, self.saved, self.taken = None, None, 0
-
-    @property
-    def guided(self) -> bool:
-        """Whether a guide decides its canvases."""
-        return self.given is not None and self.given.guide is not None
 
 
 class FusedEngine:
@@ -208,10 +203,10 @@ class FusedEngine:
         if slot in self._slots or not 0 <= slot < self.slots:
             raise InputError(f"slot {slot} of {self.slots} is not free")
         self._check(prompt, images)
-        if given is not None:
-            given.check(self._vocabulary)
+        known = given or NOTHING
+        known.check(self._vocabulary)
         self.model.cache.clear(slot)
-        sequence = _Sequence(seed, _denoising(sampler), given=given)
+        sequence = _Sequence(seed, _denoising(sampler), given=known)
         if images is None and self._waits(len(prompt)):
             sequence.unencoded = list(prompt)
         else:
@@ -237,7 +232,8 @@ class FusedEngine:
         kinds: dict[tuple[int, bool, Sampler], list[int]] = {}
         for slot in slots:
             sequence = self._slots[slot]
-            kind = slot // self.capacity, sequence.guided, sequence.sampler
+            guided = sequence.given.guide is not None
+            kind = slot // self.capacity, guided, sequence.sampler
             kinds.setdefault(kind, []).append(slot)
         done: dict[int, Canvas] = {}
         while not done:  # runs once, unless guides have all canvases denoised again
@@ -581,7 +577,7 @@ class FusedEngine:
             if not finished:
                 continue
             verdict = Verdict(tokens)
-            if sequence.given and (guide := sequence.given.guide):
+            if (guide := sequence.given.guide) is not None:
                 verdict = guide.settle(step.last_logits(sequence.row), tokens)
             sequence.spent += sequence.taken
             sequence.end_canvas()
@@ -609,13 +605,14 @@ class FusedEngine:
                 sequence.context += len(sequence.unencoded)
                 sequence.unencoded = []
             if sequence.begun is None:
-                sequence.begun = lead(sequence.given)
+                guide = sequence.given.guide
+                sequence.begun = [] if guide is None else list(guide.lead())
         standing = [(slot, self._slots[slot]) for slot in rows]
         given = [(t % self.capacity, s.context, s.seed, s.canvases, t in new) for t, s in standing]
         known = None
-        if any(s.given is not None for _, s in standing):
-            own = [(s.given, s.canvases, self.canvas_length, s.begun or []) for _, s in standing]
-            known = [initial(*each) for each in own], [pinned(*each) for each in own]
+        if any(s.given is not NOTHING for _, s in standing):
+            length = self.canvas_length
+            known = [s.given.rows(s.canvases, length, s.begun or []) for _, s in standing]
         committed = step.commit([(slot % self.capacity, at, run) for slot, at, run in runs])
         step.begin(given, known, graphs)
         return [sequence for _, sequence in standing], committed

@@ -153,18 +153,18 @@ class Step:
     def begin(
         self,
         sequences: list[tuple[int, int, int, int, bool]],
-        known: tuple[list[list[int]], list[list[int]]] | None,
+        known: list[list[list[int]]] | None,
         graphs: bool,
     ) -> None:
         """Set the sequence of each row, and fill the canvases that begin.
 
         Args:
             sequences: slot, context, seed, canvas index, and whether the canvas begins.
-            known: the initial and the pinned tokens of each; None where none has any.
+            known: `Given.rows` of each; None where none has any.
             graphs: replay a graph.
         """
         if known is not None:
-            self._known.copy_(torch.tensor(known))
+            self._known.copy_(torch.tensor(known).transpose(0, 1))
         elif self._knows:
             self._known.fill_(FREE)
         self._knows = known is not None

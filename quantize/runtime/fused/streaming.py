@@ -26,6 +26,7 @@ from torch import Tensor
 
 from quantize.runtime.fused.packing import Entrance, Keep, LayerWeights
 from quantize.runtime.fused.transfer import ALIGNED
+from quantize.runtime.memory import rounded_up
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
 # A layer in a slot, and on a GPU the event after which it is complete.
@@ -157,13 +158,14 @@ class _Slot:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
         own = self.memory[self.used : self.used + len(raw)]
         own.copy_(raw)
-        self.used += _aligned(len(raw))
+        self.used += rounded_up(len(raw), ALIGNED)
         return own.view(tensor.dtype).view(tensor.shape)
 
 
 def kept_bytes(weights: Sequence[Weight]) -> int:
     """Return the bytes that `weights` take in a slot."""
-    return sum(_aligned(t.nbytes) for weight in weights for t in _tensors(weight).values())
+    tensors = (tensor for weight in weights for tensor in _tensors(weight).values())
+    return sum(rounded_up(tensor.nbytes, ALIGNED) for tensor in tensors)
 
 
 def spread(count: int, chosen: int) -> list[int]:
@@ -174,7 +176,3 @@ def spread(count: int, chosen: int) -> list[int]:
 def _tensors(weight: Weight) -> dict[str, Tensor]:
     values = {field.name: getattr(weight, field.name) for field in fields(weight)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED

@@ -24,15 +24,8 @@ class Tower:
     `config` is transformers' configuration of the whole model.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        config: Any,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        self._checkpoint, self._config = checkpoint, config
-        self._device, self._dtype = device, dtype
+    def __init__(self, checkpoint: Checkpoint, config: Any, device: torch.device) -> None:
+        self._checkpoint, self._config, self._device = checkpoint, config, device
 
     @torch.no_grad()
     def __call__(self, images: Images) -> Tensor:
@@ -44,7 +37,7 @@ class Tower:
         _check(images, self._config.vision_config.patch_size)
         try:
             tower, projection = self._modules
-            pixels = images.pixels.to(self._device, self._dtype)
+            pixels = images.pixels.to(self._device, torch.bfloat16)
             seen = tower(pixel_values=pixels, pixel_position_ids=images.positions.to(self._device))
             return projection(inputs_embeds=seen.last_hidden_state)
         except torch.OutOfMemoryError as error:
@@ -63,7 +56,7 @@ class Tower:
         config = self._config
         built: Any = Gemma4VisionModel.from_pretrained(
             None, config=config.vision_config, state_dict=self._weights(TOWER),
-            dtype=self._dtype, device_map={"": str(self._device)}, output_loading_info=True,
+            dtype=torch.bfloat16, device_map={"": str(self._device)}, output_loading_info=True,
         )  # fmt: skip
         tower, keys = built
         for what, names in keys.items():
@@ -71,7 +64,7 @@ class Tower:
                 raise InputError(f"{self._checkpoint.folder}: transformers reports {what}: {names}")
         projection: Any = DiffusionGemmaMultimodalEmbedder(config.vision_config, config.text_config)
         projection.load_state_dict(self._weights(PROJECTION))
-        return tower.eval(), projection.to(self._device, self._dtype).eval()
+        return tower.eval(), projection.to(self._device, torch.bfloat16).eval()
 
     def _weights(self, prefix: str) -> dict[str, Tensor]:
         names = [name for name in self._checkpoint.tensors if name.startswith(prefix)]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quantize.checkpoints.reader import DTYPES, FIX, TensorInfo, bytes_of
 from quantize.errors import InputError, ResourceError
+from quantize.runtime.memory import rounded_up
 
 THREADS = 16
 PIECE = 1 << 20  # bytes that a thread reads at once, at least
@@ -69,7 +70,7 @@ class Layout:
             if last is not None and last.file == info.file and info.begin - last.end <= GAP:
                 runs[-1] = _Run(last.file, last.begin, info.end, last.at)
             else:
-                at = -(-size // ALIGNED) * ALIGNED
+                at = rounded_up(size, ALIGNED)
                 runs.append(_Run(info.file, info.begin, info.end, at))
             starts[info.name] = runs[-1].at + info.begin - runs[-1].begin
             size = starts[info.name] + info.nbytes

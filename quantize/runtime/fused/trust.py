@@ -125,15 +125,12 @@ class _Found:
             say(f"testing products of {layout} on {self.name}, once")
             self.faults[layout] = selftest.fault(scheme, self.device)
             write_json(self.path, {"about": self.about, "faults": self.faults})
-            self._end_if_broken(self.faults[layout])
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:  # the GPU no longer answers; the next process knows the fault
+                why = self.faults[layout]
+                raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
         return self.faults[layout]
-
-    def _end_if_broken(self, why: str | None) -> None:
-        """Raise ResourceError if the GPU no longer answers; the next process knows the fault."""
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
 
 
 def _sources() -> str:

@@ -24,7 +24,7 @@ from quantize.runtime.fused.packing import BF16, Entrance, Keep, LayerWeights, P
 from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
 from quantize.runtime.fused.tower import Tower
 from quantize.runtime.fused.transfer import ALIGNED, Transfer
-from quantize.runtime.memory import Stack
+from quantize.runtime.memory import Stack, rounded_up
 
 OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over layers, for progress
 
@@ -148,11 +148,8 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     check_gpu(set(), place)
     packer = Packer(checkpoint, Transfer(place, register=True), config.text_config)
     small = [packer.small(index) for index in range(config.text_config.num_hidden_layers)]
-    sizes = Stack.of(
-        folder.name,
-        {name: -(-info.nbytes // ALIGNED) * ALIGNED for name, info in checkpoint.tensors.items()},
-        quantized=False,
-    )
+    aligned = {name: rounded_up(own.nbytes, ALIGNED) for name, own in checkpoint.tensors.items()}
+    sizes = Stack.of(folder.name, aligned, quantized=False)
     entrances = [(each["norms"]["input"], BF16) for each in small]
     layers = _streamed(packer, {}, small, entrances, int(max(sizes.layers)))
     norm = packer.plain("model.decoder.norm.weight")
