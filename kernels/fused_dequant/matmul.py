@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.language as tl
 
-from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
 from fused_dequant.routing import Routing, place_results
 from fused_dequant.targets import lowering
@@ -235,15 +234,12 @@ def launch(
     Returns:
         bf16 rows, as `routing.place_results` places them.
     """
-    _, N, K = weight.shape
-    y, mode = place_results(len(x), N, x.device, routing, share)
-    tiles = triton.cdiv(N, config["BN"])
-    blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
+    y, mode, blocks = place_results(weight, len(x), config, routing, share)
+    tiles = triton.cdiv(weight.shape[1], config["BN"])
     own = {"BLOCKS_FIRST": routing is None, "NARROWER": 0, **config}
     matmul_kernel[(blocks, tiles) if own["BLOCKS_FIRST"] else (tiles, blocks)](
         x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
-        w_scale=y if weight.scale is None else weight.scale, y=y, N=N, K=K,
-        SCALED=x_scale is not None, EVEN_K=K % config["BK"] == 0,
+        w_scale=y if weight.scale is None else weight.scale, SCALED=x_scale is not None,
         **mode, **chained(x.device), **lowering(x.device), **own,
     )  # fmt: skip
     return y

@@ -114,13 +114,10 @@ def nvfp4_kernel(
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with bf16 rows and a canonical weight."""
-    _, N, K = weight.shape
-    y, mode = place_results(len(x), N, x.device, routing, share)
+    y, mode, blocks = place_results(weight, len(x), config, routing, share)
     del mode["block_rows"]  # this kernel computes whole blocks only
-    blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
-    nvfp4_kernel[(triton.cdiv(N, config["BN"]), blocks)](
+    nvfp4_kernel[(triton.cdiv(mode["N"], config["BN"]), blocks)](
         x=x, packed=weight.data, scale=weight.scale.view(torch.uint8), factor=weight.factor,
-        y=y, N=N, K=K, GROUP=K // weight.scale.shape[-1], EVEN_K=K % config["BK"] == 0,
-        **mode, **config,
+        GROUP=mode["K"] // weight.scale.shape[-1], **mode, **config,
     )  # fmt: skip
     return y

@@ -124,13 +124,10 @@ def nvfp4_blackwell_kernel(
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
     """Multiply as `matmul.launch` does, with rows uint8 [rows, K/2] and scales e4m3 [rows, K/16]."""
-    _, N, K = weight.shape
-    y, mode = place_results(len(x), N, x.device, routing, share)
+    y, mode, blocks = place_results(weight, len(x), config, routing, share)
     del mode["block_rows"]  # this kernel computes whole blocks only
-    blocks = routing.max_blocks if routing else triton.cdiv(len(x), config["BM"])
-    nvfp4_blackwell_kernel[(triton.cdiv(N, config["BN"]), blocks)](
+    nvfp4_blackwell_kernel[(triton.cdiv(mode["N"], config["BN"]), blocks)](
         x=x, x_scale=x_scale, packed=weight.data, scale=weight.scale, factor=weight.factor,
-        y=y, N=N, K=K, NATIVE=fp4_units(x.device), EVEN_K=K % config["BK"] == 0,
-        **mode, **config, **chained(x.device), **lowering(x.device),
+        NATIVE=fp4_units(x.device), **mode, **config, **chained(x.device), **lowering(x.device),
     )  # fmt: skip
     return y

@@ -25,7 +25,6 @@ Measured designs, with figures, are in kernels/README.md.
 With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 bits with a scale each.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -39,7 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from fused_dequant import tuning
 from fused_dequant.chain import chained
 from fused_dequant.hopper import follow, thread_barrier
 from fused_dequant.nvfp4_decode import decode, decode_e4m3, fragment_layout
@@ -530,10 +528,9 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
 
     Raise ValueError for a dense product in FP8, which this kernel does not have.
     """
-    _, N, K = weight.shape
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")
-    y, mode = place_results(len(x), N, x.device, routing, share)
+    y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tokens = [x, x]
     if routing is None:
         layout = NVMMASharedLayout(128, 16, 2)
@@ -541,13 +538,11 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
             TensorDescriptor.from_tensor(x, [box, config["BK"]], layout)
             for box in (config["BM"], config["MORE"] or config["BM"])
         ]
-    blocks = routing.max_blocks if routing else triton.cdiv(len(x), tuning.block_rows(config))
     # A dense product reads weights before it waits; experts' products wait first.
     early = weight.streamed and routing is None
-    nvfp4_hopper_kernel[(N // config["BN"], blocks)](
+    nvfp4_hopper_kernel[(mode["N"] // config["BN"], blocks)](
         x=tokens[0], x_more=tokens[1], x_scale=y if x_scale is None else x_scale,
-        words=weight.data, scales=weight.scale, factor=weight.factor, y=y, N=N, K=K,
-        EVEN_K=K % config["BK"] == 0, E4M3=x_scale is not None,
+        words=weight.data, scales=weight.scale, factor=weight.factor, E4M3=x_scale is not None,
         **mode, **({"CHAINED": False} if early else chained(x.device)), **{"NARROWER": 0, **config},
     )  # fmt: skip
     return y

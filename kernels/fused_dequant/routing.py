@@ -19,12 +19,15 @@ bit for bit. On an H200 that takes 3.1 us for 2,048 slots and 6.8 us for 8,192, 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
+from fused_dequant.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -45,22 +48,31 @@ class Routing:
 
 
 def place_results(
-    rows: int, N: int, device: torch.device, routing: Routing | None, share: torch.Tensor | None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor | int]]:
-    """Allocate the results of a product of `rows`; return also where its kernel finds its rows.
+    weight: Weight,
+    rows: int,
+    config: tuning.Config,
+    routing: Routing | None,
+    share: torch.Tensor | None,
+) -> tuple[torch.Tensor, dict[str, Any], int]:
+    """Allocate a product's results; return also what its kernel must know, and how many blocks it has.
 
     A dense product, without `routing`, gives bf16 [rows, N]. Of the experts' two, gate_up has a row a
     token and combines gate and up: bf16 [slots, N / 2]. down has a row a slot and multiplies results by
     `share` f32 [slots], the routing weights: bf16 [slots, N].
     """
+    _, N, K = weight.shape
     topk = 1 if routing is None or share is not None else routing.topk
     gelu_mul = routing is not None and share is None
-    y = torch.empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16, device=device)
-    names = ("slots", "block_expert", "block_rows", "block_count")
-    places = {name: y if routing is None else getattr(routing, name) for name in names}
-    mode = {"TOPK": topk, "GROUPED": routing is not None, "GELU_MUL": gelu_mul}
-    weighted = {"row_weight": y if share is None else share, "WEIGHTED": share is not None}
-    return y, {**places, **mode, **weighted, "total": len(y)}
+    y = weight.data.new_empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16)
+    found: dict[str, Any] = {
+        "TOPK": topk, "GROUPED": routing is not None, "GELU_MUL": gelu_mul,
+        "WEIGHTED": share is not None, "row_weight": y if share is None else share,
+        "y": y, "total": len(y), "N": N, "K": K, "EVEN_K": K % config["BK"] == 0,
+    }  # fmt: skip
+    for name in ("slots", "block_expert", "block_rows", "block_count"):
+        found[name] = y if routing is None else getattr(routing, name)
+    blocks = routing.max_blocks if routing else -(-rows // tuning.block_rows(config))
+    return y, found, blocks
 
 
 @triton.jit

@@ -92,15 +92,8 @@ class Weight:
 
     def clone(self) -> "Weight":
         """Return a copy in memory of its own."""
-        return self._each(torch.Tensor.clone)
-
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Weight":
-        rest = (None if t is None else change(t) for t in (self.scale, self.factor))
-        return Weight(self.scheme, change(self.data), *rest)
-
-    def to(self, device: torch.device | str) -> "Weight":
-        """Return the same weight on a device."""
-        return self._each(lambda tensor: tensor.to(device))
+        rest = (None if t is None else t.clone() for t in (self.scale, self.factor))
+        return Weight(self.scheme, self.data.clone(), *rest)
 
 
 def require(scheme: str, device: torch.device) -> None:

@@ -77,19 +77,15 @@ class Passes(Protocol):
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
-        ...
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Append `tokens` int64 [B, L] to the sequences of `rows`."""
-        ...
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
         """Decode `canvas` int64 [B, L] behind `rows`; `condition` made `conditioning` [B, ...]."""
-        ...
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the next step's conditioning [b, ...], made of this one's logits [b, L, V]."""
-        ...
 
 
 class DrawingPasses(Passes, Protocol):
@@ -100,7 +96,6 @@ class DrawingPasses(Passes, Protocol):
 
         `schedule` has the temperatures of all steps, float32 [N]; the state is only read.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +119,6 @@ class BatchEngine(Protocol):
     @property
     def device(self) -> torch.device:
         """Where a batch's tensors are."""
-        ...
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
@@ -133,7 +127,6 @@ class BatchEngine(Protocol):
 
         Raise InputError if the model cannot take a prompt or its images.
         """
-        ...
 
     def watching(
         self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
@@ -142,7 +135,6 @@ class BatchEngine(Protocol):
 
         `on_pass` is called with every `passes.Pass` before it enters the first layer.
         """
-        ...
 
 
 class Engine(BatchEngine, Protocol):
@@ -176,7 +168,6 @@ class Engine(BatchEngine, Protocol):
         `given` holds the tokens of the answer that are known. Raise InputError if the model cannot
         take the prompt, the images or the known tokens.
         """
-        ...
 
     def denoise(
         self,
@@ -185,23 +176,18 @@ class Engine(BatchEngine, Protocol):
         meanwhile: Meanwhile | None = None,
     ) -> Sequence[Canvas | None]:
         """Denoise until a canvas of at least one of the slots is finished."""
-        ...
 
     def release(self, slot: int) -> None:
         """Free a slot."""
-        ...
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         """Do independent works, each with a batch of its own, side by side if weights are streamed."""
-        ...
 
     def close(self) -> None:
         """Wait for layers on their way to the device: its memory is free once nobody holds this."""
-        ...
 
     def warm_up(self, sampler: Sampler) -> None:
         """Compile and capture beforehand what the first canvases under `sampler` need."""
-        ...
 
 
 def each_completed(

@@ -39,14 +39,12 @@ class Guide(Protocol):
 
     def lead(self) -> Sequence[int]:
         """Return the tokens, at most a canvas, that the next canvas is certain to begin with."""
-        ...
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Decide a finished canvas whose tokens [L] would be committed.
 
         `logits` [L, V] are those of its last step, soft-capped, not divided by the temperature.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -92,11 +92,6 @@ class Hessians:
             self._choices = chosen, order, torch.searchsorted(ids.long(), each)
         return self._choices[1], self._choices[2]
 
-    def sum(self, name: str) -> Tensor:
-        """Return an input's whole sums [E, in, in]."""
-        sums = self.sums(name)
-        return whole(sums, self._inputs[name])
-
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
 

@@ -30,7 +30,7 @@ from quantize.runtime.fused.recording import Recorder, Recording
 from quantize.runtime.fused.shuttle import Shuttle
 from quantize.runtime.placement import CPU
 from quantize.schemes.gptq import layer_losses
-from quantize.schemes.hessians import Hessians
+from quantize.schemes.hessians import Hessians, whole
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import convert
 from quantize.stages.denoising import SCRATCH, Denoising
@@ -102,12 +102,17 @@ def test_hessians_are_sums_over_what_enters_the_linears() -> None:
     for handle in handles:
         handle.remove()
     x = torch.cat(dense)
-    torch.testing.assert_close(hessians.sum(names[0])[0].double(), x.T @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        whole(hessians.sums(names[0]), hessians._inputs[names[0]])[0].double(),
+        x.T @ x,
+        rtol=1e-4,
+        atol=1e-4,
+    )
     assert hessians.tokens(names[0]).tolist() == [len(x)]
     for expert in range(EXPERTS):
         own = torch.cat([x[(ids == expert).any(-1)] for x, ids in routed])
         assert hessians.tokens(names[1])[expert] == len(own)
-        found = hessians.sum(names[1])[expert].double()
+        found = whole(hessians.sums(names[1]), hessians._inputs[names[1]])[expert].double()
         torch.testing.assert_close(found, own.T @ own, rtol=1e-4, atol=1e-4)
 
 
@@ -159,7 +164,9 @@ def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(
     ranges = scheme.observe(weight.bfloat16(), "memoryless_minmax")
     plain = scheme.quantize(weight.bfloat16(), ranges, None, None)
     losses = [
-        layer_losses(weight, [scheme.dequantize(each).float()], other.sum(name))[0].item()
+        layer_losses(
+            weight, [scheme.dequantize(each).float()], whole(other.sums(name), other._inputs[name])
+        )[0].item()
         for each in (gptq, plain)
     ]
     assert losses[0] < losses[1]
@@ -420,7 +427,7 @@ def test_an_expert_of_few_tokens_is_drawn_to_its_layer_by_its_inputs() -> None:
     hessians, generator = Hessians(["x"], 2), torch.Generator().manual_seed(0)
     rows = torch.randn(300, 200, generator=generator).bfloat16()
     hessians.see("x", rows, (torch.arange(300) < 60).long()[:, None])
-    sums = hessians.sum("x")
+    sums = whole(hessians.sums("x"), hessians._inputs["x"])
     for expert, n in enumerate((240, 60)):
         keep = n / (n + 200)
         expected = keep * sums[expert] / n + (1 - keep) * sums.sum(0) / 300
