@@ -1,10 +1,10 @@
 """Times canvases that stop by themselves: slots that go on step by step, or canvas by canvas.
 
-A canvas stops when it is done, and real ones differ: some take a few steps, some all. "By step", as it
-is served, a slot goes on with its next canvas, or with another request, as soon as its own has stopped;
-"by canvas" all of a batch finish first. Each slot gets REQUESTS requests of two canvases, and encoding
-prompts is timed too. Random weights never stop: their canvases take recorded numbers of steps. So do
-those of `speeds`, which times sampler settings at the steps that answers under them really took.
+Real canvases differ: some take a few steps, some all. "By step", as it is served, a slot goes on with
+its next canvas, or with another request, as soon as its own has stopped; "by canvas" all of a batch
+finish first. Each slot gets REQUESTS requests of two canvases, and encoding prompts is timed too.
+Random weights never stop: their canvases take recorded numbers of steps. So do those of `speeds`, which
+times sampler settings at the steps that answers under them really took.
 """
 
 import itertools
@@ -31,10 +31,7 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """One batch size, whose slots go on "by step" or "by canvas".
-
-    `steps_of_canvases` are in the order of requests.
-    """
+    """One batch size, whose slots go on "by step" or "by canvas"; its steps are by request."""
 
     batch: int
     slots_go_on: str
@@ -66,8 +63,8 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time both ways at `len(prompts)` slots, all of which become free.
 
-    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. The
-    sampler stops canvases; with `stops`, canvas after canvas takes the next number of steps there.
+    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
+    stop by the sampler, or take the numbers of steps in `stops`, one after the other.
     """
     for slot in range(engine.capacity):
         engine.release(slot)
@@ -95,10 +92,7 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s of slots that go on by step, behind prompts of `context` tokens.
-
-    `steps` are name -> steps that canvases took.
-    """
+    """Return tokens/s, by name, of canvases that take these `steps` behind `context` tokens."""
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
     own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
@@ -127,10 +121,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 
 
 def read_stops(path: Path) -> list[int]:
-    """Read recorded numbers of steps.
-
-    Raise InputError if the file holds no JSON list of numbers above 0.
-    """
+    """Read recorded steps; raise InputError unless they are a JSON list of numbers above 0."""
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

@@ -19,10 +19,7 @@ from quantize.runtime.fused.text_stack import FusedModel
 
 
 class Continuation:
-    """`rows` sequences of one cache that grow by one token a pass, each pass one CUDA graph.
-
-    Without `graphs` passes run kernel by kernel.
-    """
+    """`rows` sequences of one cache that grow by a token a pass, with `graphs` a CUDA graph."""
 
     def __init__(self, model: FusedModel, rows: int, pool: Pool, graphs: bool) -> None:
         device = model.weights.device

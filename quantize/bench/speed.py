@@ -1,10 +1,10 @@
 """Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
 
 A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
-the same for random weights as for real ones. A canvas is N steps, and the encoding of the one before,
+the same for random weights as for real ones. A canvas is N steps and the encoding of the one before,
 which counts as a forward, although it goes through the layers with the first step: N + 1 forwards.
 "Adaptive" rows stop as the checkpoint's own generation config says (`adaptive`); rows of "one token"
-write as many tokens one a forward, greedily (`continuation`). Times hold the host's work.
+write as many tokens one a forward, greedily (`one_token`). Times hold the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
     tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
@@ -56,8 +56,8 @@ class Row:
 
     `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes
     as many forwards a canvas as that has tokens; its `parts` are empty, its floor is of one forward.
-    `tokens_a_joule`, `clock_mhz` and `power_capped` (share of the canvases at whose end the power limit
-    held the clock down) are None where the GPU does not say.
+    `power_capped` is the share of canvases at whose end the power limit held the clock down; what the
+    GPU does not say is None.
     """
 
     batch: int
@@ -207,8 +207,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
 
-    The later ones stand behind as many tokens as the prompts have, a canvas' tokens among them. Returns
-    what a row says of them.
+    The later ones stand behind as many tokens as the prompts have, the canvas before among them.
     """
     slots = list(range(len(prompts)))
 
@@ -242,7 +241,7 @@ def _measure(
 def _measure_tokens(
     engine: FusedEngine, prompts: list[list[int]], canvases: int
 ) -> tuple[dict[str, Any], float]:
-    """Time as many tokens as a canvas has, one a forward; return the experts that one hits too.
+    """Time as many tokens as a canvas has, one a forward; return also how many experts one hits.
 
     On average they stand behind as many tokens as the prompts have.
     """

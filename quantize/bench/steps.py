@@ -33,8 +33,8 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
     """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
 
-    `FusedModel` and the sampler name the parts; "rest" is the time outside of them. The step runs
-    twice and the second run counts, since the first meets an idle GPU.
+    `FusedModel` and the sampler name the parts; "rest" is outside of them. The step runs twice and the
+    second run counts, since the first meets an idle GPU.
     """
     step, _ = engine.begin_canvases(slots)
     step.take(graphs=False)

@@ -4,9 +4,9 @@
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
                       rows that met an EOS or their budget leave; the rest encode what they committed
 
-It drives an engine's `passes`, so every engine can be watched while it runs. `engine.complete` answers
-the same requests faster and shows less. Rows leave the computation as soon as they stop, within a
-canvas too: most of a batch's steps are run by its slowest rows.
+It drives an engine's `passes`, so an engine can be watched while it runs; `engine.complete` answers the
+same requests faster. Rows leave the computation as soon as they stop, within a canvas too: most of a
+batch's steps are run by its slowest rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence

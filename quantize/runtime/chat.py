@@ -18,10 +18,7 @@ HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a checkpoint folder, from its JSON files alone.
-
-    Raise InputError where there is none, or one without a chat template.
-    """
+    """Load a folder's tokenizer from JSON files; raise InputError without it or its chat template."""
     from transformers import AutoTokenizer
 
     try:

@@ -107,10 +107,7 @@ class Canvas:
 
 
 class BatchEngine(Protocol):
-    """Generates one batch of at most `capacity` prompts: an `Engine`, or some slots of one.
-
-    A sample may take `max_length` positions, prompt and new tokens together.
-    """
+    """Generates batches of at most `capacity` prompts; samples take up to `max_length` positions."""
 
     capacity: int
     canvas_length: int
@@ -123,10 +120,7 @@ class BatchEngine(Protocol):
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> DrawingPasses:
-        """Encode `prompts` as a batch, and return its passes; no slot may be taken meanwhile.
-
-        Raise InputError if the model cannot take a prompt or its images.
-        """
+        """Encode a batch in free slots, return its passes; raise InputError as `admit` does."""
 
     def watching(
         self, *observers: Observer, on_pass: Callable[[Any], object] | None = None

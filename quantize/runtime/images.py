@@ -1,8 +1,8 @@
 """Turns picture files into the vision tower's input, and makes room for their tokens in prompts.
 
-A picture is resized to at most `soft_tokens` tokens (70, 140, 280, 560 or 1120; the model's default is
-280), keeping its proportions, and cut into patches by Gemma 4's own image processor, its PIL version:
-torchvision is not needed. In the prompt the one placeholder that the chat template writes becomes a
+Gemma 4's own image processor, its PIL version, which needs no torchvision, resizes a picture to at most
+`soft_tokens` tokens (70, 140, 280, 560 or 1120; the model's default is 280), keeping its proportions,
+and cuts it into patches. In the prompt the one placeholder that the chat template writes becomes a
 begin token, one placeholder for each soft token, and an end token.
 """
 

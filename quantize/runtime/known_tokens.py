@@ -1,10 +1,10 @@
 """Known tokens of an answer, pinned (infilling) or initial, and a guide that decides its canvases.
 
-At a pinned position the decoder reads the token at every step, the entropy counts as 0 (which takes
-nothing from what a step may accept), and the token is committed. An initial token replaces the canvas'
-noise before the first step, and is then denoised like any other. A guide is shown every finished canvas
-with the logits of its last step, and may commit other tokens, or have the canvas denoised again behind
-a beginning that stands.
+At a pinned position the decoder reads the token at every step, its entropy counts as 0 (so it takes
+nothing from what a step may accept), and it is committed. An initial token replaces the canvas' noise
+before the first step, and is then denoised like any other. A guide is shown every finished canvas with
+the logits of its last step. It may commit other tokens, or have the canvas denoised again behind a
+beginning that stays.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,7 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """Decides the canvases of one answer, one after the other, and never raises.
-
-    The engine's threads call it, one call at a time.
-    """
+    """Decides the canvases of one answer in turn, and never raises; threads of the engine call it."""
 
     def lead(self) -> Sequence[int]:
         """Return the tokens, at most a canvas, that the next canvas is certain to begin with."""
@@ -60,9 +57,7 @@ class Given:
     guide: Guide | None = None
 
     def check(self, vocabulary: int) -> None:
-        """Raise InputError for the first position before the answer or token outside the
-        vocabulary.
-        """
+        """Raise InputError for a position before the answer, or a token outside the vocabulary."""
         for position, token in (*self.pinned.items(), *self.initial.items()):
             if position < 0 or not 0 <= token < vocabulary:
                 raise InputError(

@@ -1,10 +1,10 @@
-"""Beginnings of prompts that are encoded already: shared system prompts and the turns of a chat.
+"""Keeps beginnings of prompts encoded: shared system prompts and the turns of a chat.
 
-The encoder is causal, so what it keeps of a prompt's first n tokens does not depend on what follows. It
-is kept in whole blocks: block k of a prompt is found under the digest of all tokens up to its end, and
-used only where every block before it is there too. Prompts are encoded block by block whether or not a
-beginning is found, so a sample has the same tokens either way. The blocks that were used longest ago go
-first when the budget is spent. Prompts with pictures are left out.
+The encoder is causal, so its keys and values of a prompt's first n tokens do not depend on what
+follows. They are kept in whole blocks: block k of a prompt is found under the digest of all tokens up
+to its end, and used only if every block before it is there too. Prompts are encoded block by block
+either way, so a sample has the same tokens. The blocks that were used longest ago go first when the
+budget is spent. Prompts with pictures are left out.
 """
 
 import hashlib
@@ -19,8 +19,7 @@ Kept = TypeVar("Kept")
 class PrefixCache(Generic[Kept]):
     """Blocks of `block` tokens of encoded prompts, for one engine and thread: `budget` bytes in all.
 
-    Of the prompts that were looked for, `asked` counts the tokens, and `reused` those that did not need
-    to be encoded; `nbytes` are the bytes of the blocks that are kept.
+    `asked` counts the tokens of the prompts looked for, `reused` those found; `nbytes` are held.
     """
 
     def __init__(self, budget: int, block: int) -> None:

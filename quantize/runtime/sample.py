@@ -12,10 +12,9 @@ from quantize.runtime.sampler import Sampler
 class Sample:
     """One generated sample.
 
-    `tokens` are the ids up to, and without, the first EOS; `committed` those of each canvas, after an
-    EOS the sampler's pad_token_id, when it has one. `steps_per_canvas` counts decoder forwards.
-    `finish` is "eos", or "length" when the budget ended it. `new_tokens` counts as transformers does:
-    the EOS counts, padding does not.
+    `tokens` are the ids before the first EOS; `committed` those of each canvas, with the sampler's
+    pad_token_id, if any, behind an EOS. `steps_per_canvas` counts decoder forwards. `finish` is "eos",
+    or "length" when the budget ended it. `new_tokens` counts as transformers does: EOS, but no padding.
     """
 
     tokens: list[int] = field(default_factory=list)

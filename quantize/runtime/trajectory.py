@@ -56,8 +56,8 @@ class Prompt:
 class Trajectory:
     """One recorded sample: its prompt, and the seed of its noise.
 
-    `held_out` says that calibration did not observe it. `steps` are [steps, L] a canvas, the ids that
-    the decoder read; `committed` is [canvases, L].
+    `held_out` says that calibration did not observe it. `steps` has [steps, L] for each canvas, the ids
+    that the decoder read; `committed` is [canvases, L].
     """
 
     prompt: Prompt
@@ -123,9 +123,8 @@ def record_all(
     The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
     batches, each as one process would make it, and all return all trajectories in prompt order.
 
-    `settings` has the number of canvases, the seed and the size of a batch; `title` is what the
-    progress line says. `watching` is called with a batch's engine and the index of its first prompt:
-    the block that it opens lasts as long as the batch.
+    `settings` has the number of canvases, the seed and the size of a batch. `watching` is called with a
+    batch's engine and the index of its first prompt; its block lasts as long as the batch.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

@@ -133,7 +133,7 @@ def _round_all(
     """Return code values, block scales, and which experts were left at the nearest codes.
 
     `nearest` [E, out, in] and `usual` [E, out, in / 16] are codes and scales of rounding to nearest; a
-    code's step is its scale over `shared` [E]. The Hessian is damped, and then as it was.
+    code's step is its scale over `shared` [E]. The Hessian's damping is undone.
     """
     undamped = hessian.diagonal(dim1=-2, dim2=-1).clone()
     factor, singular = _factored(hessian)
@@ -211,10 +211,7 @@ def _one_thread() -> Generator[None]:
 def _spread_errors(
     weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Codes
 ) -> None:
-    """Run GPTQ from left to right; write codes and, where they may move, block scales.
-
-    Errors are spread within a SPAN block by block, then from the SPAN to all later inputs at once.
-    """
+    """Run GPTQ from left to right; errors are spread in a SPAN by block, then to all later inputs."""
     left = weight.clone()
     errors = weight.new_empty(*weight.shape[:-1], SPAN)
     for start in range(0, weight.shape[-1], SPAN):

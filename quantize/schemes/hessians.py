@@ -28,10 +28,7 @@ def tiles_of(inputs: int) -> int:
 
 
 class Hessians:
-    """Sums of x x^T and token counts of the inputs of chosen Linears, on the device of the inputs.
-
-    `names` are those inputs, as observers are told them.
-    """
+    """Sums of x x^T and token counts of the inputs `names` of Linears, on the inputs' device."""
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts

@@ -242,10 +242,7 @@ class FusedEngine:
         return [done.get(slot) for slot in slots]
 
     def _waits(self, length: int) -> bool:
-        """Whether `denoise` encodes a prompt of text: a short one, or one that a single pass encodes.
-
-        The latter only where weights are streamed: that pass then reads them with others.
-        """
+        """Whether `denoise` encodes a text: if it is short, or one pass of streamed weights."""
         if length <= self._short:
             return True
         room = self._padded(length) <= min(self._chunk, self.max_length)
@@ -283,10 +280,7 @@ class FusedEngine:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode `prompts` as a batch into the slots, all of which must be free.
-
-        Raise InputError as `admit` does, or if there are more prompts than free slots.
-        """
+        """Encode a batch into free slots; raise InputError as `admit` does, or if they are too few."""
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
     def passes_from(
@@ -370,10 +364,7 @@ class FusedEngine:
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Take back a slot's last canvas: the next `denoise` encodes `before` and denoises it again.
-
-        `before` are the tokens of the canvas before it.
-        """
+        """Take back a slot's last canvas: `denoise` encodes the one `before` it, and repeats it."""
         sequence = self._slots[slot]
         sequence.canvases -= 1
         sequence.context -= len(before)
@@ -620,8 +611,8 @@ class FusedEngine:
     def _seat(self, step: Step, slots: list[int]) -> list[int]:
         """Give each of `slots` a row of a step, and return the slot of each row.
 
-        A sequence keeps its row of this step; one that was saved gets a free row. Sequences of other
-        slots are saved. Rows that stay free hold copies of the first slot's.
+        A sequence keeps its row of this step, or gets a free one. Those of other slots are saved. Rows
+        that stay free hold copies of the first slot's.
         """
         for slot, sequence in self._slots.items():
             if sequence.step is not None and (sequence.step is step) != (slot in slots):

@@ -41,10 +41,9 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 
 
 class Inputs:
-    """The inputs of every layer's products; `config` is transformers' of the text stack.
+    """The inputs of every layer's products, rounded under the layer's `scales`; None rounds nothing.
 
-    They are rounded under each layer's `scales`; None rounds nothing. With `bf16` no row is quantized
-    to 8 bits.
+    `config` is transformers' of the text stack. With `bf16` no row is quantized to 8 bits.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -139,10 +138,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return the global scales of a checkpoint's NVFP4 inputs under `mode`, layer by layer.
-
-    Raise InputError if only some experts of a layer have input scales.
-    """
+    """Return NVFP4 inputs' global scales by layer; raise InputError if only some experts have one."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
     found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}

@@ -36,10 +36,9 @@ from quantize.runtime.fused.weights import load_in_turns
 
 
 class LayerByLayer:
-    """The layers of the BF16 checkpoint in a folder, through which a recording goes.
+    """The layers of a folder's BF16 checkpoint, each of `experts`, through which a recording goes.
 
-    They compute on `device`; rows that host memory cannot hold lie in `scratch`. A layer has so many
-    `experts`.
+    They compute on `device`; rows that host memory cannot hold lie in `scratch`.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:

@@ -77,10 +77,7 @@ class RecordedBatch:
 
 
 class Recorder:
-    """Writes the passes of a run to a folder, which is emptied first.
-
-    Raise ResourceError if the folder cannot be written.
-    """
+    """Writes passes to a folder, which is emptied first; raises ResourceError if that fails."""
 
     def __init__(self, folder: Path, processes: Processes = ALONE) -> None:
         self.folder, self._processes = folder, processes

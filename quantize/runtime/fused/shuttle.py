@@ -76,10 +76,7 @@ def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
 
 
 def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
-    """Return room for as many rows in host memory, or in files of `scratch` where that is short.
-
-    Raise ResourceError if the disk is full, or cannot be written.
-    """
+    """Return room for rows in memory, or files of `scratch`; raise ResourceError if both are short."""
     sizes = [batch.count * hidden for batch in recording.batches]
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
