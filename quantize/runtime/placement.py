@@ -86,7 +86,12 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     sizes = packed_sizes(opened, place.activations, hopper=is_hopper(place.device))
     if (budget := budget_of(place)) is None:
         needed = sum(size for name, size in sizes.items() if not DROPPED.fullmatch(name))
-        _check_host(checkpoint, needed + DECODED_BYTES * parameters(opened.config))
+        needed += DECODED_BYTES * parameters(opened.config)
+        if needed > (free := free_memory()):
+            raise ResourceError(
+                f"{checkpoint}: {needed / 1e9:.1f} GB of weights, and cpu has {free / 1e9:.1f} GB "
+                f"free; use a machine with more memory"
+            )
         return place
     context = place.max_context or DEFAULT_CONTEXT
     stack = Stack.of(checkpoint.name, sizes, quantized=opened.is_quantized)
@@ -158,13 +163,3 @@ def _host_room(checkpoint: Checkpoint) -> float:
     files = {info.file for info in checkpoint.tensors.values()}
     cached = sum(file.stat().st_size for file in files if not in_memory(file))
     return min(HOST_BYTES, free_memory() - cached - LEFT_BYTES)
-
-
-def _check_host(checkpoint: Path, needed: int) -> None:
-    """Refuse a CPU with too little free memory, before a byte is read."""
-    free = free_memory()
-    if needed > free:
-        raise ResourceError(
-            f"{checkpoint}: {needed / 1e9:.1f} GB of weights, and cpu has {free / 1e9:.1f} GB free; "
-            f"use a machine with more memory"
-        )

@@ -261,10 +261,6 @@ def _fit_e4m3(scaled: torch.Tensor) -> torch.Tensor:
     return magnitude.copysign_(scaled)
 
 
-def _fit_int8(scaled: torch.Tensor) -> torch.Tensor:
-    return scaled.clamp_(-128, 127).round_()
-
-
 def _fit_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     return round_e2m1(scaled.clamp_(-E2M1_MAX, E2M1_MAX).float())
 
@@ -276,7 +272,7 @@ def _rows(
 
 
 E4M3_ROWS = _rows("e4m3", FP8_MAX, _fit_e4m3, FP8)
-INT8_ROWS = _rows("int8", 127.5, _fit_int8, torch.int8)
+INT8_ROWS = _rows("int8", 127.5, lambda x: x.clamp_(-128, 127).round_(), torch.int8)
 # Rounded values, not yet packed. Six e4m3 codes around amax / 6 are tried by GPTQ.
 E2M1_GROUPS = Codes(
     "e2m1", partial(_quotients, E2M1_MAX), GROUP, _fit_e2m1, torch.float32, pack_e2m1, neighbours=6

@@ -78,7 +78,7 @@ class Replayed:
 class Step:
     """The denoising steps of `rows` sequences under one sampler, each at a step of its own.
 
-    A step is two graphs. `compute` decodes, draws and accepts, and may encode in the same pass what
+    A step is two graphs. The first decodes, draws and accepts, and may encode in the same pass what
     some of the sequences committed. It ends with a report, which travels to the host while `condition`
     makes the soft embedding for the next step: the host learns who has finished while the GPU works.
 
@@ -193,11 +193,8 @@ class Step:
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` are its pass' last rows, None where it has not run yet."""
-        if h is None:
-            self._launch((committed, self._knows), lambda: self.compute(committed), graphs)
-        else:
-            self._leave(h)
+        """Take a step up to its report; `h` are its pass' last rows, None if it has not run yet."""
+        self._launch((committed, self._knows), partial(self._leave, h, committed), graphs)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
         """Send the report, and condition the next step if `going_on`.
@@ -223,10 +220,6 @@ class Step:
         for count in sorted({min(_power(n), self.rows) for n in range(1, self.rows + 1)}):
             self.take_on(None, count, graphs=True)
 
-    def compute(self, committed: int) -> None:
-        """Take one step up to its report, kernel by kernel, and encode `committed` canvases with it."""
-        self._leave(self._model.run([self.enter(committed)])[0])
-
     def enter(self, committed: int) -> Pass:
         """Return a step's pass at the first layer."""
         more = None
@@ -237,8 +230,10 @@ class Step:
         own.lane = self._lane
         return own
 
-    def _leave(self, h: Tensor) -> None:
-        """Decide the next canvases by a pass' last rows, and make the report."""
+    def _leave(self, h: Tensor | None, committed: int) -> None:
+        """Decide the next canvases by the last rows of a step's pass, and make the report."""
+        if h is None:
+            h = self._model.run([self.enter(committed)])[0]
         state = self.state
         if self._last is not None:
             live = ~state.finished & (state.step <= len(self._schedule))

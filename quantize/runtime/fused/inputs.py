@@ -105,19 +105,16 @@ class Inputs:
         return simulated.experts(
             x, ids, routing, simulated.plain(gate_up), simulated.plain(down),
             (scales[0], scales[1]) if len(scales) == 2 else None,
-            lambda hidden: self._show_hidden(index, hidden, chosen),
+            lambda hidden: self._show(
+                f"{index}.experts.down_proj", hidden.view(*ids.shape, -1), chosen
+            ),
         )  # fmt: skip
-
-    def _show_hidden(self, index: int, hidden: Tensor, ids: Tensor) -> None:
-        if self._observers and self.real is not None:
-            hidden = hidden.view(*ids.shape, -1)[self.real].flatten(0, 1)
-            ids = ids[self.real]
-        for see in self._observers:
-            see(f"model.decoder.layers.{index}.experts.down_proj", hidden, ids.reshape(-1, 1))
 
     def _show(self, name: str, x: Tensor, ids: Tensor | None) -> None:
         if self._observers and self.real is not None:
             x, ids = x[self.real], None if ids is None else ids[self.real]
+        if x.dim() == 3 and ids is not None:  # a row for each choice
+            x, ids = x.flatten(0, 1), ids.reshape(-1, 1)
         for see in self._observers:
             see(f"model.decoder.layers.{name}", x, ids)
 

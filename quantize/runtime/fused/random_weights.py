@@ -47,7 +47,10 @@ def random_weights(
     """
     check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
     if in_fp8 or in_fp4:
-        schemes = _packed(schemes, "nvfp4_e4m3" if in_fp8 else FOUR_BIT)
+        if why := refusal("fp8", schemes.values()):
+            raise InputError(f"random weights: {why}")
+        packed = "nvfp4_e4m3" if in_fp8 else FOUR_BIT
+        schemes = {kind: packed if own == "nvfp4" else own for kind, own in schemes.items()}
     whole = model_config(config)
     text = whole.text_config
     made = _Maker(text, schemes, device)
@@ -60,13 +63,6 @@ def random_weights(
     layers = tuple(made.layer(i, experts_hit) for i in range(text.num_hidden_layers))
     norm = made.ones(text.hidden_size)
     return TextWeights(whole, embedding, norm, conditioning, layers, in_fp8=in_fp8, in_fp4=in_fp4)
-
-
-def _packed(schemes: dict[str, str], as_: str) -> dict[str, str]:
-    """Return schemes in which NVFP4 is packed as another of the kernels' schemes."""
-    if why := refusal("fp8", schemes.values()):
-        raise InputError(f"random weights: {why}")
-    return {kind: as_ if own == "nvfp4" else own for kind, own in schemes.items()}
 
 
 class _Maker:

@@ -336,7 +336,8 @@ class FusedModel:
         codes, scale = x
         if scale is None and self.inputs is not None:
             codes, rows = self.inputs.dense(index, kind, codes, rows)
-        return _beside_each_other([linear(codes, weight, scale) for weight in rows])
+        parts = [linear(codes, weight, scale) for weight in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
         read = self._read((down,))
@@ -437,7 +438,3 @@ def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
         sliding: getattr(rotary, f"{kind}_inv_freq").float().to(device)
         for kind, sliding in kinds.items()
     }
-
-
-def _beside_each_other(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
