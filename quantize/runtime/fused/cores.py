@@ -53,7 +53,7 @@ def _on_one_core() -> None:
 
 def cores_of(device: torch.device) -> Cores | None:
     """Return the threads that compute a device's passes; None where kernels do."""
-    return None if launches(device) else _shared(torch.get_num_threads())
+    return None if launches(device) else cores(torch.get_num_threads())
 
 
-_shared = cache(Cores)  # by all engines
+cores = cache(Cores)  # which all engines share
