@@ -28,6 +28,7 @@ from quantize.serve.calls import CLOSE, QUOTE
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
 LONGEST = 4096  # most tokens of a way to an accepted end that is searched for
+TAKEN = 1 << 32  # weighs more than the shape of any token
 ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
 MARKERS = (CLOSE, QUOTE)  # of a call, the only signs that end it and its strings
@@ -40,7 +41,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.ends = list(ends)
         self._tokenizer = from_tokenizer(tokenizer, eos_token=self.ends)
-        self._shapes: dict[int, tuple[int, bool]] = {}
+        self._shapes = np.full(self._tokenizer.vocab_size, -1)
         vocabulary = tokenizer.get_vocab()
         marks = [vocabulary[mark] for mark in MARKERS if mark in vocabulary]  # no text holds them
         self.orders = [
@@ -51,11 +52,12 @@ class Grammars:
         found = [self._tokenizer.tokenize_str(character) for character in characters]
         return [ids[0] for ids in found if len(ids) == 1]
 
-    def _shape(self, token: int) -> tuple[int, bool]:
-        if token not in self._shapes:
+    def _shape(self, tokens: np.ndarray[Any, np.dtype[np.int_]]) -> Any:
+        """Return twice the length of each token, one more for letters and digits: int [n]."""
+        for token in tokens[self._shapes[tokens] < 0].tolist():
             text: bytes = self._tokenizer.decode_bytes([token])
-            self._shapes[token] = len(text), text.isalnum()
-        return self._shapes[token]
+            self._shapes[token] = 2 * len(text) + text.isalnum()
+        return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
         """Compile a form: "json" by its schema, "regex" of whole texts, or "lark" in Lark's notation.
@@ -89,7 +91,7 @@ class Grammars:
         Of those the shortest come first, and signs before letters: they are likelier to end something.
         """
         way: list[int] = []
-        taken: dict[int, int] = {}
+        taken = np.zeros_like(self._shapes)
         while not matcher.is_accepting():
             ahead: list[int] = matcher.compute_ff_tokens()
             if not ahead:
@@ -97,11 +99,12 @@ class Grammars:
                 may[self.ends] = False
                 first = next((token for token in order if may[token]), None)
                 if first is None:
-                    choices = np.flatnonzero(may)[:4096].tolist()
-                    if not choices:
+                    choices = np.flatnonzero(may)[:4096]
+                    if not len(choices):
                         return None
-                    first = min(choices, key=lambda t: (taken.get(t, 0), *self._shape(t)))
-                taken[first] = taken.get(first, 0) + 1
+                    least = (taken[choices] * TAKEN + self._shape(choices)).argmin()
+                    first = int(choices[least])
+                taken[first] += 1
                 ahead = [first]
             way += ahead
             if len(way) > room or not matcher.consume_tokens(ahead):
