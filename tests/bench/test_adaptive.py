@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 
 from quantize.bench import adaptive
-from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
 
 
-def test_both_ways_take_the_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_take_the_recorded_steps(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same requests stop after the same numbers of steps, in turns; by step slots wait less."""
     monkeypatch.setattr(adaptive, "REQUESTS", 2)
-    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=4, max_context=200)
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=4, max_context=200)
     file = tmp_path / "stops.json"
     file.write_text("[1, 3, 2]")
     stops = adaptive.read_stops(file)

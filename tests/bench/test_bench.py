@@ -4,6 +4,7 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from quantize.bench import speed as bench
 from quantize.bench.one_token import Continuation
-from quantize.bundled import CHECKPOINT
 from quantize.host.gauge import Clock, Gauge
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine
@@ -21,9 +21,11 @@ from quantize.runtime.fused.weights import load_packed
 
 
 @pytest.mark.parametrize("context", [100, 7])
-def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canvases_stand_behind_the_context(
+    context: int, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every timed canvas but the first has `context` tokens before it, its last canvas among them."""
-    weights = load_packed(CHECKPOINT, "cpu")
+    weights = load_packed(tiny_checkpoint, "cpu")
     length = weights.config.canvas_length
     engine = FusedEngine(weights, capacity=2, max_context=context + 2 * length)
     before: list[tuple[int, int]] = []
@@ -48,9 +50,9 @@ def test_canvases_stand_behind_the_context(context: int, monkeypatch: pytest.Mon
     assert all(parts[1] == length for parts in timed), before
 
 
-def test_a_repeated_canvas_is_the_same_canvas() -> None:
+def test_a_repeated_canvas_is_the_same_canvas(tiny_checkpoint: Path) -> None:
     """What bench times again and again: the same tokens behind the same tokens."""
-    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=1, max_context=300)
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=300)
     sampler = replace(Sampler(), max_denoising_steps=3)
     engine.admit(0, list(range(200, 260)), 7, sampler)
     (before,), (second,) = engine.denoise([0]), engine.denoise([0])
@@ -64,11 +66,11 @@ def test_a_repeated_canvas_is_the_same_canvas() -> None:
 
 @pytest.mark.parametrize("context", [40, 7])
 def test_tokens_one_by_one_stand_around_the_context(
-    context: int, monkeypatch: pytest.MonkeyPatch
+    context: int, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many tokens as a canvas has, half of them before `context`: as far behind it on average."""
-    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=2, max_context=context + 128)
-    engine.canvas_length = 8  # so many tokens are written, in place of 64
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=context + 128)
+    engine.canvas_length = 8  # so many tokens are written, in place of 16
     began: list[int] = []
     plain = Continuation.rewind
     monkeypatch.setattr(

@@ -83,7 +83,7 @@ def test_operand_orders_and_two_accumulators(scheme: str, swap: int, more: int) 
 
 
 @pytest.mark.parametrize("scheme", OF_EXPERTS)
-@pytest.mark.parametrize("tokens", [1, 17, 64] if INTERPRETED else [1, 17, 64, 256, 1024])
+@pytest.mark.parametrize("tokens", [1, 17] if INTERPRETED else [1, 17, 64, 256, 1024])
 def test_experts(scheme: str, tokens: int) -> None:
     """Experts 5 to 7 of 8 get no token; one id of the first token is out of range and adds nothing."""
     hidden, inner, experts, topk = (64, 48, 8, 3) if INTERPRETED else (2816, 704, 16, 8)

@@ -1,13 +1,12 @@
 """Processes that torchrun started: connected while the block runs, and no longer."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from two_processes import in_two
+from torch.distributed import run as torchrun
+from two_processes import forked, in_two
 
 import quantize
 from quantize.errors import InputError
@@ -51,11 +50,10 @@ def test_torchrun_starts_them(tmp_path: Path) -> None:
     """Other tests fork two processes with what torchrun tells its own: this is what it tells."""
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, str(script), str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    launch = ["--standalone", "--nproc-per-node=2", str(script), str(tmp_path)]
+    launcher = forked(torchrun.main, launch)
+    launcher.join(300)
+    assert launcher.exitcode == 0
     assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True"
     assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False"
 

@@ -287,19 +287,20 @@ def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> N
 
 
 @pytest.mark.usefixtures("in_the_ways_of_a_gpu")
-@pytest.mark.parametrize(("count", "rows"), [(3, 3), (4, 4), (5, 6), (12, 12)])
+@pytest.mark.parametrize(("count", "rows"), [(3, 3), (5, 6)])
 def test_batch_invariant_engine(tiny_checkpoint: Path, count: int, rows: int) -> None:
     """Every step has the shape of a full engine: alone, together, and after a warm-up."""
     weights = load_packed(tiny_checkpoint, "cpu")
     engine = FusedEngine(weights, capacity=count, max_context=256, batch_invariant=True)
-    engine.warm_up(SAMPLER)
+    sampler = replace(SAMPLER, max_denoising_steps=2)
+    engine.warm_up(sampler)
     prompts = tokens(count, 20).tolist()
     for slot in range(count):
-        engine.admit(slot, prompts[slot], slot, SAMPLER)
+        engine.admit(slot, prompts[slot], slot, sampler)
     together = [engine.denoise(range(count)) for _ in range(2)]
-    for slot in (0, 1, count - 1):
+    for slot in (1, count - 1):
         engine.release(slot)
-        engine.admit(slot, prompts[slot], slot, SAMPLER)
+        engine.admit(slot, prompts[slot], slot, sampler)
         alone = [engine.denoise([slot])[0] for _ in range(2)]
         assert alone == [canvases[slot] for canvases in together]
     assert {of for of, _ in engine._steps[0, False]._lasting} == {rows}

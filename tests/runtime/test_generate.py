@@ -171,29 +171,29 @@ def test_default_sampler_gives_the_tokens_of_transformers(
     model: DiffusionGemmaForBlockDiffusion,
 ) -> None:
     prompts = random_prompts([24])
-    sampler = Sampler(max_denoising_steps=12)
+    sampler = Sampler(max_denoising_steps=6)
     torch.manual_seed(3)
     expected, _, noise = transformers_generate(model, prompts, 2, sampler)
     got = generate_as_heard(model, prompts, noise, max_new_tokens=2 * CANVAS, sampler=sampler)
     assert flat(got[0]) == expected[0]
-    assert got[0].steps_per_canvas == [12, 12]
+    assert got[0].steps_per_canvas == [6, 6]
     assert got[0].finish == "length"
 
 
 def test_a_sample_does_not_depend_on_its_batch(model: DiffusionGemmaForBlockDiffusion) -> None:
-    prompts = random_prompts([3, 40, 17, 33, 70])
-    seeds = [5, 2**40 + 1, -7, 0, 99]
+    prompts = random_prompts([3, 40, 17, 70])
+    seeds = [5, 2**40 + 1, -7, 99]
     together = generate(
-        ModelEngine(model), prompts, seeds, max_new_tokens=3 * CANVAS, sampler=STOPPING
+        ModelEngine(model), prompts, seeds, max_new_tokens=2 * CANVAS, sampler=STOPPING
     )
     alone = [
-        generate(ModelEngine(model), [p], [s], max_new_tokens=3 * CANVAS, sampler=STOPPING)[0]
+        generate(ModelEngine(model), [p], [s], max_new_tokens=2 * CANVAS, sampler=STOPPING)[0]
         for p, s in zip(prompts, seeds, strict=True)
     ]
     assert together == alone
     assert len({tuple(sample.steps_per_canvas) for sample in alone}) > 1  # rows left at other times
     shuffled = generate(
-        ModelEngine(model), prompts[::-1], seeds[::-1], max_new_tokens=3 * CANVAS, sampler=STOPPING
+        ModelEngine(model), prompts[::-1], seeds[::-1], max_new_tokens=2 * CANVAS, sampler=STOPPING
     )
     assert shuffled == together[::-1]
 

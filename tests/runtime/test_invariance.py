@@ -18,7 +18,7 @@ from quantize.runtime.engine import complete
 from quantize.runtime.fused.cores import Cores
 from quantize.runtime.opening import open
 
-SAMPLER = Sampler(max_denoising_steps=3)
+SAMPLER = Sampler(max_denoising_steps=2)
 LENGTHS = (5, 16, 40, 41, 140)
 N = 7  # rows of a sequence
 
@@ -51,8 +51,7 @@ def answers(folder: Path, threads: int, capacity: int, order: list[int]) -> list
 def test_neighbours_slots_and_cores(artifact: str, request: pytest.FixtureRequest) -> None:
     folder = request.getfixturevalue(artifact)
     first = answers(folder, 1, 1, [0, 1, 2, 3, 4])
-    assert answers(folder, 2, 5, [3, 0, 4, 1, 2]) == first
-    assert answers(folder, 4, 3, [4, 3, 2, 1, 0]) == first
+    assert answers(folder, 3, 4, [3, 0, 4, 1, 2]) == first
 
 
 @pytest.mark.usefixtures("threads")

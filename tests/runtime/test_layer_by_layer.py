@@ -51,21 +51,31 @@ def prompts_of(source: Path) -> list[Prompt]:
     return [Prompt(tuple(own), False, images if has else None) for own, has in ids]
 
 
-@pytest.mark.parametrize("piece", [1, 64 << 20])
-def test_layers_see_what_they_saw_in_the_loop(
-    piece: int, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shuttle, "PIECE_BYTES", piece)  # a pass, or a batch, travels at a time
+@pytest.fixture(scope="module")
+def recorded(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Denoising, Path, Hessians]:
+    """A denoising, the folder of what it recorded, and what it showed."""
+    folder = tmp_path_factory.mktemp("recorded")
     settings = Calibration(
         datasets=[str(source / "chats.jsonl")], prompts=5, canvases=2, thinking=0, batch_size=2
     )
     denoising = Denoising(source, settings, CPU)
     denoising._prompts = prompts_of(source)
-    loop, found = (Hessians(NAMES, EXPERTS) for _ in range(2))
+    loop = Hessians(NAMES, EXPERTS)
+    denoising.run(title="", observers=[loop.see], recorder=Recorder(folder))
+    return denoising, folder, loop
 
-    recorder = Recorder(tmp_path)
-    denoising.run(title="", observers=[loop.see], recorder=recorder)
-    recording = denoising.recording(tmp_path)
+
+@pytest.mark.parametrize("piece", [1, 64 << 20])
+def test_layers_see_what_they_saw_in_the_loop(
+    piece: int, source: Path, recorded: tuple[Denoising, Path, Hessians],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(shuttle, "PIECE_BYTES", piece)  # a pass, or a batch, travels at a time
+    denoising, folder, loop = recorded
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    recording, found = denoising.recording(tmp_path), Hessians(NAMES, EXPERTS)
     passes = [own for batch in recording.batches for own in batch.passes]
     assert {own.decoded for own in passes} == {0, CANVAS, 2 * CANVAS}
     assert any(

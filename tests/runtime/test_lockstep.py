@@ -46,9 +46,10 @@ def work(number: int, folder: Path, shown: dict[int, list[Any]]) -> Callable[[Ba
     return denoise
 
 
-def made(
-    lanes: int, checkpoint: Path, folder: Path
-) -> tuple[list[Any], dict[int, Any], list[bytes]]:
+Made = tuple[list[Any], dict[int, Any], list[bytes]]  # tokens, what was shown, files
+
+
+def made(lanes: int, checkpoint: Path, folder: Path) -> Made:
     weights = load_packed(checkpoint, "cpu", resident=None if lanes == 1 else 1)
     engine = FusedEngine(weights, capacity=ROWS, max_context=96, lanes=lanes)
     shown: dict[int, list[Any]] = {}
@@ -60,15 +61,21 @@ def made(
     return tokens, shown, [path.read_bytes() for path in sorted(folder.rglob("batch-*"))]
 
 
+@pytest.fixture(scope="module")
+def alone(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(1, tiny_checkpoint, tmp_path_factory.mktemp("alone"))
+
+
 @pytest.mark.parametrize("lanes", [2, 5])
-def test_a_batch_is_what_it_is_alone(lanes: int, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    alone = made(1, tiny_checkpoint, tmp_path / "alone")
+def test_a_batch_is_what_it_is_alone(
+    lanes: int, alone: Made, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     assert made(lanes, tiny_checkpoint, tmp_path / "together") == alone
     assert len(alone[2]) == 6  # rows and places of three watched batches
 
 
 def test_canvases_drawn_together_are_those_of_torch_one_by_one(
-    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Made, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[int] = []
 
@@ -85,9 +92,8 @@ def test_canvases_drawn_together_are_those_of_torch_one_by_one(
         drawn.append(len(draws))
         return Draw.join(draws), torch.cat(signals)
 
-    together = made(1, tiny_checkpoint, tmp_path / "together")
     monkeypatch.setattr(FusedPasses, "draw", one_by_one)
-    assert made(1, tiny_checkpoint, tmp_path / "one by one") == together
+    assert made(1, tiny_checkpoint, tmp_path) == alone
     assert max(drawn) > 1
 
 

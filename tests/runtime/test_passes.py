@@ -126,8 +126,8 @@ def quantized(seen: tuple[Seen, Seen], tmp_path_factory: pytest.TempPathFactory)
 
 
 CASES: list[tuple[str, ActivationMode]] = [
-    ("nvfp4_w4a4", "none"), ("nvfp4_w4a4", "per_expert"), ("fp8_dynamic", "none"),
-    ("fp8_dynamic", "per_layer"), ("nvfp4_w4a4", "fp8"),
+    ("nvfp4_w4a4", "none"), ("nvfp4_w4a4", "per_expert"), ("fp8_dynamic", "per_layer"),
+    ("nvfp4_w4a4", "fp8"),
 ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_modes_differ_as_they_should(quantized: dict[str, Path], short: list[Tra
         compared.append(Compared(beside))
     compared.append(Compared(compared[-1].engine, own_conditioning=True))
     same, none, per_expert, per_layer, own = (
-        summarize(each) for each in replay(reference, compared, short[:2], SAMPLER)
+        summarize(each) for each in replay(reference, compared, short[:1], SAMPLER)
     )
     assert same["kl_nats"]["max"] == 0
     assert min(same["routing_overlap"]) == 1
@@ -215,8 +215,8 @@ def test_pieces_change_nothing_and_both_ways_to_generate_agree(
 ) -> None:
     """Logits looked at canvas by canvas, and all at once."""
     engine = opened(CHECKPOINT)
-    longer = replace(SAMPLER, max_denoising_steps=4, confidence_threshold=1e-9)
-    asked = {"max_new_tokens": 64, "sampler": longer}
+    few = replace(SAMPLER, max_denoising_steps=2, confidence_threshold=1e-9)
+    asked = {"max_new_tokens": 64, "sampler": few}
     whole = [complete(engine, prompts(), range(PROMPTS), **asked)]
     whole.append(generate(engine, prompts(), range(PROMPTS), **asked))
     assert whole[0] == whole[1]  # the kernels' sampler, and torch's over the passes: one arithmetic

@@ -25,11 +25,10 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     LinearTemperatureScheduleLogitsProcessor,
 )
 
-from quantize.bundled import CHECKPOINT, HELDOUT
+from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.synthetic import GENERATION
 from quantize.errors import InputError
 from quantize.runtime import Sample
-from quantize.runtime.chat import encode_chat, load_tokenizer
 from quantize.runtime.engine import complete
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.runtime.fused.weights import load_packed
@@ -190,13 +189,10 @@ def test_every_field_of_the_real_config_changes_the_settings_or_cannot_matter() 
         assert same == (field in WITHOUT_EFFECT), field
 
 
-def test_every_setting_reaches_the_canvases() -> None:
+def test_every_setting_reaches_the_canvases(tiny_checkpoint: Path) -> None:
     """Each setting alone changes what is generated."""
-    tokenizer = load_tokenizer(CHECKPOINT)
-    problem = json.loads(HELDOUT.read_text("utf-8").split("\n")[0])
-    chat = [{"role": "user", "content": problem["question"]}]
-    ids = encode_chat(tokenizer, chat, thinking=False)
-    engine = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=1, max_context=512)
+    ids, L = list(range(110, 130)), 16  # tokens of a canvas
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=64)
 
     def answer(sampler: Sampler) -> tuple[Sample, list[Any]]:
         """The sample, and every step's draft with what it accepts."""
@@ -208,7 +204,9 @@ def test_every_setting_reaches_the_canvases() -> None:
         )  # fmt: skip
         return sample, drafts
 
-    base = Sampler(max_new_tokens=64, max_denoising_steps=4, confidence_threshold=1e-30)
+    base = Sampler(
+        max_new_tokens=L, max_denoising_steps=4, confidence_threshold=1e-30, entropy_bound=4.0
+    )
     usual, drafts = answer(base)
     assert usual.denoising_steps == 4
     for changed in (
@@ -216,16 +214,16 @@ def test_every_setting_reaches_the_canvases() -> None:
         {"entropy_bound": 1e-6},
         {"t_min": 0.01},
         {"t_max": 3.0},
-        {"max_new_tokens": 65},
+        {"max_new_tokens": L + 1},
         {"eos_token_ids": (usual.committed[0][3],)},
     ):
         found, steps = answer(replace(base, **changed))
         assert (found.tokens, steps) != (usual.tokens, drafts), changed
-    short = replace(base, max_new_tokens=65, max_length=len(ids) + 64)
+    short = replace(base, max_new_tokens=L + 1, max_length=len(ids) + L)
     assert answer(short)[0].canvases == 1
     eager = replace(base, confidence_threshold=10.0)
     for given_settings, count in ((eager, 4), (replace(eager, stability_threshold=0), 1)):
         assert answer(given_settings)[0].denoising_steps == count
     assert answer(replace(base, stability_threshold=0))[0].denoising_steps == 4  # not sure enough
     ended = replace(base, eos_token_ids=(usual.committed[0][3],), pad_token_id=0)
-    assert answer(ended)[0].committed[0][4:] == [0] * 60
+    assert answer(ended)[0].committed[0][4:] == [0] * (L - 4)

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 from server_process import KEY, process
-from serving import in_process, tokenizer
+from serving import FEW, HASTY, in_process, tokenizer
 
 from quantize.bundled import HELDOUT
 from quantize.serve.text import Text
@@ -43,12 +43,11 @@ def known(count: int) -> list[Known]:
     for seed, row in enumerate(rows):
         thinking = bool(seed % 2)
         body = {"model": "bundled", "messages": [{"role": "user", "content": row["question"]}]}
-        body |= {
-            "seed": seed,
-            "max_tokens": TOKENS,
-            "chat_template_kwargs": {"enable_thinking": thinking},
-        }
-        sample = in_process(row["question"], seed, thinking=thinking, max_tokens=TOKENS)
+        body |= {"seed": seed, "max_tokens": TOKENS} | FEW
+        body["chat_template_kwargs"] = {"enable_thinking": thinking}
+        sample = in_process(
+            row["question"], seed, thinking=thinking, max_tokens=TOKENS, sampler=HASTY
+        )
         found.append(Known(body, *split(sample.tokens)))
     return found
 

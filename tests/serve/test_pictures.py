@@ -20,7 +20,7 @@ from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
 
 QUESTION = {"type": "text", "text": "What is this?"}
 PNG = data_url(encoded(picture()))
-STEPS = 4  # the tower is not trained, and what is said of its pictures never settles
+STEPS = 2  # the tower is not trained, and what is said of its pictures never settles
 
 
 @pytest.fixture(scope="module")

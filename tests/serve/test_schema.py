@@ -40,7 +40,7 @@ def test_no_answer_of_422_is_promised(server: Running) -> None:
     assert server.http.post("/v1/completions", json={}).status_code == 400
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_server_error(server: Running, examples: int) -> None:
     import schemathesis
     from hypothesis import HealthCheck, given, settings

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from quantize.serve.service import Service
 from quantize.serve.text import Text
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
+# For tests that look at no sense of an answer: what it takes a model to make one costs most of them.
+FEW: Any = {"num_inference_steps": 3}
+HASTY = replace(SAMPLER, max_denoising_steps=3)
 QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
 
 
