@@ -11,9 +11,10 @@ from quick_run import Quick, made_up_replay
 
 from quantize.host.files import read_json, write_json
 from quantize.pipeline.run import _set_by_the_machine
-from quantize.pipeline.stages import STAGES
+from quantize.pipeline.stages import STAGES, stage
 from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import load_recipe
+from quantize.runs.folder import RunDir
 from quantize.stages.convert import convert
 
 NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4_w4a4"))]
@@ -56,6 +57,14 @@ def test_a_result_that_comes_out_different_makes_what_follows_stale(
     assert refused.code == 2
     assert "verify is stale, convert changed since" in refused.last
     assert quick.run("--resume").redone() == ["verify", "fidelity", "evaluate", "report"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("plan", "quantize run ... --resume"), ("verify", "quantize verify 'a run'")],
+)
+def test_a_stale_result_names_the_command_that_makes_it(name: str, said: str) -> None:
+    assert stage(name).command(RunDir(Path("a run"))) == said
 
 
 def test_a_stage_without_an_entry_is_stale(quick: Quick) -> None:

@@ -194,6 +194,22 @@ def test_a_run_with_gaps_says_what_is_missing(run: RunDir) -> None:
     assert "fp8_dynamic" in (ModelCard(text).data.tags or [])
 
 
+def test_what_was_not_asked_judged_or_made_here_is_told(run: RunDir) -> None:
+    tasks = [each | {"max_step_inflation": None} for each in read_json(run.report_json)["tasks"]]
+    looks = {tasks[0]["task"]: {"taken": 1, "of": 5}}
+    pack = {"pack": "ab12", "tool": {"version": "1", "commit": None}}
+    pack["made_with"] = {"device": "an H100", "versions.torch": "2.11"}
+    edit(run.report_json, tasks=tasks, looks=looks, not_asked=["aime25"], baseline=pack)
+    text = " ".join(card_of(run).split())
+    for sentence in (
+        f"{tasks[0]['task']}: the verdict was certain after look 1 of 5; the rest was not asked.",
+        "aime25: not asked; the run's verdict was certain before.",
+        "Denoising steps were not judged: the recipe sets no max_step_inflation.",
+        "imported: on an H100 with torch 2.11, by diffusiongemma-quantize 1 (commit unknown)",
+    ):
+        assert sentence in text
+
+
 @pytest.mark.parametrize(
     ("shown", "says"),
     [

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,12 @@ def test_a_file_that_cannot_be_written_ends_the_stage(
     assert not (tmp_path / "rounded").exists()
 
 
+def test_where_nothing_is_quantized_there_is_nothing_to_round(source: Checkpoint) -> None:
+    kept = [replace(target, scheme=None) for target in targets_of(source)]
+    with pytest.raises(InputError, match="the recipe quantizes no Linear: there is nothing to"):
+        units_of(kept)
+
+
 def test_gptq_without_prompts_is_refused_when_the_recipe_is_read() -> None:
     recipe = load_recipe("fp8_dynamic").model_dump(mode="json")
     recipe["quantization"]["rounding"], recipe["calibration"] = "gptq", None
@@ -401,6 +408,17 @@ def test_a_sound_recording_is_not_made_again(
     denoising = Denoising(source.folder, settings, CPU)
     monkeypatch.setattr(denoising, "run", None)
     assert len(denoising.recording(recorded).batches) == 2
+
+
+def test_a_recording_elsewhere_is_used_and_removed(
+    recorded: Path, source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = Path(shutil.copytree(recorded, tmp_path / "elsewhere"))
+    monkeypatch.setattr(Denoising, "run", None)
+    monkeypatch.setattr(stage, "round_layers", lambda *_: None)
+    out = tmp_path / "rounding"
+    round_weights(source, targets_of(source), recipe_of(source), out, scratch=scratch)
+    assert (out.exists(), scratch.exists()) == (True, False)
 
 
 def test_each_batch_of_experts_has_its_own_hessians(
