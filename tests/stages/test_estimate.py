@@ -75,12 +75,16 @@ def of(prompts: int, canvases: int) -> Recipe:
     ("stage", "gb", "prompts", "canvases", "steps", "measured"),
     [
         ("calibrate", 141, 64, 2, 48, 81.3),
-        ("calibrate", 22, 16, 2, 48, 126.5),
+        ("calibrate", 141, 64, 1, 16, 21.8),
+        ("calibrate", 22, 64, 2, 48, 227.6),
         ("round", 141, 64, 2, 48, 138.5),  # 26 of 30 layers in 120 s
+        ("round", 22, 64, 2, 48, 139.0),
+        ("round", 141, 64, 1, 16, 83.5),
         ("convert", 76, 64, 1, 16, 29.1),
-        ("verify", 76, 64, 1, 16, 32.7),
-        ("fidelity", 76, 64, 1, 16, 48.9),
-        ("fidelity", 22, 64, 1, 16, 93.3),
+        ("verify", 141, 64, 1, 16, 10.6),
+        ("verify", 22, 64, 1, 16, 9.4),
+        ("fidelity", 141, 64, 1, 16, 67.1),
+        ("fidelity", 22, 64, 1, 16, 93.2),
     ],
 )
 def test_estimates_are_near_what_an_h200_took(

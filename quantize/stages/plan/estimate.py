@@ -35,16 +35,18 @@ CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
 # Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 81.3 s; evaluation in BF16,
 # 16 slots, 2,481 tokens/s at 16 steps.
 CALIBRATING, DENOISING = 3.3, 2.4
-# Link: 53 GB/s of 63 from pinned memory. 16 prompts calibrated at 22 GB in 126.5 s streamed 4.53 TB.
+# Link: 53 GB/s of 63 from pinned memory. BF16 evaluated at 22 GB, 128 canvases in lockstep, took 1.96 s
+# a pass, which streams 72.6 GB.
 LINK_REACHED, STREAMED = 53 / 63, 1.4
 # GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s a layer; of 16 prompts'
 # 131.0 s 11.7 went to reads and writes.
 ROUNDING_LAYER_SECONDS, ROUNDING_FILES_SECONDS = 12.0 / 6, 11.7
 HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
-# Of a GB of BF16: the slowest of 18 to 32 s (convert) and 33 to 38 s (verify), and loading. Fidelity
-# opens both models and checks every Linear: 40 of the 49 s that 16 steps of 16 canvases took.
-CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 32.2 / 51.65, 37.8 / 51.65, 0.12
-CHECKING_SECONDS = 0.6
+# Of a GB of BF16: convert, verify behind it, loading, and loading for a calibration with what it writes
+# last. Fidelity opens both models and checks every Linear: 55 of the 67 s that 16 steps of 16
+# canvases took.
+CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 32.2 / 51.65, 10.6 / 51.65, 0.12
+CALIBRATE_SECONDS, CHECKING_SECONDS = 0.2, 0.8
 BF16_FLOP = 989e12  # a second, of that GPU: GPTQ's time is taken to go with it
 # The most host memory that the stages held for themselves there, and that GPTQ's leave for rows.
 HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
@@ -176,9 +178,11 @@ class _Stages:
         assert settings is not None
         count = need.batches * settings.canvases * STEPS
         row, compute, link = self._passes(need, count, CALIBRATING)
-        loading = self._read(self._before, LOADING_SECONDS * self._before / 1e9)
-        row = replace(row, scratch=self._rows_bytes())
-        return self._timed(row, loading, ("compute", compute), ("link", link))
+        loading = self._read(self._before, CALIBRATE_SECONDS * self._before / 1e9)
+        bound = "link" if link > compute else "compute"  # a layer's passes wait for its weights
+        return self._timed(
+            replace(row, scratch=self._rows_bytes()), loading, (bound, compute + link)
+        )
 
     def _rows_bytes(self) -> float:
         """Return the bytes of what enters the first layer, recorded at every step and prompt."""
