@@ -309,14 +309,12 @@ def attend(q, keys, values, slots, first, last, scheme, shared):
 
 @dataclass(frozen=True)
 class Parts:
-    """The results of `attend_parts`: bf16 [M, q_heads, D] where positions are not split.
+    """The results of `attend_parts`."""
 
-    Otherwise f16 [splits, M, q_heads, D], and maxima and sums of exponentials f32 [splits, M, q_heads].
-    """
-
+    # bf16 [M, q_heads, D] where positions are not split, else f16 [splits, M, q_heads, D]
     results: torch.Tensor
-    largest: torch.Tensor
-    total: torch.Tensor
+    largest: torch.Tensor  # maxima, f32 [splits, M, q_heads]
+    total: torch.Tensor  # sums of exponentials, f32 [splits, M, q_heads]
 
     @property
     def splits(self) -> int:

@@ -22,10 +22,7 @@ HOPPER: Capability = (9, 0)
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product to tune.
-
-    `verb` is linear, experts_up, experts_down, lm_head or soft_embedding.
-    """
+    """A product to tune: `verb` is linear, experts_up, experts_down, lm_head or soft_embedding."""
 
     verb: str
     scheme: str

@@ -17,16 +17,12 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Draw(NamedTuple):
-    """What one step drew at each position, all [B, L].
+    """What one step drew at each position, all [B, L]."""
 
-    int64 `sampled` is drawn from softmax(logits / T), `replacement` uniformly for where the sample is
-    not accepted, `argmax` is the most probable token, the lowest of several; `entropy` f32 is in nats.
-    """
-
-    sampled: torch.Tensor
-    replacement: torch.Tensor
-    argmax: torch.Tensor
-    entropy: torch.Tensor
+    sampled: torch.Tensor  # int64, from softmax(logits / T)
+    replacement: torch.Tensor  # int64, drawn uniformly, taken where the sample is not accepted
+    argmax: torch.Tensor  # int64, the most probable token, the lowest of several
+    entropy: torch.Tensor  # f32, in nats
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
@@ -53,25 +49,19 @@ class Probabilities:
 
 @dataclass(frozen=True)
 class CanvasState:
-    """Denoising state of B sequences; `accept` writes into these tensors.
+    """Denoising state of B sequences; `accept` writes into these tensors."""
 
-    [B]: `seeds` int64; `canvas_index` int64, from 0; `step` int32, the one to be taken next, from 1,
-    which stays once a sequence has `finished` (bool) by its own criterion. [B, L]:
-    `inverse_temperature` f32, 1 / T of the last step, 0 before the first, for the next one's
-    `soft_embedding`; int64 `canvas`, which the decoder reads next, and `argmax`, which would be
-    committed; `accepted` bool, by the last step. `history` int64 [S, B, L], argmax of the last S =
-    stability_threshold steps, -1 before the first.
-    """
-
-    seeds: torch.Tensor
-    canvas_index: torch.Tensor
-    step: torch.Tensor
-    finished: torch.Tensor
+    seeds: torch.Tensor  # int64 [B]
+    canvas_index: torch.Tensor  # int64 [B], from 0
+    step: torch.Tensor  # int32 [B], to be taken next, from 1; it stays once a sequence has finished
+    finished: torch.Tensor  # bool [B], stopped by its own criterion
+    # f32 [B, L], 1 / T of the last step, 0 before; the next `soft_embedding`'s
     inverse_temperature: torch.Tensor
-    canvas: torch.Tensor
-    argmax: torch.Tensor
+    canvas: torch.Tensor  # int64 [B, L], which the decoder reads next
+    argmax: torch.Tensor  # int64 [B, L], which would be committed
+    # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
     history: torch.Tensor
-    accepted: torch.Tensor
+    accepted: torch.Tensor  # bool [B, L], by the last step
 
     @classmethod
     def begin(

@@ -17,10 +17,9 @@ SHARED = FP8_MAX * E2M1_MAX / 6  # of rows that reach 6, as standard normal ones
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """Make a weight [experts, rows, columns], blank on "meta".
+    """Make a weight [experts, rows, columns] of a scheme in `layouts`, blank on "meta".
 
-    `scheme` is bf16, fp8, int8, mxfp4, nvfp4, or NVFP4 as FP8 products read it, nvfp4_e4m3, or as FP4
-    units do, nvfp4_e2m1, with rows under the global scale SHARED.
+    Rows of nvfp4_e2m1 have the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)

@@ -31,10 +31,10 @@ _HERE = _Here()
 
 @contextmanager
 def sequences_of(rows: int) -> Generator[None]:
-    """Say that the rows of this thread's products belong to sequences of `rows` rows each.
+    """Say that rows of this thread's products belong to sequences of `rows` rows each.
 
     Some CPU libraries sum a product of more rows in another order, so torch multiplies each sequence's
-    rows by themselves: a sequence's results do not depend on its neighbours. Kernels need not know.
+    by themselves: its results do not depend on its neighbours. Kernels need not know.
     """
     before, _HERE.rows = _HERE.rows, rows
     try:

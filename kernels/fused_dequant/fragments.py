@@ -54,10 +54,7 @@ def fragments_kernel(
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `w4a16.to_fragments` returns of contiguous tensors with N and K in whole tiles.
-
-    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16]; no scale is checked.
-    """
+    """Return `w4a16.to_fragments` of contiguous, checked tensors with N and K in whole tiles."""
     experts, rows, half = packed.shape
     tiles, columns = rows // w4a16.FRAGMENT, half // (w4a16.FRAGMENT // 2)
     words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)

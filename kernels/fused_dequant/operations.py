@@ -16,11 +16,11 @@
 
     sample, accept      one step of the sampler, of `canvas`
 
-A product reads an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in
-float32 and round to bf16 at the same places. A scheme the device cannot run raises ValueError naming
-both: nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured
-in a CUDA graph. Kernels' modules, and triton with them, are imported when they are needed; an operation
-of theirs has the arguments of the one here that has its name (`with_kernels`).
+A product reads an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in float32 and
+round to bf16 at the same places. A scheme that the device cannot run raises ValueError: nothing falls
+back silently to a slower path. Launches depend on shapes alone and can be captured in a CUDA graph.
+Kernels' modules, and triton with them, are imported when they are needed; what is decorated with
+`with_kernels` has a namesake there, with the same arguments.
 
 Experts on a GPU, for M tokens and topk choices:
 
@@ -126,7 +126,7 @@ def lm_head(
 ) -> torch.Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
-    `out` receives the logits, so that a captured step need not copy 134 MB.
+    A captured step need not copy 134 MB of logits that go to `out`.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -142,10 +142,10 @@ def soft_embedding(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(logits / T) @ embedding, bf16 [M, H].
+    """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
 
-    Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M], which a CUDA graph may find changed
-    at each replay. `out` receives the result.
+    Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M] may change between replays of a
+    graph.
     """
     if logits.shape[1] != len(embedding):
         raise ValueError(
@@ -177,7 +177,7 @@ def look(
 ) -> Draw:
     """Write `lm_head` of x [B * L, H] into `logits`, and `probabilities`; return `sample` of it.
 
-    The arguments are those of both; where `looks` says so. Sums are of other ranges than in `sample`.
+    The arguments are those of both. It runs where `looks` says so, and sums other ranges than `sample`.
     """
     from fused_dequant import vocabulary
 

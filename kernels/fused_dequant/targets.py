@@ -16,16 +16,12 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """A compute capability, and what a GPU of it, such as `example`, has.
+    """A compute capability, and what a GPU of it has."""
 
-    `shared` is KiB of shared memory that a block may have, `processors` streaming multiprocessors;
-    `fp4` says that tensor cores multiply NVFP4.
-    """
-
-    example: str
-    shared: int
-    processors: int
-    fp4: bool = False
+    example: str  # a GPU of it
+    shared: int  # KiB of shared memory that a block may have
+    processors: int  # streaming multiprocessors
+    fp4: bool = False  # whether tensor cores multiply NVFP4
 
 
 TARGETS: dict[Capability, Target] = {

@@ -173,14 +173,12 @@ def _child() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's fastest configuration; microseconds with it, and with what ran before.
-
-    `before` is None where what ran before is no candidate, or broke its process.
-    """
+    """A product's fastest configuration."""
 
     product: Product
     config: Config
-    microseconds: float
+    microseconds: float  # with it
+    # with what ran before; None where that is no candidate, or broke its process
     before: float | None
 
 

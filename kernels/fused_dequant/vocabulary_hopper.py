@@ -281,8 +281,7 @@ def survey(
 ) -> torch.Tensor:
     """Write logits y and p bf16 [M, V] of B sequences at `step` int32 [B] of `schedule` f32 [N].
 
-    Returns:
-        f32 [4, M, ranges of 256 tokens]: maximum, sums, moments and sums of p.
+    Returns f32 [4, M, ranges of 256 tokens]: maximum, sums, moments and sums of p.
     """
     M, V = y.shape
     ranges = triton.cdiv(V, BN.value)

@@ -111,10 +111,7 @@ def byte_table() -> torch.Tensor:
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Compute in torch what the Hopper kernel makes of fragments: bf16 [E, N, K] of w * 2^-7.
-
-    It is the reference for the kernel's inline assembly, instruction by instruction.
-    """
+    """Do in torch, step by step, what the kernel's assembly does: bf16 [E, N, K] of w * 2^-7."""
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
     first = sum(1 << (bit + 16 * half) for bit in SELECT_FIRST for half in range(2))

@@ -24,16 +24,13 @@ SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of one scheme; see `layouts`.
-
-    `streamed` weights lie in memory that is filled again and again on another stream: no kernel reads
-    them before the kernel before it is complete (`chain`).
-    """
+    """Tensors of one scheme (`layouts`)."""
 
     scheme: str
     data: torch.Tensor
     scale: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    # in memory filled on another stream: no kernel reads it before its predecessor ends (`chain`)
     streamed: bool = False
 
     @property
@@ -63,18 +60,14 @@ class Weight:
         return partial(kernel.launch, self)
 
     def config(self, verb: str, tokens: int) -> tuning.Config:
-        """Choose how the kernel is launched for `tokens` rows; `verb` is linear or experts.
-
-        Raise ValueError where the device lacks the kernel's instructions.
-        """
+        """Choose a launch for `tokens` rows, `verb` linear or experts; raise as `require` does."""
         require(self.scheme, self.data.device)
         return tuning.choose(verb, self.scheme, tokens, *self.shape[1:], self.data.device)
 
     def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
         """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.
 
-        `scale` belongs to rows that are quantized already. Raise ValueError if the rows do not fit
-        the weight.
+        `scale` is that of rows quantized already. Raise ValueError if the rows do not fit the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1

@@ -54,10 +54,8 @@ MIXES["nvfp4_fp8"] = ("nvfp4", "fp8", "fp8")  # experts, attention, dense MLP
 class Row:
     """One batch size and number of steps; times are medians over canvases, in milliseconds.
 
-    `parts` and `floor_parts` are of one denoising step with self-conditioning. A row of ONE_TOKEN takes
-    as many forwards a canvas as that has tokens; its `parts` are empty, its floor is of one forward.
-    `power_capped` is the share of canvases at whose end the power limit held the clock down; what the
-    GPU does not say is None.
+    A row of ONE_TOKEN takes as many forwards a canvas as that has tokens; its `parts` are empty, and
+    its floor is of one forward. What the GPU does not say is None.
     """
 
     batch: int
@@ -68,12 +66,12 @@ class Row:
     tokens_a_second: float
     tokens_a_joule: float | None
     clock_mhz: float | None
-    power_capped: float | None
+    power_capped: float | None  # share of canvases that ended with a clock held down by power
     first_canvas_ms: float
     experts_hit: float
     ms_a_step: float
     floor_ms_a_step: float
-    parts: dict[str, float]
+    parts: dict[str, float]  # of one denoising step with self-conditioning
     floor_parts: dict[str, float]
     price_a_million_tokens: float | None
 

@@ -26,23 +26,17 @@ from quantize.runtime.sampler import Sampler
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one denoising step (from 1) did to a canvas (from 0), for the rows that took part.
+    """What one denoising step did to a canvas, for the B rows that took part."""
 
-    `rows` are B indices into the batch as it was given. [B, L]: `canvas_ids`, which the decoder read,
-    `argmax`, the most probable tokens, `accepted` bool, `entropy` in nats of the temperature-divided
-    logits. [B]: `finished`, whether the row stops by its own criterion; `ends`, whether by that or
-    because this is the last step.
-    """
-
-    canvas: int
-    step: int
-    rows: list[int]
-    canvas_ids: Tensor
-    argmax: Tensor
-    accepted: Tensor
-    entropy: Tensor
-    finished: Tensor
-    ends: Tensor
+    canvas: int  # from 0
+    step: int  # from 1
+    rows: list[int]  # indices into the batch as it was given
+    canvas_ids: Tensor  # [B, L], which the decoder read
+    argmax: Tensor  # [B, L], the most probable tokens
+    accepted: Tensor  # bool [B, L]
+    entropy: Tensor  # [B, L] in nats, of the logits over the temperature
+    finished: Tensor  # bool [B], whether the row stops by its own criterion
+    ends: Tensor  # bool [B], whether by that or because this is the last step
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
         """Return the rows whose canvas ends with this step, and the tokens of each."""

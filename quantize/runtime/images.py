@@ -30,14 +30,10 @@ DECODER_ERRORS = (
 
 @dataclass(frozen=True)
 class Images:
-    """The images of one prompt, as Gemma 4's image processor makes them.
+    """The images of one prompt, as Gemma 4's image processor makes them."""
 
-    `pixels` are float [images, patches, patch values]; `positions` int64 [images, patches, 2], x and y
-    of each patch, -1 where a patch is padding.
-    """
-
-    pixels: Tensor
-    positions: Tensor
+    pixels: Tensor  # float [images, patches, patch values]
+    positions: Tensor  # int64 [images, patches, 2], x and y of each patch, -1 for padding
 
 
 def open_picture(

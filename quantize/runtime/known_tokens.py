@@ -22,13 +22,10 @@ FREE = -1  # stands in place of a token where none is known
 
 @dataclass(frozen=True)
 class Verdict:
-    """A guide's decision on a finished canvas: its tokens.
+    """A guide's decision on a finished canvas."""
 
-    They are committed, or with `stand` the canvas is denoised again with so many of them pinned.
-    """
-
-    tokens: list[int]
-    stand: int | None = None
+    tokens: list[int]  # to commit
+    stand: int | None = None  # denoise the canvas again instead, with so many of them pinned
 
 
 class Guide(Protocol):
@@ -46,15 +43,11 @@ class Guide(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Known token ids by position in the answer, whose first canvas begins at position 0.
-
-    `pinned` are committed as they are; `initial` stand there before the first step. `guide` decides
-    the canvases; None commits them as they were denoised.
-    """
+    """Known token ids by position in the answer, whose first canvas begins at position 0."""
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])
     initial: Mapping[int, int] = field(default_factory=dict[int, int])
-    guide: Guide | None = None
+    guide: Guide | None = None  # decides the canvases; None commits them as they were denoised
 
     def check(self, vocabulary: int) -> None:
         """Raise InputError for a position before the answer, or a token outside the vocabulary."""

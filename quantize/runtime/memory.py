@@ -101,15 +101,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU: its need with what fits, resident layers, bytes by part.
+    """How a stage fits a GPU."""
 
-    `moved` are the bytes of keys and values that a pass of all lanes takes from the host.
-    """
-
-    need: Need
-    resident: int
-    parts: dict[str, float]
-    moved: float
+    need: Need  # what fits of it
+    resident: int  # layers that stay
+    parts: dict[str, float]  # bytes by part
+    moved: float  # bytes of keys and values that a pass of all lanes takes from the host
 
     @property
     def batch(self) -> int:

@@ -26,15 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomModel:
-    """Random weights in place of a checkpoint, to measure speed and memory.
+    """Random weights in place of a checkpoint, to measure speed and memory."""
 
-    `config` is the config.json of a BF16 model, `schemes` the kernel scheme of "experts", "attention"
-    and "mlp". Tokens are routed to the first `experts_hit` experts, or to all.
-    """
-
-    config: dict[str, Any]
-    schemes: Mapping[str, str]
-    experts_hit: int | None = None
+    config: dict[str, Any]  # config.json of a BF16 model
+    schemes: Mapping[str, str]  # kernel scheme of "experts", "attention" and "mlp"
+    experts_hit: int | None = None  # tokens are routed to the first of so many, None for all
 
 
 def open(

@@ -33,28 +33,24 @@ from quantize.schemes.modes import ActivationMode
 class Placement:
     """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four.
 
-    Attributes, beside those of `memory.Need`:
-        device: "cpu", "cuda" or "cuda:1".
-        gpu_memory: bytes of the GPU that may be used, the process' own context included; None for all
-            that are free. On a CPU nothing is planned without it.
-        activations: how a quantized model's activations are rounded, None for as its engine does; the
-            mode `fp8` packs weights in its own way.
-        max_context: positions that a sample may take; None for the engine's own limit.
-        capacity: samples of a pass; fewer if they do not fit, unless the batch is fixed.
-        resident: layers that stay, while the others are streamed from the files in every pass; None for
-            all.
+    Those that are not described are fields of `memory.Need`.
     """
 
-    device: str = "cpu"
+    device: str = "cpu"  # "cpu", "cuda" or "cuda:1"
+    # bytes of the GPU that may be used, the process' own context included; None for all that are
+    # free. On a CPU nothing is planned without it.
     gpu_memory: float | None = None
+    # how a quantized model's are rounded; None as its engine does
     activations: ActivationMode | None = None
+    # positions that a sample may take; None for the engine's own limit
     max_context: int | None = None
     batches: int = 1
     fixed_batch: bool = False
     caches: int = 1
     compares: bool = False
     beside: float = 0.0
-    capacity: int = 4
+    capacity: int = 4  # samples of a pass; fewer if they do not fit, unless the batch is fixed
+    # layers that stay, others being streamed in every pass; None for all
     resident: int | None = None
     lanes: int = 1
     on_host: bool = False

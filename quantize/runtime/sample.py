@@ -10,18 +10,14 @@ from quantize.runtime.sampler import Sampler
 
 @dataclass
 class Sample:
-    """One generated sample.
+    """One generated sample."""
 
-    `tokens` are the ids before the first EOS; `committed` those of each canvas, with the sampler's
-    pad_token_id, if any, behind an EOS. `steps_per_canvas` counts decoder forwards. `finish` is "eos",
-    or "length" when the budget ended it. `new_tokens` counts as transformers does: EOS, but no padding.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    steps_per_canvas: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # ids before the first EOS
+    steps_per_canvas: list[int] = field(default_factory=list)  # decoder forwards
+    # ids of each canvas, with the sampler's pad_token_id, if any, behind an EOS
     committed: list[list[int]] = field(default_factory=list)
-    finish: Literal["eos", "length"] = "length"
-    new_tokens: int = 0
+    finish: Literal["eos", "length"] = "length"  # "length" when the budget ended it
+    new_tokens: int = 0  # as transformers counts: EOS, but no padding
 
     @property
     def canvases(self) -> int:

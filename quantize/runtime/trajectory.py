@@ -39,10 +39,10 @@ TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: token ids, whether its template opened the thinking channel, and its pictures."""
+    """One prompt."""
 
-    ids: tuple[int, ...]
-    thinking: bool
+    ids: tuple[int, ...]  # token ids
+    thinking: bool  # whether its template opened the thinking channel
     images: Images | None = field(default=None, compare=False)
 
     def kind(self, window: int) -> str:
@@ -54,17 +54,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One recorded sample: its prompt, and the seed of its noise.
-
-    `held_out` says that calibration did not observe it. `steps` has [steps, L] for each canvas, the ids
-    that the decoder read; `committed` is [canvases, L].
-    """
+    """One recorded sample."""
 
     prompt: Prompt
-    seed: int
-    held_out: bool
-    steps: tuple[Tensor, ...]
-    committed: Tensor
+    seed: int  # of its noise
+    held_out: bool  # whether calibration did not observe it
+    steps: tuple[Tensor, ...]  # [steps, L] for each canvas, the ids that the decoder read
+    committed: Tensor  # [canvases, L]
 
 
 def record(

@@ -43,16 +43,12 @@ SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 @dataclass(frozen=True)
 class Rounded:
-    """The result for one stack of Linears [E, out, in]: tensors by suffix, as `Scheme.quantize`'s.
+    """The result for one stack of Linears [E, out, in]."""
 
-    `loss` is tr (W - Q) H (W - Q)^T over tr W H W^T, [E] float32; `nearest` the same of rounding to
-    nearest; `fell_back` bool [E], whether H had no factor, so that the expert was rounded to nearest.
-    """
-
-    tensors: dict[str, Tensor]
-    loss: Tensor
-    nearest: Tensor
-    fell_back: Tensor
+    tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize`'s
+    loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T over tr W H W^T
+    nearest: Tensor  # [E] f32, the same of rounding to nearest
+    fell_back: Tensor  # bool [E], rounded to nearest since H had no factor
 
 
 def shrunk(

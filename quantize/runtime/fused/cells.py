@@ -32,14 +32,13 @@ Visits = Iterator[tuple[Tensor, Tensor]]
 class Cache:
     """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
 
-    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk. The slots of
-    one lane follow those of another.
+    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     window: int
-    lanes: int = 1
+    lanes: int = 1  # the slots of one follow those of another
 
     @classmethod
     def allocate(

@@ -60,26 +60,21 @@ Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
 
 @dataclass
 class _Sequence:
-    """What a slot holds: `context` encoded positions, and a short prompt or canvas `unencoded`.
-
-    The canvas starts with the tokens `begun`, which its guide names; None before the guide is asked. If
-    the guide rejects the canvas and it is denoised again, `spent` counts the steps of earlier tries.
-
-    A canvas of `taken` steps lies in `row` of `step`, or is `saved` while others are denoised.
-    """
+    """What a slot holds. Its canvas lies in a row of a step, or is saved while others are denoised."""
 
     seed: int
     sampler: Sampler
-    context: int = 0
+    context: int = 0  # encoded positions
     canvases: int = 0
-    unencoded: list[int] = field(default_factory=list)
+    unencoded: list[int] = field(default_factory=list)  # a short prompt, or the canvas before
     given: Given = NOTHING
+    # tokens that its guide has the canvas begin with; None before it is asked
     begun: list[int] | None = None
-    spent: int = 0
+    spent: int = 0  # steps of earlier tries of a canvas that the guide has denoised again
     step: Step | None = None
     row: int = 0
     saved: list[Tensor] | None = None
-    taken: int = 0
+    taken: int = 0  # steps of the canvas
 
     @property
     def under_way(self) -> bool:
@@ -273,7 +268,7 @@ class FusedEngine:
 
     @cached_property
     def _probabilities(self) -> Probabilities:
-        """The buffers that lm_head leaves to the soft embedding, for as many rows."""
+        """The buffers in which lm_head leaves as many rows' for the soft embedding."""
         total = torch.empty(len(self._logits), device=self.device)
         return Probabilities(torch.empty_like(self._logits), total)
 

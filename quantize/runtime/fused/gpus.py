@@ -30,18 +30,14 @@ OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its common name, with figures that its maker states: nobody measured them here.
-
-    `memory` is in bytes, 0 where it is not known. `rates` are bytes/s of its memory and FLOP/s of
-    dense products summed in float32, None where the maker states none; FP8's rate stands for INT8 too,
-    or INT8's where there is no FP8. `link` is the bytes/s that reach it from the host, one way.
-    """
+    """A GPU by its common name, with figures that its maker states: nobody measured them here."""
 
     name: str
     capability: Capability
-    memory: float = 0
+    memory: float = 0  # bytes, 0 where it is not known
+    # of dense products summed in float32; FP8's stands for INT8 too, or INT8's for FP8
     rates: Rates | None = None
-    link: float = 0
+    link: float = 0  # bytes/s that reach it from the host, one way; 0 where it is not known
 
     @property
     def target(self) -> str:

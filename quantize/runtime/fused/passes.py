@@ -14,16 +14,13 @@ Added = tuple[int, int, int]  # slot, first position and number of tokens
 
 @dataclass(frozen=True)
 class PassRows:
-    """Where the rows of one pass stand: B sequences of n rows each, flattened.
+    """Where the rows of one pass stand: B sequences of n rows each. Keys: whether a layer slides."""
 
-    slots int32 [B]; positions int32 [B * n]. By kind of layer (True: sliding): `visible`, the first and
-    last position a row sees, int32 [B * n]; `angles`, cos and sin of its position, bf16 [B * n, D / 2].
-    """
-
-    slots: Tensor
-    positions: Tensor
+    slots: Tensor  # int32 [B]
+    positions: Tensor  # int32 [B * n]
+    # the first and last position that a row sees, int32 [B * n]
     visible: dict[bool, tuple[Tensor, Tensor]]
-    angles: dict[bool, tuple[Tensor, Tensor]]
+    angles: dict[bool, tuple[Tensor, Tensor]]  # cos and sin of its position, bf16 [B * n, D / 2]
 
     def copy_(self, other: "PassRows") -> None:
         """Copy the values of a placement of the same shape."""
@@ -78,16 +75,12 @@ class PassRows:
 
 @dataclass(frozen=True)
 class SoftTokens:
-    """What the vision tower made of pictures, for one pass of the encoder over one sequence.
+    """What the vision tower made of pictures, for one pass of the encoder over one sequence."""
 
-    rows int64 [k] of the pass; embeddings bf16 [k, H]; first and last int32 [k], the positions of each
-    one's whole picture, which must lie within the pass.
-    """
-
-    rows: Tensor
-    embeddings: Tensor
-    first: Tensor
-    last: Tensor
+    rows: Tensor  # int64 [k], of the pass
+    embeddings: Tensor  # bf16 [k, H]
+    first: Tensor  # int32 [k], position of the first token of each one's picture
+    last: Tensor  # int32 [k], of the last; both lie within the pass
 
 
 @dataclass(eq=False)

@@ -10,15 +10,12 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a device reaches: bytes/s of a copy, FLOP/s of products in bf16, FP8 and NVFP4 (W4A4).
+    """Rates that a device reaches."""
 
-    `fp4` is 0 where nothing is known of it: then bytes alone bound such a product.
-    """
-
-    copy: float
-    bf16: float
-    fp8: float
-    fp4: float = 0
+    copy: float  # bytes/s
+    bf16: float  # FLOP/s of products
+    fp8: float  # of 8-bit products
+    fp4: float = 0  # of NVFP4 products (W4A4); 0 where it is not known: then bytes alone bound one
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
         """Return the least seconds of one product."""

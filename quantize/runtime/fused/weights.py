@@ -40,20 +40,16 @@ class SelfConditioning:
 
 @dataclass(frozen=True)
 class TextWeights:
-    """The text stack, on one device. `embedding`, bf16 [V, H], is lm_head as well.
+    """The text stack, on one device."""
 
-    `config` is transformers' configuration of the whole model. `in_fp8` says that NVFP4 weights are
-    packed for FP8 products, as the activation mode `fp8` wants them, `in_fp4` for FP4 units.
-    """
-
-    config: Any
-    embedding: Tensor
+    config: Any  # transformers' configuration of the whole model
+    embedding: Tensor  # bf16 [V, H], lm_head as well
     norm: Tensor
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
     tower: Tower | None = None  # None for random weights, which take no pictures
-    in_fp8: bool = False
-    in_fp4: bool = False
+    in_fp8: bool = False  # whether NVFP4 weights are packed for FP8 products, the mode `fp8`
+    in_fp4: bool = False  # or for FP4 units
 
     @property
     def device(self) -> torch.device:
