@@ -60,7 +60,7 @@ def test_commands_and_python_run(
     monkeypatch.setattr(rehearse, "PROMPTS", 1)
     monkeypatch.setattr(rehearse, "HELD_OUT", 1)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)
-    in_few_steps(monkeypatch)
+    in_few_steps(monkeypatch, steps=2)
     few = fidelity.FRESH.model_copy(update={"prompts": 1, "canvases": 1})
     monkeypatch.setattr(fidelity, "FRESH", few)
     # The first steps are the farthest from BF16; what is found there is test_fidelity's.
