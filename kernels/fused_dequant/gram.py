@@ -52,14 +52,10 @@ def gram_kernel(
 def add(
     tiles: torch.Tensor, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, topk: int
 ) -> None:
-    """Add rows to tiles, in place.
+    """Add rows x bf16 [M, K] to tiles f32 [E, tiles, 128, 128], in place; both are contiguous.
 
-    Args:
-        tiles: f32 [E, tiles, 128, 128], contiguous.
-        x: bf16 [M, K], contiguous.
-        order: int64 [M * topk], choices sorted by their experts; choice c is of row c // topk.
-        starts: int64 [E + 1], where the choices of each expert begin in `order`, and where all end.
-        topk: choices of a row.
+    `order` int64 [M * topk] are choices sorted by expert, choice c of row c // topk. Those of expert e
+    begin at starts[e], int64 [E + 1], and end at starts[e + 1].
     """
     K = x.shape[1]
     blocks = triton.cdiv(K, TILE)

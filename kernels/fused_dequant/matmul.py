@@ -221,18 +221,11 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by a weight: a dense product, or one of the experts' two.
+    """Multiply rows by a weight: a dense product, or with `routing` one of the experts' two.
 
-    Args:
-        weight: bf16, fp8 or int8.
-        x: [rows, K] of the weight's type.
-        x_scale: f32 [rows] of 8-bit rows, else None.
-        config: from `Weight.config`; BM + MORE must equal `routing.block`.
-        routing: routing of the experts, None for a dense product.
-        share: f32 [slots], the routing weights, for `down`.
-
-    Returns:
-        bf16 rows, as `routing.place_results` places them.
+    x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale f32 [rows] of 8-bit rows, else None.
+    `config` is from `Weight.config`; BM + MORE must equal `routing.block`. `share` f32 [slots] are the
+    routing weights, for `down`. Returns bf16 rows, as `routing.place_results` places them.
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])

@@ -96,17 +96,11 @@ def routed_experts(
 ) -> torch.Tensor:
     """Run each token through its experts: [M, topk, H], which `after_experts` sums over topk.
 
-    The result, and the hidden rows, are bf16 on a GPU and float32 elsewhere.
-
-    Args:
-        x: [M, H], or [M * topk, H] with a row for each choice; bf16, or quantized as the scheme wants.
-        scale: f32, one a row of x, where x is quantized.
-        expert_ids: int [M, topk]; an id outside 0..E-1 leaves its row unwritten on a GPU, and 0
-            elsewhere.
-        routing_weights: [M, topk].
-        gate_up: [E, 2I, H], interleaved.
-        down: [E, H, I], of the same scheme.
-        between: makes the input of `down` from the hidden rows [M * topk, I]; None for `down.reads`.
+    The result, and the hidden rows, are bf16 on a GPU and float32 elsewhere. x is [M, H], or [M * topk,
+    H] with a row for each choice: bf16, or quantized as the scheme wants, with `scale` f32, one a row.
+    `expert_ids` int and `routing_weights` are [M, topk]; an id outside 0..E-1 leaves its row unwritten
+    on a GPU, and 0 elsewhere. gate_up [E, 2I, H], interleaved, and down [E, H, I] have one scheme.
+    `between` makes the input of `down` from the hidden rows [M * topk, I]; None for `down.reads`.
     """
     if gate_up.scheme != down.scheme:
         raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
@@ -263,10 +257,9 @@ def attend(
 ) -> Activation:
     """Return softmax(q @ K.T) @ V over positions first[m] .. last[m], for a product of `scheme`.
 
-    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`. The
-    result has all heads of a row, [M, q_heads * D]; it is rounded to bf16 before it is quantized. A row
-    with first > last gets zeros. Values are below 65,504 (parts of a split are float16). `shared` is as
-    in `begin`.
+    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`, `shared`
+    as in `begin`. The result has all heads of a row, [M, q_heads * D], rounded to bf16 before it is
+    quantized; zeros where first > last. Values are below 65,504 (parts of a split are float16).
     """
     _check_cells(q, keys, slots)
     if kernels := kernels_of("attention", q.device):
@@ -353,15 +346,11 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
-    """Draw the tokens of one step.
+    """Draw the tokens of one step from logits [B, L, V], bf16 or f32, soft-capped, not divided by T.
 
-    On a GPU the inverse CDF is of sums in another order, so a draw whose random number lies within
-    rounding of a boundary may be the neighbouring token.
-
-    Args:
-        logits: bf16 or f32 [B, L, V], soft-capped, not divided by the temperature.
-        state: its seeds, canvas_index and step are read.
-        schedule: f32 [N], the temperature of each step; step 1 first.
+    `schedule` f32 [N] has the temperature of each step, step 1 first. On a GPU the inverse CDF is of
+    sums in another order, so a draw whose random number lies within rounding of a boundary may be the
+    neighbouring token.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(

@@ -49,12 +49,11 @@ def experts(
     dtype: torch.dtype = torch.float32,
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run routed experts, one at a time.
+    """Run routed experts, one at a time: [M, H].
 
-    x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I],
-    expert_ids [M, topk] (an id outside 0..E-1 is skipped), routing_weights [M, topk] -> [M, H].
-    `activation` is applied to the input of each product: the rounding of a scheme that quantizes
-    activations.
+    x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I];
+    expert_ids (one outside 0..E-1 is skipped) and routing_weights [M, topk]. `activation` rounds the
+    input of each product, as a scheme that quantizes activations does.
     """
     rounded = activation or (lambda tokens: tokens)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -70,11 +70,10 @@ def fp4_units(device: torch.device) -> bool:
 
 
 def lowering(device: torch.device) -> dict[str, str]:
-    """Return the launch argument that gives a target its own products, where Triton's default does not.
+    """Return the launch argument that gives a target its own products, if Triton's default does not.
 
-    Triton 3.7 gives sm_121 the products of Ampere in place of those of sm_120, which it has: FP8 would
-    be multiplied in half precision, NVFP4 not at all. Code is generated as for sm_120 and assembled for
-    sm_121.
+    Triton 3.7 gives sm_121 the products of Ampere: FP8 would be multiplied in half precision, NVFP4 not
+    at all. Code is generated as for sm_120, whose products it has, and assembled for sm_121.
     """
     return {"arch": "sm120"} if device.type != "cpu" and capability(device) == (12, 1) else {}
 

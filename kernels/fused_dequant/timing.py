@@ -9,9 +9,9 @@ import torch
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
     """Return the median microseconds of a call.
 
-    `calls` are the same work on different buffers: give enough of them that their bytes exceed the L2
-    several times, or the figure is the cache's. They are captured in turn into one graph, at least
-    `least` of them, so launch gaps are those of a real step.
+    `calls` are the same work on different buffers, whose bytes must exceed the L2 several times. They
+    are captured in turn into one graph, `least` of them at least, so launch gaps are those of a real
+    step.
     """
     rounds = -(-least // len(calls))
     for call in calls:

@@ -55,12 +55,11 @@ def scale_table() -> torch.Tensor:
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay NVFP4 weights out in the order of `wgmma` registers.
+    """Lay NVFP4 weights out in the order of `wgmma` registers; on a GPU `fragments` does the same.
 
     packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
-    int32 [E, N/64, K/64, 64]). Raises ValueError if N or K is no multiple of 64, or a scale is negative
-    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight. On a GPU
-    `fragments` does the same.
+    int32 [E, N/64, K/64, 64]). Raise ValueError if N or K is no multiple of 64, or a scale is negative
+    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):

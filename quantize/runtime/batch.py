@@ -57,19 +57,12 @@ def generate(
     on_step: OnStep | None = None,
     images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
-    """Generate one sample for each prompt, as one batch.
+    """Generate one sample for each prompt, as one batch; none of the engine's slots may be taken.
 
-    Args:
-        engine: none of its slots may be taken.
-        prompts: token ids, of any lengths.
-        seeds: one int64 seed a prompt; equal (prompt, seed) give equal samples in any batch.
-        max_new_tokens: the budget; whole canvases are generated until it is reached.
-        sampler: settings.
-        on_step: called after every denoising step.
-        images: each prompt's, which its image placeholders stand for.
-
-    Raises:
-        InputError: there are no prompts, or the engine refuses one, or one leaves no room for tokens.
+    `prompts` are token ids of any lengths, `seeds` int64: equal (prompt, seed) give equal samples in
+    any batch. Whole canvases are generated until `max_new_tokens` are reached. `on_step` is called
+    after every denoising step; `images` are each prompt's, which its placeholders stand for. Raise
+    InputError if there are no prompts, or the engine refuses one, or one leaves no room for tokens.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")

@@ -134,15 +134,14 @@ class BatchEngine(Protocol):
 class Engine(BatchEngine, Protocol):
     """A model that denoises one canvas at a time for up to `slots` samples, each in a slot.
 
-    `denoise` takes distinct, admitted slots in any order, of any age and settings. It returns their
-    canvases in that order; None stands for an unfinished one, which goes on in the next call. A canvas
-    is encoded only before the slot's next one, so a sample's last canvas never is. A canvas depends on
-    (prompt, seed, sampler, canvases so far) alone, never on the other slots. A slot may be released
-    between any two calls. The caller looks for EOS, counts the budget, and calls from one thread. Only
-    the denoising settings of `sampler` are read. `on_draft` may be called from other threads;
-    `meanwhile` is called from the caller's, at most once, while the device works. `prefixes` are
-    beginnings of prompts that are kept encoded, None where none are. A pass has at most `capacity`
-    samples.
+    `denoise` takes distinct, admitted slots of any age and settings, and returns their canvases in that
+    order; None stands for an unfinished one, which goes on in the next call. A canvas is encoded only
+    before the slot's next one, so a sample's last canvas never is. It depends on (prompt, seed,
+    sampler, canvases so far) alone, never on the other slots. A slot may be released between any two
+    calls. The caller looks for EOS, counts the budget, and calls from one thread. Only the denoising
+    settings of `sampler` are read. `on_draft` may be called from other threads, `meanwhile` from the
+    caller's, at most once, while the device works. `prefixes` are beginnings of prompts that are kept
+    encoded, None where none are. A pass has at most `capacity` samples.
     """
 
     prefixes: PrefixCache[Any] | None

@@ -136,10 +136,7 @@ def packed_sizes(
 ) -> dict[str, int]:
     """Return the bytes that a checkpoint's tensors take once packed for an activation mode, by name.
 
-    Args:
-        checkpoint: BF16 or quantized.
-        mode: the activation mode; only `fp8` packs weights in its own way.
-        hopper: whether the GPU is a Hopper, whose kernels keep the experts' weights in 4 bits.
+    Only the mode `fp8` packs weights in its own way, except experts on a Hopper: they stay in 4 bits.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
@@ -164,15 +161,9 @@ def repacked(
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
-    """Fit a stage into `budget` bytes of a GPU.
+    """Fit a stage into `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
 
-    Args:
-        need: what the stage asks for.
-        config: config.json of the model.
-        budget: bytes of GPU memory, CONTEXT_BYTES included.
-
-    Raises:
-        ResourceError: not even one canvas over streamed layers fits; the message says what would.
+    Raise ResourceError if not even one canvas over streamed layers fits; the message says what would.
     """
     batch = need.batch
     while batch >= 1:

@@ -56,11 +56,10 @@ def shrunk(
 ) -> Tensor:
     """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
 
-    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense
-    Linear, E = 1, keeps its own. `sums` [E, in, in] are of x x^T over the `tokens` [E] that each
-    expert of the layer saw; they may have another form, such as tiles, where `inputs` says how many
-    there are. Those `at` are asked for; all count for the layer's mean. Raise QuantizeError if no
-    expert saw a token, or a Hessian is not finite.
+    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
+    E = 1, keeps its own. `sums` [E, in, in] are of x x^T over the `tokens` [E] that each expert saw;
+    they may be tiles, if `inputs` says how many inputs there are. Those `at` are returned; all count
+    for the mean. Raise QuantizeError if no expert saw a token, or a Hessian is not finite.
     """
     total = tokens.sum()
     if total == 0:

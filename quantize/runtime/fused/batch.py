@@ -25,16 +25,11 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 
 
 class FusedPasses:
-    """The passes of one batch in slots of its own; the constructor encodes the prompts.
+    """The passes of one batch in the first slots of a lane; the constructor encodes the prompts.
 
-    Args:
-        model: text stack, whose cache holds these slots.
-        prompts: token ids, checked.
-        chunk: tokens that a pass of the encoder may add to a row.
-        encoded: positions that each slot holds already: 0, or all of a prompt with pictures.
-        lane: the lane whose first slots the batch takes.
-        run: takes a pass through the layers, alone or beside other batches' passes.
-        pool: memory of CUDA graphs; None captures none.
+    A pass of the encoder adds at most `chunk` tokens to a row. `encoded` are the positions that each
+    slot holds already: 0, or all of a prompt with pictures. `run` takes a pass through the layers,
+    alone or beside other batches' passes. Without `pool` no CUDA graph is captured.
     """
 
     def __init__(

@@ -158,10 +158,8 @@ class Step:
     ) -> None:
         """Set the sequence of each row, and fill the canvases that begin.
 
-        Args:
-            sequences: slot, context, seed, canvas index, and whether the canvas begins.
-            known: `Given.rows` of each; None where none has any.
-            graphs: replay a graph.
+        `sequences` are slot, context, seed, canvas index, and whether the canvas begins; `known` are
+        `Given.rows` of each, None where none has any.
         """
         if known is not None:
             self._known.copy_(torch.tensor(known).transpose(0, 1))

@@ -33,17 +33,10 @@ def random_weights(
 ) -> TextWeights:
     """Make the text stack of a BF16 model's config.json; on "meta" tensors have shapes and no values.
 
-    Args:
-        config: the config.
-        schemes: kernel scheme ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and "mlp".
-        device: where weights are made.
-        in_fp8: whether NVFP4 weights are packed for FP8 products.
-        in_fp4: whether they are packed for FP4 units.
-        experts_hit: number of experts, from the first on, that tokens are routed to; None for all.
-
-    Raises:
-        InputError: nothing is NVFP4 that could be packed so.
-        ResourceError: as in `check_gpu`.
+    `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
+    "mlp"; NVFP4 may be packed for FP8 products or for FP4 units. Tokens are routed to the first
+    `experts_hit` experts, None for all. Raise InputError if nothing is NVFP4 that could be packed so,
+    and ResourceError as `check_gpu` does.
     """
     check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
     if in_fp8 or in_fp4:

@@ -80,10 +80,6 @@ def _alone(
 class FusedModel:
     """The text stack over one cache.
 
-    Args:
-        weights: from `load_packed` or `random_weights`.
-        cache: from `Cache.allocate`, or `HostCells`.
-
     Attributes:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
         inputs: rounds or shows the rows that enter products; None does neither.
@@ -159,14 +155,11 @@ class FusedModel:
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
-        """Return a pass of the decoder at the first layer.
+        """Return a pass of the decoder over canvases [B, L] at the first layer; `rows`: see `behind`.
 
-        Args:
-            canvas: [B, L] token ids.
-            rows: from `behind`.
-            signal: bf16 [B * L, H] soft embedding of the step before; zeros or None at the first step.
-            committed: tokens [C, L], slots and start [C], as `encode` takes them, that are encoded in
-                the same pass; canvases may stand behind them.
+        `signal` bf16 [B * L, H] is the soft embedding of the step before; zeros or None at the first.
+        `committed` tokens [C, L], slots and start [C], as `encode` takes them, are encoded in the same
+        pass; canvases may stand behind them.
         """
         update = None
         if signal is not None:

@@ -91,19 +91,13 @@ def load_packed(
     scales: Sequence[Scales] = (),
     on_layer: OnLayer = iter,
 ) -> TextWeights:
-    """Load the text stack of a BF16 or quantized checkpoint for the fused kernels.
+    """Load the text stack of a checkpoint for the fused kernels, still quantized.
 
-    Args:
-        folder: a checkpoint in Google's BF16 layout, in that of compressed-tensors or of ModelOpt.
-        device: "cuda", "cuda:1", or "cpu" (the kernels' torch references).
-        resident: how many layers stay on the device, the others being streamed; None for all.
-        in_fp8: as in `Packer`, as are `scales`.
-        scales: of every layer's inputs.
-        on_layer: wraps the iteration over layers, to show progress.
-
-    Raises:
-        InputError: a tensor is missing, unexpected, misshapen or not finite.
-        ResourceError: there is no GPU, or it is too old for a scheme.
+    Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
+    torch references. `resident` layers stay on the device, the others are streamed; None for all.
+    `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
+    progress. Raise InputError if a tensor is missing, unexpected, misshapen or not finite, and
+    ResourceError if there is no GPU, or it is too old for a scheme.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
