@@ -32,11 +32,7 @@ from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, T
 from fused_dequant.timing import measure
 from torch import Tensor
 
-# This folder's types are checked without the package beside it.
-from quantize.runtime.fused.rates import (
-    Rates,
-    measure_rates,
-)
+from quantize.runtime.fused.rates import Rates, measure_rates
 
 DEVICE = "cuda"
 BUFFER_BYTES = 200 * 2**20  # several times the L2

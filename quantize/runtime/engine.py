@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from fused_dequant import CanvasState, Draw
@@ -24,7 +24,6 @@ from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
-P = ParamSpec("P")
 # called after every denoising step: (slot, step from 1, most probable tokens, which are accepted)
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
 # called without arguments, at most once in each call of `denoise`
@@ -230,17 +229,10 @@ def each_completed(
             engine.release(slot)
 
 
-def _in_order(
-    each: Callable[P, Iterator[tuple[int, Sample]]],
-) -> Callable[P, list[Sample]]:
-    def complete(*args: P.args, **settings: P.kwargs) -> list[Sample]:
-        found = dict(each(*args, **settings))
-        return [found[index] for index in range(len(found))]
-
-    return complete
-
-
-complete = _in_order(each_completed)  # the samples alone, in the order of the prompts
+def complete(*args: Any, **settings: Any) -> list[Sample]:
+    """Return the samples of `each_completed` in the order of the prompts."""
+    found = dict(each_completed(*args, **settings))
+    return [found[index] for index in range(len(found))]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -37,10 +37,7 @@ class Images:
 
 
 def open_picture(
-    source: Path | BytesIO,
-    *,
-    formats: tuple[str, ...] | None = None,
-    max_pixels: int = MAX_PIXELS,
+    source: Path | BytesIO, *, formats: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
     """Decode a picture, from a file or its bytes, as RGB, turned upright.
 

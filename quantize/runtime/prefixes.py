@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 Kept = TypeVar("Kept")
@@ -29,11 +30,7 @@ class PrefixCache(Generic[Kept]):
 
     def find(self, prompt: Sequence[int]) -> list[Kept]:
         """Return what is kept of the prompt's first blocks, in order, as far as they go."""
-        found: list[bytes] = []
-        for key in self._keys(prompt):
-            if key not in self._blocks:
-                break
-            found.append(key)
+        found = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
         for key in reversed(found):  # a block is worth nothing without those before it
             self._blocks.move_to_end(key)
         self.asked += len(prompt)

@@ -5,6 +5,7 @@ before a picture rather than inside it; text is cut anywhere.
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,15 +18,9 @@ Span = tuple[int, int]  # first position, and the one behind the last
 
 def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
     """Return where the runs of placeholders are."""
-    spans: list[Span] = []
-    for position, token in enumerate(prompt):
-        if token != placeholder:
-            continue
-        if spans and spans[-1][1] == position:
-            spans[-1] = (spans[-1][0], position + 1)
-        else:
-            spans.append((position, position + 1))
-    return spans
+    runs = groupby(range(len(prompt)), lambda position: prompt[position] == placeholder)
+    found = [list(run) for in_picture, run in runs if in_picture]
+    return [(run[0], run[-1] + 1) for run in found]
 
 
 def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
@@ -50,20 +45,11 @@ def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTo
 
     The piece cuts no picture; `seen` are all of the prompt's, `embeddings` [tokens of them all, H].
     """
-    rows: list[int] = []
-    firsts: list[int] = []
-    lasts: list[int] = []
-    before = 0
-    for first, behind in seen:
-        if behind <= piece[0]:
-            before += behind - first
-        elif first < piece[1]:
-            rows += range(first - piece[0], behind - piece[0])
-            firsts += [first] * (behind - first)
-            lasts += [behind - 1] * (behind - first)
-    if not rows:
+    inside = [span for span in seen if piece[0] <= span[0] < piece[1]]
+    places = [(at, first, behind - 1) for first, behind in inside for at in range(first, behind)]
+    if not places:
         return None
-    device = embeddings.device
-    visible = torch.tensor([firsts, lasts], dtype=torch.int32, device=device)
-    own = embeddings[before : before + len(rows)]
-    return SoftTokens(torch.tensor(rows, device=device), own, visible[0], visible[1])
+    before = sum(behind - first for first, behind in seen if behind <= piece[0])
+    at, first, last = torch.tensor(places, device=embeddings.device).T.contiguous()
+    own = embeddings[before : before + len(places)]
+    return SoftTokens(at - piece[0], own, first.int(), last.int())
