@@ -151,13 +151,17 @@ def test_more_parts_do_more_damage(
     )  # fmt: skip
     searched = object.__new__(module._Search)
     searched.source, searched.folder, searched._place = Checkpoint.open(source), tmp_path, CPU
-    searched.recipe = load_recipe("fp8_dynamic").model_copy(update={"calibration": chats})
+    recipe = load_recipe("fp8_dynamic")
+    own = {"ignore": [*recipe.quantization.ignore, r"re:.*layers\.0\.mlp\..*"]}
+    quantization = recipe.quantization.model_copy(update=own)
+    searched.recipe = recipe.model_copy(update={"calibration": chats, "quantization": quantization})
     groups = searched._plan("NVFP4")
+    assert groups.keys() == {(n, kind) for n in range(6) for kind in module.PATHS} - {(0, "mlp")}
     searched._plans = {"NVFP4": groups}
     searched._scales, searched._trajectories, searched._sampler = searched._calibrated()
     targets = [target for own in groups.values() for target in own]
     assert searched._scales.keys() == {module for target in targets for module in target.modules}
-    one, everything = searched.measure(groups[0, "mlp"]), searched.measure(targets)
+    one, everything = searched.measure(groups[1, "mlp"]), searched.measure(targets)
     assert len(one) == len(everything) == 2
     assert 0 < fmean(one) < fmean(everything)
     assert not list(tmp_path.glob("*.safetensors"))
