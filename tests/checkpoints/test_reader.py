@@ -57,6 +57,19 @@ def test_every_dtype_survives(tmp_path: Path):
         assert torch.equal(mine.flatten().view(torch.uint8), tensor.flatten().view(torch.uint8))
 
 
+def test_a_file_that_changes_after_its_header_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"first": torch.ones(4), "second": torch.ones(4)}, file)
+    reader = Checkpoint(tmp_path, {}, read_header(file))
+    file.write_bytes(file.read_bytes()[:-1])
+    assert reader.read("first").tolist() == [1.0] * 4
+    with pytest.raises(InputError, match="ends inside tensor 'second'; download"):
+        reader.read("second")
+    file.unlink()
+    with pytest.raises(ResourceError, match=r"reading tensor 'first' failed \(No such file"):
+        reader.read("first")
+
+
 def test_links_of_the_hubs_cache_are_followed_and_no_others(tiny_checkpoint: Path, tmp_path: Path):
     blobs, snapshot = tmp_path / "models--o--n/blobs", tmp_path / "models--o--n/snapshots/abc"
     blobs.mkdir(parents=True)
@@ -82,6 +95,8 @@ def test_a_folder_stands_for_itself_and_a_runs_for_its_checkpoint(
         resolve(str(tmp_path))
     shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     assert resolve(str(tmp_path)) == tmp_path / "checkpoint"
+    shutil.copy(tiny_checkpoint / "config.json", tmp_path)
+    assert resolve(str(tmp_path)) == tmp_path  # a checkpoint that has another one in it
 
 
 @pytest.mark.parametrize("name", ["no/such/folder", "./missing", "plainword", "org/name;rm"])
