@@ -1,12 +1,14 @@
 """What an evaluation tells while it runs: rates, looks, and the time that is left or was saved."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from quantize.recovery.gate import Verdict
+from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers
 from quantize.stages.evaluate.answers import Answers, Rates
 
@@ -94,3 +96,26 @@ def test_the_end_tells_what_was_saved(
         found, told = telling(rank, monkeypatch)
         found.tell([FIRST, LAST], dict(zip(("one", "two"), taken, strict=True)), "PASS")
         assert told == ([said] if rank == 0 else [])
+
+
+def test_the_mark_of_a_whole_evaluation_is_moved_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill among the moves leaves no new mark beside older scores."""
+    found = object.__new__(Answers)
+    found._run, found._whole = RunDir(tmp_path), []
+    found.folder = tmp_path / "evaluation.partial"
+    for name in ("bf16", "quantized"):
+        (found.folder / name).mkdir(parents=True)
+        (found.folder / name / "task.jsonl").write_text(name)
+    moved, replace = list[str](), Path.replace
+
+    def noting(self: Path, target: Path) -> Path:
+        moved.append(target.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noting)
+    found.finish([], {})
+    assert moved[-3:] == ["task.jsonl", "task.jsonl", "done.json"]
+    assert (tmp_path / "evaluation" / "quantized" / "task.jsonl").read_text() == "quantized"
+    assert not found.folder.exists()
