@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from quantize.host.processes import ALONE
 from quantize.recovery.gate import Verdict
+from quantize.recovery.sequential import Part, Plan
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers
 from quantize.stages.evaluate.answers import Answers, Rates
@@ -119,3 +121,21 @@ def test_the_mark_of_a_whole_evaluation_is_moved_last(
     assert moved[-3:] == ["task.jsonl", "task.jsonl", "done.json"]
     assert (tmp_path / "evaluation" / "quantized" / "task.jsonl").read_text() == "quantized"
     assert not found.folder.exists()
+
+
+@pytest.mark.parametrize(("batch_size", "together"), [(1, True), (4, False)])
+def test_parts_are_asked_together_only_where_no_sample_depends_on_its_batch(
+    batch_size: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked:
+        plan = Plan("such_questions", 100, 1, 0)
+
+    asked: list[Part] = []
+    monkeypatch.setattr(Answers, "scored", lambda *_: None)
+    monkeypatch.setattr(Answers, "_extend", lambda _, model, task, part, title: asked.append(part))
+    found, task = object.__new__(Answers), Asked()
+    found._processes, found._there = ALONE, None
+    model: Any = SimpleNamespace(backend=SimpleNamespace(batch_size=batch_size))
+    found.ask([model], {task: 2})  # type: ignore[dict-item]
+    plan = task.plan
+    assert asked == ([plan.first(plan.looks[1])] if together else plan.parts[:2])
