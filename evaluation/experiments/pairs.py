@@ -172,7 +172,7 @@ def rounded_by(how: Weighing, bf16: Model, student: Student, rows: Rows) -> list
             weights = weights_in(bf16, unit)
             if how.aim is not None:
                 weights = [found.aimed(unit.reads, own, how.aim) for own in weights]
-            done.append(round_unit(unit, weights, hessians))
+            done.append(round_unit(unit, weights, hessians))  # pyrefly: ignore[bad-argument-type]
             install(student, done[-1:])
     return done
 

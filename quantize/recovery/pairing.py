@@ -14,7 +14,7 @@ from typing import Any
 from quantize.recovery.estimands import units
 from quantize.recovery.gate import Verdict, not_comparable
 from quantize.recovery.health import OF_TEXT, SIGNS, Sign, compare_sign, limits_of
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.sequential import Look, Plan, at_looks
 from quantize.recovery.statistics import Comparison, compare, tables
 from quantize.recovery.steps import StepInflation, step_inflation

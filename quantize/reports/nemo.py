@@ -22,7 +22,7 @@ from quantize.host.files import write_json, write_text
 from quantize.recovery.estimands import Estimand
 from quantize.recovery.gate import Verdict, judge
 from quantize.recovery.pairing import in_common, paired
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms

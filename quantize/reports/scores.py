@@ -13,7 +13,7 @@ from quantize.errors import InputError
 from quantize.host.files import REDO, read_json, write_json, write_text
 from quantize.recovery.gate import Verdict
 from quantize.recovery.pairing import in_common, paired
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
 from quantize.runs.folder import RunDir

@@ -12,7 +12,7 @@ from quantize.bundled import CHECKPOINT
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import speeds
 from quantize.recipe.sections import OperatingPoint
-from quantize.recovery.scoring import Scoring
+from quantize.recovery.rows import Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runtime.placement import Placement

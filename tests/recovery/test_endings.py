@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from quantize.recovery.filters import boxed_integer, final_choice, integer
+from quantize.recovery.rows import Row
 from quantize.recovery.samples import Batch, Completion, Finished, SampleStore
-from quantize.recovery.scoring import Row, score, size
+from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
 GOLD = 336  # of every AIME ending below; None: no answer, False: another one

@@ -12,7 +12,7 @@ from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total
 from quantize.recovery.gate import judge
 from quantize.recovery.health import SIGNS, compare_sign, limits_of, text_signs
 from quantize.recovery.pairing import paired
-from quantize.recovery.scoring import Scoring
+from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan, nominal_levels, plan_looks
 from quantize.recovery.statistics import Comparison, holm
 from quantize.recovery.terms import Terms

@@ -17,8 +17,9 @@ from scipy import stats
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.recovery.gate import judge_task
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.samples import SampleStore
-from quantize.recovery.scoring import Row, Scoring, score
+from quantize.recovery.scoring import score
 from quantize.recovery.sequential import Part
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Terms

@@ -20,8 +20,9 @@ from quantize.recovery.catalog import TASKS
 from quantize.recovery.filters import final_choice, integer
 from quantize.recovery.lm import cut
 from quantize.recovery.own import Definition, finding, from_lm_eval, from_questions
+from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Request, SampleStore
-from quantize.recovery.scoring import Scoring, first_requests, known_tasks, score, size
+from quantize.recovery.scoring import first_requests, known_tasks, score, size
 from quantize.recovery.sequential import Part
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"

@@ -7,7 +7,7 @@ import pytest
 from quick_run import TASK, rows
 
 from quantize.host.files import write_json
-from quantize.recovery.scoring import Scoring
+from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Terms

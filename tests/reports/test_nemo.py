@@ -15,7 +15,7 @@ from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.recovery.gate import judge
 from quantize.recovery.pairing import paired
-from quantize.recovery.scoring import Scoring
+from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms

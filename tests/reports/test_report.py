@@ -36,7 +36,7 @@ from quantize.checkpoints.targets import Target, plan_targets
 from quantize.host.files import read_json, write_json, write_text
 from quantize.recovery.gate import Verdict, judge
 from quantize.recovery.health import SIGNS
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit

@@ -16,8 +16,8 @@ from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.recipe.sections import Evaluation, Gate
+from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Batch, Completion, Finished
-from quantize.recovery.scoring import Scoring
 from quantize.recovery.terms import Terms
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir

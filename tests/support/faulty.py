@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 
 
 def scoring(**fault: Any) -> Scoring:

@@ -21,7 +21,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import folder_when_complete, write_json
 from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
-from quantize.recovery.scoring import Row, Scoring
+from quantize.recovery.rows import Row, Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint

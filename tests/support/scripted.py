@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from quantize.recovery.own import Definition
+from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Batch, Completion, Finished, Request, SampleStore
-from quantize.recovery.scoring import Scoring, score, size
+from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
 Answer = Callable[[Request], str]

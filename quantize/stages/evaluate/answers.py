@@ -16,8 +16,9 @@ from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Gate
 from quantize.recovery.gate import judge_task
 from quantize.recovery.pairing import in_common, paired
+from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Finished, SampleStore, Share
-from quantize.recovery.scoring import Scoring, score
+from quantize.recovery.scoring import score
 from quantize.recovery.sequential import Part
 from quantize.recovery.statistics import Comparison
 from quantize.reports.scores import read_scoring, write_scoring

@@ -14,8 +14,9 @@ from pathlib import Path
 from quantize.host.files import read_json, write_json
 from quantize.recovery.catalog import is_private
 from quantize.recovery.own import Definition
+from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.samples import Request
-from quantize.recovery.scoring import Row, Scoring, first_requests
+from quantize.recovery.scoring import first_requests
 from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
 from quantize.runs.models import BASELINE, CANDIDATE

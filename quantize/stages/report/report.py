@@ -21,7 +21,7 @@ from quantize.host.files import read_json, write_json, write_text
 from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
-from quantize.recovery.scoring import Scoring
+from quantize.recovery.rows import Scoring
 from quantize.recovery.statistics import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made

@@ -1,0 +1,107 @@
+"""Scored samples: one row a document and repeat, and all rows of a task on one model."""
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from quantize.recovery.catalog import is_private
+from quantize.recovery.health import text_signs
+from quantize.recovery.sequential import Answer
+
+NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matches
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scored sample. `scores` holds each filter's metric; the task's first filter is the score."""
+
+    doc_id: int
+    repeat: int
+    doc_hash: str
+    prompt_hash: str
+    target: str
+    answer: str
+    scores: dict[str, float]
+    seed: int
+    text: str
+    tokens: int
+    denoising_steps: list[int]
+    truncated: bool
+    signs: list[str] | None = None
+
+    def health(self, most_steps: float) -> set[str]:
+        """Return all signs of ill health (`recovery.health`) of the answer."""
+        in_row = {
+            "no_value": not self.answered,
+            "cut": self.truncated,
+            "never_stopped": any(steps >= most_steps for steps in self.denoising_steps),
+        }
+        of_text = text_signs(self.text) if self.signs is None else self.signs
+        return {*of_text, *(sign for sign, shown in in_row.items() if shown)}
+
+    @property
+    def score(self) -> float:
+        """The task's score of this sample, 0..1."""
+        return next(iter(self.scores.values()))
+
+    @property
+    def answered(self) -> bool:
+        """Whether an answer could be extracted."""
+        return self.answer != NO_ANSWER
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """All rows of a task on one model."""
+
+    task: str  # name of the task
+    rows: list[Row]  # scored samples, by document, then repeat
+    conditions: dict[str, Any]  # what must be equal for two scorings to be compared
+    made_with: dict[str, Any]  # what made the samples: model, activations, hardware
+
+    @property
+    def private(self) -> bool:
+        """Whether the task's questions and answers must not be shown."""
+        return is_private(self.task) or bool(self.conditions.get("private"))
+
+    def by_question(
+        self, value: Callable[[Row], Any] = lambda row: row.score
+    ) -> dict[str, list[Any]]:
+        """Return document -> the score of each of its rows, or another value, by repeat."""
+        found: dict[str, list[Any]] = {}
+        for row in self.rows:
+            found.setdefault(self.names[row.doc_id], []).append(value(row))
+        return found
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Return index of a document in its data set -> its name in comparisons."""
+        return {row.doc_id: f"{row.doc_id}-{row.doc_hash}" for row in self.rows}
+
+    @property
+    def answered(self) -> set[Answer]:
+        """The answers that the scoring has."""
+        return {(row.doc_id, row.repeat) for row in self.rows}
+
+    def only(self, answers: Set[Answer]) -> "Scoring":
+        """Return the scoring of `part` of its answers."""
+        return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
+
+    def and_more(self, other: "Scoring") -> "Scoring":
+        """Return the scoring with another part of the same task on the same model."""
+        rows = sorted([*self.rows, *other.rows], key=lambda row: (row.doc_id, row.repeat))
+        return self._of(rows)
+
+    def _of(self, rows: list[Row]) -> "Scoring":
+        return replace(self, rows=rows, conditions=self.conditions | asked(rows))
+
+
+def asked(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the documents, prompts and seeds of some rows: a condition of their comparison, too."""
+    first = {row.doc_id: row for row in reversed(rows)}
+    return {
+        "documents": [first[doc].doc_hash for doc in sorted(first)],
+        "prompts": [first[doc].prompt_hash for doc in sorted(first)],
+        "seeds": [row.seed for row in rows],
+    }
