@@ -1,4 +1,4 @@
-"""Find the launch configurations of this GPU: `quantize tune` writes what `tuned` yields into a table.
+"""Finds the launch configurations of this GPU: `quantize tune` writes what `tuned` yields into a table.
 
 For each product of the real model that the GPU can run and each bucket of tokens: compile every
 candidate (in parallel, against tensors without storage), drop those that do not fit the device, check
@@ -7,10 +7,9 @@ the fastest. The two products of the experts share one block of rows, so their p
 What is launched without the table is a candidate too, so what the table gains is known. On an H200 all
 products of 64, 256 and 1,024 tokens take about two minutes; the larger ones were not timed whole.
 
-Two things keep a bad candidate out of the table. Candidates whose accumulators take more than
-`candidates.MAX_ACCUMULATORS` registers a thread are never made. And products are timed in a child
-process: a candidate that breaks the CUDA context of that process is named, and a new process times the
-others.
+A bad candidate stays out of the table: one with more than `candidates.MAX_ACCUMULATORS` registers of
+accumulators a thread is never made, and products are timed in a child process. If a candidate breaks
+its CUDA context, that candidate is named, and a new process times the others.
 """
 
 import itertools

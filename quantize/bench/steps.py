@@ -8,6 +8,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.rates import seconds_of
 
 TIMED = 12  # steps
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
@@ -19,15 +20,9 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
     Steps past the last one that a canvas may take cost the same.
     """
     step, graphs = engine.begin_canvases(slots)
-    step.take(graphs)
-    started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    started.record()
-    for _ in range(TIMED):
-        step.take(graphs)
-    ended.record()
-    ended.synchronize()
+    seconds = seconds_of(lambda: step.take(graphs), TIMED)
     engine.drop_canvases(slots)
-    return started.elapsed_time(ended) / TIMED
+    return seconds * 1e3
 
 
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """One record a scheme: what it is called, how it lies on disk, and its arithmetic.
 
-All code that needs to know something about a scheme asks its record here: layout, ModelOpt's layout,
-plan, convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new
-scheme is a record in `SCHEMES`, its arithmetic in `rounding` where that is new, and a kernel.
+All code that needs to know something about a scheme asks its record: layout, ModelOpt's layout, plan,
+convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new scheme is
+a record in `SCHEMES`, its arithmetic in `rounding` where that is new, and a kernel. Activation modes
+(`modes`) may change what is multiplied: `Scheme.as_multiplied`.
 
   scheme        codes  scales                                  activations while serving
   FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
@@ -11,13 +12,10 @@ scheme is a record in `SCHEMES`, its arithmetic in `rounding` where that is new,
   NVFP4A16      e2m1   the same                                BF16
   MXFP4A16      e2m1   e8m0 for 32 inputs                      BF16
 
-In the activation mode `fp8` (W4A8) the products of NVFP4 and NVFP4A16 read e4m3(e2m1 * block scale / 8)
-and rows in e4m3 with a scale a token: `Scheme.as_multiplied`.
-
-ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the
-inverse of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order
-and block scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448)
-for all activations of a Linear, which get a scale a token here.
+ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the inverse
+of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order and block
+scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448) for all
+activations of a Linear, which get a scale a token here.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

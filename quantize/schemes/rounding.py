@@ -9,18 +9,17 @@ Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized t
   e2m1, two    e4m3 per 16 inputs = global * amax / 6;           code * (scale / global)
   a byte       global FP32 = 448 * 6 / amax of the tensor
 
-e2m1 codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6; bit 3 is the sign; the low nibble is the even input.
-The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`. Linears that a server
-fuses into one matrix (q/k/v, gate/up) must share it.
+`formats` has the codes. The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`.
+Linears that a server fuses into one matrix (q/k/v, gate/up) must share it.
 
-Weights are bit-identical to compressed-tensors 0.19 with llm-compressor 0.14's observers, which
-demands their dtypes step by step: scales are BF16 quotients, FP8 codes are rounded twice (BF16, then
-e4m3), a global scale is rounded to BF16 before it is stored as FP32, NVFP4 codes come from FP32.
-Activations are rounded as serving kernels do it, in FP32 throughout, INT8 with 127 and not 127.5.
+Weights are bit-identical to compressed-tensors 0.19 with llm-compressor 0.14's observers, which demands
+their dtypes step by step: scales are BF16 quotients, FP8 codes are rounded twice (BF16, then e4m3), a
+global scale is rounded to BF16 before it is stored as FP32, NVFP4 codes come from FP32. Activations are
+rounded as serving kernels do it, in FP32 throughout, INT8 with 127 and not 127.5.
 
-Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row,
-0.125 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no
-codes: `observe` passes them on in its result and the caller refuses the tensor.
+Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row, 0.125
+per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no codes:
+`observe` returns them and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
 

@@ -379,7 +379,6 @@ class FusedEngine:
             self._slots[slot].end_canvas()
 
     def _rows_for(self, sequences: int) -> int:
-        """Return the number of rows of a step of so many sequences."""
         return sequences if self.model.cores else max(self._smallest, bucket(sequences))
 
     def _check(self, prompt: Sequence[int], images: Images | None) -> None:
@@ -469,7 +468,6 @@ class FusedEngine:
         return []
 
     def _padded(self, length: int) -> int:
-        """Return the length that a run of tokens is encoded at."""
         if self.model.cores:
             return length
         if length <= self.canvas_length:
@@ -485,7 +483,6 @@ class FusedEngine:
         return [part + part[:1] * (bucket(len(part)) - len(part)) for part in parts]
 
     def _encode(self, rows: list[Row], length: int) -> None:
-        """Encode rows as one pass of `length` tokens a row."""
         replayed = self._commits.setdefault(
             (len(rows), length), Replayed(self.model.encode, self.pool)
         )
@@ -505,7 +502,6 @@ class FusedEngine:
         return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)
 
     def _filled(self, rows: list[Row], length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the arguments of `FusedModel.encode` for such rows."""
         slots, contexts, runs = zip(*rows, strict=True)
         filled = [run + [0] * (length - len(run)) for run in runs]
         tokens = torch.tensor(filled, device=self.device)

@@ -2,16 +2,16 @@
 
     recording --h of layer 0--> [layer 0: pass 0, pass 1, ...] --h of layer 1--> [layer 1: ...] -->
 
-Every pass has the rows, the launches and the order that it had when it was recorded, so what observers
-see of a layer is bit for bit what they would have seen then. Keys and values of only one batch and one
-layer are held. Logits and the sampler are not needed.
+Every pass has the rows, the launches and the order that it had when it was recorded, so observers see
+the same bits of a layer. Keys and values of only one batch and one layer are held. Logits and the
+sampler are not needed.
 
 Between two layers the rows of all batches lie in host memory, or on scratch where memory is too small.
-A GPU gets and returns them a few passes at a time while it computes. The next layer's weights are
-loaded meanwhile.
+A GPU gets and returns them a few passes at a time while it computes, and the next layer's weights are
+loaded.
 
-Only h is stored, not its normed rows x: `begin` makes them for layer 0, and `after_experts` for others,
-with both branches zero. The loop has them from the same kernels, and h + 0 is h.
+Only h is stored: `begin` makes layer 0's normed rows x of it, and `after_experts` those of others, with
+both branches zero. The loop has them from the same kernels, and h + 0 is h.
 """
 
 from collections.abc import Callable, Iterator, Sequence

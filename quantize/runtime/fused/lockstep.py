@@ -65,8 +65,6 @@ class _Stopped(BaseException):
 
 
 class _Ended(Generic[T]):
-    """What a lane's work returned."""
-
     def __init__(self, result: T) -> None:
         self.result = result
 

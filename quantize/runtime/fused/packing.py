@@ -295,13 +295,11 @@ def _weight(
     if scheme is None:
         return weights.build("bf16", rows("weight"))
     codes = rows("weight_packed" if "weight_packed" in parts[0] else "weight")
-    factor = _factor(parts[0])
+    factor = None
+    if "weight_scale_2" in parts[0]:
+        factor = 128 * parts[0]["weight_scale_2"]
+    elif "weight_global_scale" in parts[0]:
+        factor = 128 / parts[0]["weight_global_scale"]
     own = shared if scheme.calibrated else None
     scale = rows("weight_scale")
     return weights.build(scheme.kernel, codes, scale, factor, in_fp8=in_fp8, shared=own)
-
-
-def _factor(part: dict[str, Tensor]) -> Tensor | None:
-    if "weight_scale_2" in part:
-        return 128 * part["weight_scale_2"]
-    return 128 / part["weight_global_scale"] if "weight_global_scale" in part else None

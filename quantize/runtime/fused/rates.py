@@ -27,9 +27,11 @@ class Rates:
 
 def measure_rates(device: torch.device) -> Rates:
     """Measure now, on a 2 GB tensor negated into another and on square products of 8192."""
-    copy = _copy_rate(device)
+    source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy = 4 * source.numel() / seconds_of(lambda: torch.neg(source, out=target))
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    bf16 = 2 * 8192**3 / _seconds(lambda: a @ a.T)
+    bf16 = 2 * 8192**3 / seconds_of(lambda: a @ a.T)
     fp8 = bf16
     if torch.cuda.get_device_capability(device) >= (8, 9):
         q = a.to(torch.float8_e4m3fn)
@@ -40,7 +42,7 @@ def measure_rates(device: torch.device) -> Rates:
                 q, q.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
             )
 
-        fp8 = 2 * 8192**3 / _seconds(product)
+        fp8 = 2 * 8192**3 / seconds_of(product)
     return Rates(copy, bf16, fp8)
 
 
@@ -48,16 +50,11 @@ def link_rate(device: str) -> float:
     """Return the bytes/s that reach a GPU from pinned host memory."""
     source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
-    return len(source) / _seconds(lambda: target.copy_(source, non_blocking=True))
+    return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
-def _copy_rate(device: torch.device) -> float:
-    source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 4 * source.numel() / _seconds(lambda: torch.neg(source, out=target))
-
-
-def _seconds(work: Callable[[], object], repeats: int = 10) -> float:
+def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
+    """Return the mean seconds of work on the GPU, behind a first time that does not count."""
     work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -3,14 +3,13 @@
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
 
-Arriving happens on a thread and a stream of its own. A slot is filled again as soon as the device has
+Layers arrive on a thread and a stream of their own. A slot is filled again as soon as the device has
 done what was launched while its layer was in use; a layer is taken only when the device knows that it
-has arrived. The order is a circle: after the last streamed layer the first two come again, for the pass
-that follows, while logits are made and read. One pass over the layers is one pass over the streamed
-bytes.
+has arrived. The order is a circle: the first two streamed layers follow the last, for the next pass,
+while logits are made and read. One pass over the layers is one pass over the streamed bytes.
 
-A slot's memory is fixed, so what streaming takes is known beforehand: two slots, and what the largest
-module needs on its way (its bytes as on disk and as packed).
+A slot's memory is fixed, so what streaming takes is known beforehand: two slots, and the bytes of the
+largest module on its way, as on disk and as packed.
 """
 
 import weakref

@@ -321,7 +321,6 @@ class FusedModel:
         return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
 
     def _read(self, rows: Rows) -> Read:
-        """Return how an input shared by several weights is quantized."""
         return BF16 if self.inputs is not None and self.inputs.bf16 else how_read(rows)
 
     def _product(self, index: int, kind: str, x: Activation, rows: Rows) -> Tensor:

@@ -152,7 +152,6 @@ class Transfer:
             self._through_pinned(run, out)
 
     def _through_pinned(self, run: _Run, out: Tensor) -> None:
-        """Fill one pinned buffer while the other is copied."""
         if not self._pinned:
             self._pinned = [
                 (torch.empty(PINNED, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
