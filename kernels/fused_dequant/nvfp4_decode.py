@@ -97,9 +97,7 @@ def fragment_layout(row_tiles, warpgroups):
 
 @gluon.jit
 def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [row tiles, 1, 4, 8, 4, 2, 2] and scales int16 [row tiles, 1, 4, 8, 4] to e4m3
-    [64 * row tiles, 64].
-    """
+    """Decode words [row tiles, 1, 4, 8, 4, 2, 2], int16 scales [.., 4] to e4m3 [64 * row tiles, 64]."""
     scales = gl.expand_dims(gl.expand_dims(scales.to(gl.int32), 5), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
@@ -114,9 +112,7 @@ def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
 
 @gluon.jit
 def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [row tiles, 1, 4, 8, 4, 2, 2] and scale words [row tiles, 1, 4, 8, 2] to bf16
-    [64 * row tiles, 64].
-    """
+    """Decode words [row tiles, 1, 4, 8, 4, 2, 2], scale words [.., 2] to bf16 [64 * row tiles, 64]."""
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(

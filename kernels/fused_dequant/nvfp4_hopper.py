@@ -50,9 +50,7 @@ def copy_weights(
     words, scales, word, scale, words_smem, scales_smem, place, step, K, BK: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one step's words and scales; fragments past K read as zero, which decodes to
-    zero.
-    """
+    """Start copying one step's words and scales; past K they read as zero, which decodes to zero."""
     words += step * (BK * 8)
     scales += step * BK
     if EVEN_K:
@@ -158,9 +156,7 @@ def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate one part's shared memory: words, scales and tokens of every stage, and the barriers
-    on which tokens fetched by TMA arrive.
-    """
+    """Allocate a part's words, scales and tokens of every stage, and the barriers of TMA's tokens."""
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)

@@ -52,10 +52,7 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
-    """Quantize h f32 [COUNT * 16] to NVFP4 and store it as blocks `block` [COUNT] of x and scale.
-
-    g is the global scale; blocks that are not `there` are left out.
-    """
+    """Store h f32 [COUNT * 16] in NVFP4, under global scale g, as blocks `block` that are `there`."""
     h = h.reshape(COUNT, 16)
     s, v = scaled_blocks(h, g)
     s = tl.where(tl.max(magnitude(h), 1) > 0x7F800000, float("nan"), s)

@@ -53,10 +53,7 @@ def weighted(x, weight):
 
 @triton.jit
 def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row as bf16 (LARGEST 0), NVFP4 (6), or with 8 bits a value and one scale.
-
-    NaN makes the scale NaN.
-    """
+    """Store a row as bf16 (LARGEST 0), NVFP4 (6), or 8 bits and a scale, which NaN makes NaN."""
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     elif LARGEST == 6.0:

@@ -60,10 +60,7 @@ def store_nvfp4(
     result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store result f32 [BN, BM] of NVFP4 weights as rows of y.
-
-    `factor` points at the expert's own, of gate and of up rows.
-    """
+    """Scale by the expert's `factor`s, activate, weight and store result f32 [BN, BM] as rows of y."""
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:
