@@ -285,9 +285,6 @@ class TestMutations:
         for each in ("to_tiles", "launch", "quantize_rows", "build"):
             if hasattr(module, each):
                 monkeypatch.setattr(original, each, getattr(module, each))
-        errors = (
-            linear_error(17, random_weight(1, 144, 208)),
-            experts_error(9, 2, *experts_of.__wrapped__(80, 80, 4)),
-        )
-        print(f"w4a4 {build}, {fault}: {errors[0]:.2g}, {errors[1]:.2g}")
-        assert not (errors[0] <= 5 * TOLERANCE and errors[1] <= 5 * EXPERTS_TOLERANCE)
+        if linear_error(17, random_weight(1, 144, 208)) <= 5 * TOLERANCE:
+            error = experts_error(9, 2, *experts_of.__wrapped__(80, 80, 4))
+            assert not error <= 5 * EXPERTS_TOLERANCE

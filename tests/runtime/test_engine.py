@@ -40,7 +40,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def test_samples_that_join_late_are_those_of_generate() -> None:
     asked = prompts(4)
-    samplers = [SAMPLER, CAREFUL, SAMPLER, CAREFUL]
+    samplers = [SAMPLER, SAMPLER, CAREFUL, SAMPLER]
     alone = [
         generate(engine_of(1), [prompt], [seed], max_new_tokens=128, sampler=sampler)[0]
         for seed, (prompt, sampler) in enumerate(zip(asked, samplers, strict=True))

@@ -190,7 +190,11 @@ async def front(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
 
 
 @pytest.mark.usefixtures("scripted")
-def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(tmp_path: Path) -> None:
+def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "LONGEST_PAUSE", 0.3)
+
     async def story() -> None:
         async with front(tmp_path) as client:
             replies = [await client.post("/v1/x", json={}) for _ in range(2)]
