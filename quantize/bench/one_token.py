@@ -14,26 +14,30 @@ import torch
 from torch import Tensor
 
 from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.graphs import Pool, Replayed
-from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.fused.graphs import Replayed
 
 
 class Continuation:
-    """`rows` sequences of one cache that grow by a token a pass, with `graphs` a CUDA graph."""
+    """Texts in slots of an engine that grow by a token a pass, in a CUDA graph where it has graphs.
 
-    def __init__(self, model: FusedModel, rows: int, pool: Pool, graphs: bool) -> None:
-        device = model.weights.device
-        self._model = model
+    No canvas of these slots can be denoised afterwards.
+    """
+
+    def __init__(self, engine: FusedEngine, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        self._engine, self._model = engine, engine.model
+        rows, device = len(slots), engine.model.weights.device
         self._slots, self._start, self._first = torch.zeros(
             3, rows, dtype=torch.int32, device=device
         )
         self._tokens, self._given = torch.zeros(2, rows, 1, dtype=torch.int64, device=device)
-        self._append = Replayed(self._pass, pool) if graphs else self._pass
+        self._append = Replayed(self._pass, engine.pool) if engine.graphs else self._pass
+        self.begin(slots, tokens)
 
-    def begin(self, slots: Sequence[int], contexts: Sequence[int], tokens: Sequence[int]) -> None:
-        """Set each text's slot, the positions encoded there, and the token that comes next."""
+    def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        """Begin behind what as many slots hold, from the next `tokens` on; the graph is kept."""
+        self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
-        self._first.copy_(torch.tensor(contexts))
+        self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))
         self._given.copy_(torch.tensor(tokens)[:, None])
         self.rewind()
 
@@ -63,20 +67,3 @@ class Continuation:
         h = self._model.run([own])[0]
         self._tokens.copy_(self._model.logits(h).argmax(-1, keepdim=True))
         self._start += 1
-
-
-def continuation(
-    engine: FusedEngine,
-    slots: Sequence[int],
-    tokens: Sequence[int],
-    texts: Continuation | None = None,
-) -> Continuation:
-    """Return what continues the slots' texts one token a pass, from the next `tokens` on.
-
-    No canvas of these slots can be denoised afterwards. `texts`, from an earlier call with as many
-    slots, saves capturing its graph again.
-    """
-    engine.encode_last(slots)
-    found = texts or Continuation(engine.model, len(slots), engine.pool, engine.graphs)
-    found.begin(slots, [engine.context(slot) for slot in slots], tokens)
-    return found

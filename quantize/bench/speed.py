@@ -7,8 +7,8 @@ which counts as a forward, although it goes through the layers with the first st
 write as many tokens one a forward, greedily (`one_token`). Times hold the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
-    tokens a joule                        over SECONDS at least, by the GPU's own counter of energy
-    MHz, power-capped                     mean clock behind a canvas, and how often power held it down
+    W, J a forward, tokens a joule        over SECONDS at least, between two steps of the GPU's counter
+    MHz, power-capped                     mean clock meanwhile, and how often power held it down
     first canvas                          ms to encode a prompt of `context` tokens and write a canvas
     ms a step                             of steps alone, graph behind graph
     x floor                               ms a step over the least that its bytes and FLOP allow
@@ -18,11 +18,10 @@ write as many tokens one a forward, greedily (`one_token`). Times hold the host'
 Random weights have the model's exact shapes and routing, but their answers are noise.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ import torch
 from rich.table import Column, Table
 
 from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, random_prompts, read_stops
-from quantize.bench.one_token import Continuation, continuation
+from quantize.bench.one_token import Continuation
 from quantize.bench.steps import PARTS, profile_step, time_step
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
-from quantize.host.gauge import Clock, Gauge
+from quantize.host.gauge import Gauge, watched
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.fused.cost import decoder_floor, pass_floor
@@ -44,10 +43,20 @@ from quantize.runtime.fused.rates import Rates, measure_rates
 from quantize.runtime.opening import RandomModel
 
 ADAPTIVE = "adaptive"  # in place of a number of steps
-SECONDS = 2.0  # of work between two readings of the energy counter
+SECONDS = 10.0  # of work at least while the energy counter is watched
 ONE_TOKEN = "one token"  # in place of a number of steps
 MIXES = {name: (name,) * 3 for name in ("bf16", "fp8", "int8", "nvfp4")}
 MIXES["nvfp4_fp8"] = ("nvfp4", "fp8", "fp8")  # experts, attention, dense MLP
+# The columns of speed: the key of Row, and how it is written.
+SHOWN = {
+    "batch": ("batch", "d"), "steps": ("steps", "s"), "ms/forward": ("ms_a_forward", ".2f"),
+    "ms/canvas": ("ms_a_canvas", ".1f"), "tokens/s": ("tokens_a_second", ",.0f"),
+    "W": ("watts", ".0f"), "J/forward": ("joules_a_forward", ".2f"),
+    "tokens/J": ("tokens_a_joule", ".2f"), "MHz": ("clock_mhz", ".0f"),
+    "power-capped": ("power_capped", ".0%"), "per million": ("price_a_million_tokens", ".2f"),
+    "first canvas ms": ("first_canvas_ms", ".1f"), "ms/step": ("ms_a_step", ".2f"),
+    "floor": ("floor_ms_a_step", ".2f"), "x floor": ("x_floor", ".2f"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,11 @@ class Row:
     ms_a_canvas: float
     ms_a_forward: float
     tokens_a_second: float
+    watts: float | None
+    joules_a_forward: float | None
     tokens_a_joule: float | None
     clock_mhz: float | None
-    power_capped: float | None  # share of canvases that ended with a clock held down by power
+    power_capped: float | None  # share of the counter's steps at which power held the clock down
     first_canvas_ms: float
     experts_hit: float
     ms_a_step: float
@@ -79,6 +90,11 @@ class Row:
     def unexplained(self) -> float:
         """Milliseconds of a step that no kernel of a profiled step accounts for."""
         return self.ms_a_step - sum(self.parts.values())
+
+    @property
+    def x_floor(self) -> float:
+        """Time of a step over the least that its bytes and FLOP allow."""
+        return self.ms_a_step / self.floor_ms_a_step
 
 
 @dataclass(frozen=True)
@@ -115,13 +131,11 @@ def bench(
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of
-    MIXES, routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or
-    "adaptive": canvases then stop by themselves, or take the steps of the JSON list `stops` in
-    turns. `context` are tokens of the prompt, `canvases` those measured for each row,
-    `hourly_price` is the machine's. `autoregressive` measures the same weights one token a forward
-    too. Raise ResourceError if there is no GPU, or too little memory on it, and InputError if a mix or
-    a number of steps is unknown, or the checkpoint cannot be loaded.
+    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES,
+    routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or "adaptive":
+    canvases then stop by themselves, or take the steps of the JSON list `stops` in turns. `context` is
+    in tokens, `canvases` are measured a row. Raise ResourceError if there is no GPU, or too little
+    memory on it, and InputError if a mix or a number of steps is unknown, or nothing can be loaded.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
@@ -208,21 +222,14 @@ def _measure(
     The later ones stand behind as many tokens as the prompts have, the canvas before among them.
     """
     slots = list(range(len(prompts)))
-
-    def admit(left_out: int) -> None:
-        for slot in slots:
-            engine.release(slot)
-            prompt = prompts[slot]
-            engine.admit(slot, prompt[: max(1, len(prompt) - left_out)], slot, sampler)
-
-    admit(0)
+    _admit(engine, prompts, 0, sampler)
     for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
         engine.denoise(slots)
     started = time.perf_counter()
-    admit(0)
+    _admit(engine, prompts, 0, sampler)
     engine.denoise(slots)
     first = time.perf_counter() - started
-    admit(engine.canvas_length)
+    _admit(engine, prompts, engine.canvas_length, sampler)
     before = engine.denoise(slots)
 
     def canvas() -> int:
@@ -236,6 +243,12 @@ def _measure(
     return times | {"first_canvas_ms": first * 1e3}
 
 
+def _admit(engine: FusedEngine, prompts: list[list[int]], left_out: int, sampler: Sampler) -> None:
+    for slot, prompt in enumerate(prompts):
+        engine.release(slot)
+        engine.admit(slot, prompt[: max(1, len(prompt) - left_out)], slot, sampler)
+
+
 def _measure_tokens(
     engine: FusedEngine, prompts: list[list[int]], canvases: int
 ) -> tuple[dict[str, Any], float]:
@@ -244,20 +257,17 @@ def _measure_tokens(
     On average they stand behind as many tokens as the prompts have.
     """
     slots, length = list(range(len(prompts))), engine.canvas_length
-
-    def begin(left_out: int, texts: Continuation | None = None) -> Continuation:
-        for slot in slots:
-            engine.release(slot)
-            prompt = prompts[slot]
-            engine.admit(slot, prompt[: max(1, len(prompt) - 1 - left_out)], slot, Sampler())
-        return continuation(engine, slots, [prompt[-1] for prompt in prompts], texts)
-
-    texts = begin(0)
+    last = [prompt[-1] for prompt in prompts]
+    _admit(engine, prompts, 1, Sampler())
+    texts = Continuation(engine, slots, last)
     texts.run(length)  # compiles, and captures the graphs
     started = time.perf_counter()
-    begin(0, texts).run(length)
+    _admit(engine, prompts, 1, Sampler())
+    texts.begin(slots, last)
+    texts.run(length)
     first = time.perf_counter() - started
-    begin(length // 2, texts)
+    _admit(engine, prompts, 1 + length // 2, Sampler())
+    texts.begin(slots, last)
     hit = statistics.mean(texts.experts_hit())
 
     def canvas() -> int:
@@ -280,26 +290,25 @@ def _repeated(
     `canvas` returns how many forwards it took.
     """
     gauge = Gauge.of(device)
-    before = gauge.joules() if gauge else None
-    least = 0.0 if before is None else SECONDS
+    least = SECONDS if gauge and gauge.joules() is not None else 0.0
     seconds: list[float] = []
-    clocks: list[Clock] = []
     forwards = 0
-    while len(seconds) < count or sum(seconds) < least:
-        started = time.perf_counter()
-        forwards += canvas()
-        seconds.append(time.perf_counter() - started)
-        clock = gauge.clock() if gauge else None
-        clocks += [clock] if clock else []
-    after = gauge.joules() if gauge else None
-    joules = None if before is None or after is None else (after - before) / len(seconds)
+    with watched(gauge) as seen:
+        while len(seconds) < count or sum(seconds) < least:
+            started = time.perf_counter()
+            forwards += canvas()
+            seconds.append(time.perf_counter() - started)
     median, each = statistics.median(seconds), forwards / len(seconds)
+    watts, clocks = seen.watts, seen.clocks
+    joules = watts and watts * sum(seconds) / forwards
     return {
         "forwards_a_canvas": each,
         "ms_a_canvas": median * 1e3,
         "ms_a_forward": median * 1e3 / each,
         "tokens_a_second": tokens / median,
-        "tokens_a_joule": tokens / joules if joules else None,
+        "watts": watts,
+        "joules_a_forward": joules,
+        "tokens_a_joule": tokens / (joules * each) if joules else None,
         "clock_mhz": statistics.mean(clock.mhz for clock in clocks) if clocks else None,
         "power_capped": statistics.mean(clock.capped for clock in clocks) if clocks else None,
     }
@@ -328,22 +337,12 @@ def tables(result: Bench) -> list[Table]:
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "
         f"loaded in {result.load_seconds:.0f} s"
     )
-    columns = ["batch", "steps", "ms/forward", "ms/canvas", "tokens/s", "tokens/J", "MHz"]
-    columns += ["power-capped", "per million", "first canvas ms", "ms/step", "floor", "x floor"]
-    speed = _table(title, *columns)
+    speed = _table(title, *SHOWN)
     heads = ("batch", "steps", *PARTS, "rest", "unexplained")
     parts = _table("ms of one denoising step, and x floor", *heads)
     for row in result.rows:
-        price, frugal = row.price_a_million_tokens, row.tokens_a_joule
-        clock = "" if row.clock_mhz is None else f"{row.clock_mhz:.0f}"
-        capped = "" if row.power_capped is None else f"{row.power_capped:.0%}"
-        speed.add_row(
-            str(row.batch), row.steps, f"{row.ms_a_forward:.2f}", f"{row.ms_a_canvas:.1f}",
-            f"{row.tokens_a_second:,.0f}", "" if frugal is None else f"{frugal:.2f}", clock, capped,
-            "" if price is None else f"{price:.2f}", f"{row.first_canvas_ms:.1f}",
-            f"{row.ms_a_step:.2f}", f"{row.floor_ms_a_step:.2f}",
-            f"{row.ms_a_step / row.floor_ms_a_step:.2f}",
-        )  # fmt: skip
+        values = [(getattr(row, name), form) for name, form in SHOWN.values()]
+        speed.add_row(*("" if value is None else format(value, form) for value, form in values))
         if row.parts:
             cells = [_part(row, name) for name in (*PARTS, "rest")]
             parts.add_row(str(row.batch), row.steps, *cells, f"{row.unexplained:.2f}")
@@ -353,7 +352,7 @@ def tables(result: Bench) -> list[Table]:
     for row in result.adaptive:
         mean = f"{statistics.mean(row.steps_of_canvases):.1f}"
         adaptive.add_row(str(row.batch), row.slots_go_on, f"{row.tokens_a_second:,.0f}", mean)
-    return [*([speed, parts] if result.rows else []), *([adaptive] if result.adaptive else [])]
+    return [table for table in (speed, parts, adaptive) if table.row_count]
 
 
 def _table(title: str, *heads: str) -> Table:
@@ -365,8 +364,3 @@ def _part(row: Row, name: str) -> str:
     floor = row.floor_parts.get(name)
     ratio = f" ({row.parts[name] / floor:.2f})" if floor else ""
     return f"{row.parts[name]:.2f}{ratio}"
-
-
-def to_json(result: Bench) -> str:
-    """Return the result as JSON text."""
-    return json.dumps(asdict(result), indent=1)

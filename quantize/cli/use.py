@@ -1,6 +1,8 @@
 """`quantize generate`, `bench`, `tune`, `export` (and `serve`): what a checkpoint does, how fast."""
 
+import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,8 +117,9 @@ def bench(
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, tokens a joule, the clock and how often the power limit held it down (where
-    the driver tells), time to the first canvas, memory, and where a step's time goes.
+    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. Where the
+    driver tells power and clock, each row takes 10 s of canvases at least and shows their means: W, J a
+    forward, tokens a joule, MHz, and how often the power limit held the clock down.
 
     \b
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
@@ -125,7 +128,7 @@ def bench(
     from rich.console import Console
 
     from quantize.bench.speed import bench as measure
-    from quantize.bench.speed import tables, to_json
+    from quantize.bench.speed import tables
     from quantize.checkpoints.reader import known_config, resolve
     from quantize.runtime import Placement
 
@@ -135,7 +138,7 @@ def bench(
     place = Placement("cuda", gpu_memory, activations)
     result = measure(folder, config=known_config(REAL_MODEL), place=place, **options)
     if as_json:
-        click.echo(to_json(result))
+        click.echo(json.dumps(asdict(result), indent=1))
     else:
         Console().print(*tables(result))
 

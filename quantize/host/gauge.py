@@ -1,11 +1,16 @@
 """Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power holds that.
 
-The counter of energy moves every few tens of milliseconds: read it before and after some seconds of
-work. The clock is of the moment: read it while work runs, or right behind it.
+The energy counter steps every 20 to 100 ms, and a reading is as old as the last step. `watched` looks
+at it while work runs: power is the energy between two steps over the time between them.
 """
 
 import ctypes
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any
 
 import torch
@@ -14,6 +19,7 @@ LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 PROCESSORS = 1  # NVML_CLOCK_SM
 # What may hold a clock for the power that it takes: the driver's limit, and the board's brake.
 POWER = 0x04 | 0x80
+LOOK = 0.01  # seconds between two looks at the counter: what a step's time may be off by
 
 
 @dataclass(frozen=True)
@@ -68,3 +74,41 @@ class Gauge:
         ) or library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)):
             return None
         return Clock(now.value, bool(reasons.value & POWER))
+
+
+@dataclass
+class Watched:
+    """The steps of a gauge's energy counter, as (seconds, joules), and the clock at each of them."""
+
+    steps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    clocks: list[Clock] = field(default_factory=list[Clock])
+
+    @property
+    def watts(self) -> float | None:
+        """Mean power between the first and the last step; None without two of them."""
+        if len(self.steps) < 2:
+            return None
+        (start, before), (end, after) = self.steps[0], self.steps[-1]
+        return (after - before) / (end - start)
+
+
+@contextmanager
+def watched(gauge: Gauge | None) -> Iterator[Watched]:
+    """Look at a gauge from another thread while the block runs; without a gauge nothing is seen."""
+    seen, over = Watched(), Event()
+
+    def look() -> None:
+        last = gauge and gauge.joules()
+        while gauge and not over.wait(LOOK):
+            if (joules := gauge.joules()) is not None and joules != last:
+                last = joules
+                seen.steps.append((time.perf_counter(), joules))
+                seen.clocks += [clock] if (clock := gauge.clock()) else []
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            yield seen
+        finally:
+            over.set()
+        looking.result()

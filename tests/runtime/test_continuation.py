@@ -6,7 +6,7 @@ import pytest
 import torch
 from layers import telling_checkpoint
 
-from quantize.bench.one_token import continuation
+from quantize.bench.one_token import Continuation
 from quantize.checkpoints.load import load
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine
@@ -49,7 +49,7 @@ def test_passes_read_what_transformers_encoder_says(
     for slot, prompt in enumerate(prompts):
         engine.admit(slot, prompt[:-1], 0, SAMPLER)
     order = [2, 0, 1]
-    texts = continuation(engine, order, [prompts[slot][-1] for slot in order])
+    texts = Continuation(engine, order, [prompts[slot][-1] for slot in order])
     found = texts.run(COUNT)
     texts.rewind()
     assert texts.run(COUNT) == found
@@ -71,8 +71,8 @@ def test_experts_hit_are_those_of_a_pass(engine: FusedEngine) -> None:
     topk = engine.model.topk
     for slot in range(3):
         engine.admit(slot, [200 + slot] * 20, 0, SAMPLER)
-    alone = continuation(engine, [0], [300]).experts_hit()
-    together = continuation(engine, [0, 1, 2], [300, 400, 500]).experts_hit()
+    alone = Continuation(engine, [0], [300]).experts_hit()
+    together = Continuation(engine, [0, 1, 2], [300, 400, 500]).experts_hit()
     for slot in range(3):
         engine.release(slot)
     assert set(alone) == {topk}

@@ -18,7 +18,7 @@ from modules_oracle.passes import decode_canvas, encode_prompts
 from modules_oracle.simulated import load_rounding
 from PIL import Image
 
-from quantize.bench.one_token import continuation
+from quantize.bench.one_token import Continuation
 from quantize.bench.steps import profile_step
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
@@ -409,7 +409,7 @@ def test_one_token_a_pass(artifact: tuple[str, Path]) -> None:
         prompts = [tokens(n, seed=slot).tolist() for slot, n in enumerate(CONTEXTS)]
         for slot, prompt in enumerate(prompts):
             engine.admit(slot, prompt[:-1], slot, SAMPLER)
-        texts = continuation(engine, range(4), [prompt[-1] for prompt in prompts])
+        texts = Continuation(engine, range(4), [prompt[-1] for prompt in prompts])
         found.append(texts.run(20))
         texts.rewind()
         found.append(texts.run(20))
