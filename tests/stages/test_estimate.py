@@ -142,6 +142,24 @@ def test_a_slower_card_a_slower_link_and_a_slower_disk_take_longer() -> None:
         assert disk[stage].bound == "disk"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "clients", "said"),
+    [
+        ("h200", 16, True), ("l40s", 16, True), ("h200", 15, False),
+        ("rtx4090", 16, False), ("a100", 16, False), ("b200", 16, False),
+    ],
+)  # fmt: skip
+def test_serving_many_at_once_names_fp8_where_it_is_faster(
+    gpu: str, clients: int, said: bool
+) -> None:
+    """Not for few clients, where it is streamed or cannot run, or where FP4 units take less."""
+    plans = {"fp8_dynamic": shipped_plans()["fp8_dynamic"]}
+    machine = Machine.of(GPUS[gpu], None)
+    caption = str(serving_table(CONFIG, TENSORS, plans, machine, 8192, clients).caption)
+    assert caption.startswith("by arithmetic")
+    assert ("from 16 clients on fp8_dynamic is faster" in caption) is said
+
+
 def test_sixteen_gb_are_told_what_they_lack() -> None:
     """The rest can still be done: other recipes, conversion, and serving partly streamed."""
     found = rows(NVFP4, at(16))
