@@ -51,9 +51,7 @@ class Weight:
 
     @property
     def multiply(self) -> Callable[..., torch.Tensor]:
-        """Return the product with this weight: a kernel's launch (`matmul.launch`), elsewhere
-        torch.
-        """
+        """Return the product with this weight: a kernel's launch (`matmul.launch`), elsewhere torch."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
         kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")

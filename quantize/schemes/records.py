@@ -271,10 +271,7 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return for each module whether all is finite and scales of whole matrices above 0: bool [n].
-
-    `tensors` are [n, ...] by suffix.
-    """
+    """Return, of `tensors` [n, ...], which modules are finite with matrix scales above 0: bool [n]."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)

@@ -492,11 +492,7 @@ class FusedEngine:
             self.model.run([self._pass(rows, length)])
 
     def _pass(self, rows: list[Row], length: int, soft: SoftTokens | None = None) -> Pass:
-        """Return the pass that encodes rows of one lane, each padded to `length` tokens.
-
-        The padding's keys and values lie behind the tokens, where they are overwritten before any row
-        sees them.
-        """
+        """Return the pass that encodes rows of one lane, padded to `length` behind their tokens."""
         added = [(slot % self.capacity, start, len(run)) for slot, start, run in rows]
         lane = rows[0][0] // self.capacity
         return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)

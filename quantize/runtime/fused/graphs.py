@@ -197,7 +197,7 @@ class Step:
     def send_report(self, going_on: bool, graphs: bool) -> Any:
         """Send the report, and condition the next step if `going_on`.
 
-        Returns the event after which the report has arrived, None where it has arrived already.
+        Returns the event of its arrival, None where it has arrived already.
         """
         self.told.copy_(self._report, non_blocking=True)
         arrived = None

@@ -77,10 +77,7 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return x bf16 [M, K] as a layer's dense product reads it, and `rows`, its weights, likewise.
-
-        `kind` is a key of DENSE.
-        """
+        """Return x bf16 [M, K] and its weights `rows` as a product of a `kind` in DENSE reads them."""
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
         for linear in DENSE[kind]:

@@ -62,10 +62,10 @@ class LayerByLayer:
         self._last: tuple[RecordedPass, PassRows] | None = None
 
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
-        """Yield each layer's index when all passes have gone through it, up to the layer `until`.
+        """Yield each layer's index, up to `until`, when all passes have gone through it.
 
-        `observers` returns, for a layer, who is shown the rows that enter its Linears. Raise
-        ResourceError if rows fit neither host memory nor scratch.
+        `observers` returns who is shown the rows that enter a layer's Linears. Raise ResourceError if
+        rows fit neither host memory nor scratch.
         """
         pieces = pieces_of(self._recording, self._hidden)
         sources = recorded_rows(self._recording, self._hidden)

@@ -123,10 +123,7 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Read Linears that share an input, as one matrix if their scales allow it.
-
-        `shared` is the global scale of the input.
-        """
+        """Read Linears of one input, of global scale `shared`, as one matrix if scales allow."""
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]

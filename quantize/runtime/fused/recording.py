@@ -90,10 +90,7 @@ class Recorder:
 
     @contextmanager
     def batch(self, start: int) -> Generator[Callable[[Pass], None]]:
-        """Yield what takes the passes of a batch, named by its first prompt's index.
-
-        It is written when the block ends well.
-        """
+        """Yield what takes a batch's passes, from prompt `start` on; kept if the block ends well."""
         path = self.folder / f"batch-{start:05}.rows"
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
             batch = _Batch(file.fileno(), beside)

@@ -151,10 +151,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return weights, all on the device, with some layers read from another checkpoint of the model.
-
-    `in_fp8` is as in `Packer`.
-    """
+    """Return weights, all on the device, with layers read from another checkpoint (see `Packer`)."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:
