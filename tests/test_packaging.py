@@ -32,7 +32,12 @@ def test_hugging_face_kernels_wins_over_the_folder_of_that_name() -> None:
 
     So it does in this process, whose tests of models import transformers.
     """
-    script = "import kernels, fused_dequant, quantize.recipes; print(kernels.__file__)"
+    script = """
+from importlib.util import find_spec
+import quantize.recipes
+assert find_spec("fused_dequant").origin
+print(find_spec("kernels").origin)
+"""
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )

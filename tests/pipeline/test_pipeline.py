@@ -24,6 +24,7 @@ from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages import denoising
+from quantize.stages.evaluate import recording
 from quantize.stages.evaluate.tasks import open_tasks
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
@@ -35,7 +36,7 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """nvfp4 with few prompts and problems, and a margin that so few problems can decide."""
     fields = yaml.safe_load(shipped_recipes()["nvfp4_w4a4"])
     fields["name"] = "small"
-    fields["bundled"]["calibration"] |= {"prompts": 8, "canvases": 1, "min_tokens_per_expert": 8}
+    fields["bundled"]["calibration"] |= {"prompts": 6, "canvases": 1, "min_tokens_per_expert": 8}
     fields["bundled"]["evaluation"]["limit"] = {"word_problems": PROBLEMS}
     fields["bundled"]["gate"]["margin_pp"] = {"word_problems": 50}
     path = tmp_path_factory.mktemp("recipe") / "small.yaml"
@@ -62,7 +63,8 @@ def finished(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """The folder of a small run that was never interrupted, with few trajectories to replay."""
     out = tmp_path_factory.mktemp("outputs")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(denoising, "HELD_OUT", 4)
+        monkeypatch.setattr(denoising, "HELD_OUT", 2)
+        monkeypatch.setattr(recording, "RECORDED", 1)
         done = command(monkeypatch, *arguments(small_recipe, out))
     assert done.code == 0, done.err
     return only_run(out)
@@ -106,13 +108,15 @@ def test_planned_bytes_are_the_bytes_written(finished: Path) -> None:
     assert written - headers == report["sizes"]["quantized_bytes"]
 
 
-def test_a_finished_run_is_shown_again_not_made_again(finished: Path, small_recipe: Path) -> None:
-    """By another process, as a user starts it."""
+def test_a_finished_run_is_shown_again_not_made_again(
+    finished: Path, small_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = contents(finished)
-    done = run(small_recipe, finished.parent, "--resume")
-    assert done.returncode == 0, done.stderr
+    done = command(monkeypatch, *arguments(small_recipe, finished.parent, "--resume"))
+    assert done.code == 0, done.err
+    assert done.redone() == []
     for stage in NAMES:
-        assert f"{stage}: done before" in done.stderr
+        assert f"{stage}: done before" in done.err
     assert contents(finished) == before
 
 
