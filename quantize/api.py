@@ -43,9 +43,8 @@ def run(
         out: the folder that holds the runs.
         resume: whether a run that exists is continued, or returned when it is complete.
         until: the last stage.
-        options: `tasks`, those to score, `limit`, problems of each, `revision` of a Hub model,
-            `gpu_memory`, bytes that may be used, and those of
-            `quantize.pipeline.stages.evaluate_more`: noise_floor, batch_size, data_dir and so on.
+        options: `tasks` to score, `limit` of the problems of each, `revision` of a Hub model,
+            `gpu_memory` in bytes, and those of `quantize.pipeline.stages.evaluate_more`.
 
     Raises:
         GateError: verification, fidelity or the gate failed. `report(run.folder.path)` says why.
@@ -101,8 +100,7 @@ def convert(
 def evaluate(run: str | Path, **options: Any) -> None:
     """Score what is not scored yet of a run, as `quantize evaluate RUN` does.
 
-    `options` are those of `quantize.pipeline.stages`' `Machine` and `evaluate_more`: gpu_memory, bytes
-    that may be used, modes, noise_floor, servers, ...
+    `options` are those of `quantize.pipeline.stages`' `Machine` and `evaluate_more`.
     """
     _again(run, "evaluate", **options)
 
@@ -112,8 +110,7 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    `modes` are replayed beside those of the recipe; `options` are those of
-    `quantize.pipeline.stages.Machine`: gpu_memory, bytes that may be used.
+    `modes` are replayed beside those of the recipe; of `options` there is `gpu_memory`, in bytes.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")
@@ -159,10 +156,7 @@ def judge(
 
 
 def search(
-    recipe: str = "nvfp4",
-    model: str | None = None,
-    out: str | Path = "outputs",
-    **options: Any,
+    recipe: str = "nvfp4", model: str | None = None, out: str | Path = "outputs", **options: Any
 ) -> dict[str, Any]:
     """Choose a scheme for every layer's attention, MLP and experts, as `quantize search` does.
 

@@ -1,8 +1,7 @@
 """The errors a user may meet, each with the exit code the command line ends with.
 
-Exit codes: 0 done and gate passed, 1 gate failed, 2 usage or bad input, 3 environment (missing GPU,
-memory, disk, token, dataset), 4 inconclusive or not comparable, 70 a fault of ours. A message is one
-line that says what is wrong, where (file, tensor, key), and what to do next.
+0 means done and gate passed. A message is one line that says what is wrong, where (file, tensor, key),
+and what to do next.
 """
 
 import os

@@ -46,11 +46,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the BF16 layout of the model that transformers builds, on the meta device (no memory).
-
-    Raises:
-        InputError: transformers cannot build a model from this config.
-    """
+    """Return `bf16_layout` of the model that transformers builds on the meta device (no memory)."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
@@ -225,7 +221,6 @@ class ConfigSchemes:
 
 
 def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:
-    """Return the scheme of a config group."""
     scheme = scheme_of_group(group)
     if scheme is None:
         weights = group.get("weights") or {}

@@ -45,7 +45,7 @@ def load(
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
-    check_memory(checkpoint, dtype, device)
+    _check_memory(checkpoint, dtype, device)
     logging.disable_progress_bar()  # it would cut into the caller's own
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
@@ -65,16 +65,10 @@ def load(
     return model
 
 
-def check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
-    """Check that the dequantized weights, the least that loading takes, fit into free memory.
-
-    Raises:
-        ResourceError: they do not; the message says how much is needed and how much is free.
-    """
+def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
+    """Check that the dequantized weights, the least that loading takes, fit into free memory."""
     needed = parameters(checkpoint.config) * dtype.itemsize
-    free = free_memory()
-    if device != "cpu":
-        free, _ = torch.cuda.mem_get_info(device)
+    free = free_memory() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     if needed > free:
         raise ResourceError(
             f"{checkpoint.folder}: {needed / 1e9:.1f} GB of weights as {str(dtype)[6:]}, and {device} "

@@ -9,7 +9,6 @@ before a byte of weights is used.
 """
 
 import importlib.resources
-import io
 import json
 import math
 import re
@@ -126,8 +125,7 @@ class Checkpoint:
             InputError: the folder is not a complete DiffusionGemma checkpoint.
         """
         folder = Path(folder)
-        config = read_config(folder)
-        return cls(folder, config, _read_tensors(folder))
+        return cls(folder, read_config(folder), _read_tensors(folder))
 
     @property
     def shards(self) -> list[Path]:
@@ -187,14 +185,16 @@ class Checkpoint:
 def _fill(data: torch.Tensor, info: TensorInfo, begin: int) -> None:
     """Fill uint8 [n] with the bytes of a tensor's file from `begin` on."""
     try:
+        left = bytes_of(data)
         with info.file.open("rb", buffering=0) as file:
             file.seek(begin)
-            count = _read_fully(file, bytes_of(data))
+            while left and (count := file.readinto(left)):  # one call reads at most 2 GiB
+                left = left[count:]
     except OSError as error:
         raise ResourceError(
             f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
         ) from error
-    if count != len(data):
+    if left:
         raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
 
 
@@ -202,14 +202,6 @@ def bytes_of(data: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous uint8 tensor [n], to read into or write from."""
     array: Any = data.numpy()  # numpy's stubs do not declare the buffer protocol
     return memoryview(array)
-
-
-def _read_fully(file: io.FileIO, buffer: memoryview) -> int:
-    """Fill `buffer` from a file (one call reads at most 2 GiB); return the bytes read."""
-    position = 0
-    while position < len(buffer) and (count := file.readinto(buffer[position:])):
-        position += count
-    return position
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -336,10 +328,9 @@ def known_config(model: str) -> dict[str, Any] | None:
 def resolve(model: str | None, revision: str | None = None) -> Path:
     """Return the local folder of a model: the bundled one (None or "bundled"), a folder, or a Hub id.
 
-    The folder of a run stands for the checkpoint in it.
-
-    A Hub id may carry its revision, `ORG/NAME@revision`. The model is downloaded to the Hub's cache, or
-    only looked up there when HF_HUB_OFFLINE is set; `hub_commit` then returns the commit.
+    The folder of a run stands for the checkpoint in it. A Hub id may carry its revision,
+    `ORG/NAME@revision`; the model is downloaded to the Hub's cache, or only looked up there when
+    HF_HUB_OFFLINE is set.
 
     Raises:
         InputError: there is no such folder or model. ResourceError: the Hub cannot be reached.
@@ -349,7 +340,10 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
 
         return CHECKPOINT
     if (folder := Path(model)).is_dir():
-        return _checkpoint_in(folder)
+        if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():
+            return folder / "checkpoint"
+        read_config(folder)  # a tokenizer's own message would hide that there is no model
+        return folder
     name, at, own_revision = model.partition("@")
     if (
         not re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -363,18 +357,6 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     if own_revision and revision not in (None, own_revision):
         raise InputError(f"{model}: --revision names another revision, {revision!r}; give one")
     return _download(name, own_revision or revision)
-
-
-def _checkpoint_in(folder: Path) -> Path:
-    """Return a folder, or the checkpoint of the run whose folder it is.
-
-    Raises:
-        InputError: it is neither, which a tokenizer's own message would hide.
-    """
-    if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():
-        return folder / "checkpoint"
-    read_config(folder)
-    return folder
 
 
 def hub_commit(folder: Path) -> str | None:

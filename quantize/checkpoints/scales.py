@@ -33,8 +33,7 @@ def positive(scales: Scales) -> Iterator[Finding]:
     """Find scales that are not finite numbers above 0."""
     for module, own in scales.items():
         for suffix, value in own.items():
-            ok = math.isfinite(value) and value > 0
-            yield ok, f"{module}.{suffix} is {value}, not above 0"
+            yield 0 < value < math.inf, f"{module}.{suffix} is {value}, not above 0"
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
@@ -43,11 +42,10 @@ def shared(scales: Scales) -> Iterator[Finding]:
     for module, own in scales.items():
         for suffix, value in own.items():
             other, expected = first.setdefault((fused_with(module), suffix), (module, value))
-            fault = (
-                f"{module}.{suffix} is {value:g} and {other}'s is {expected:g}: a server fuses them"
-            )
+            differ = f"{module}.{suffix} is {value:g} and {other}'s is {expected:g}"
             if module != other:
-                yield value == expected or (math.isnan(value) and math.isnan(expected)), fault
+                same = value == expected or (math.isnan(value) and math.isnan(expected))
+                yield same, f"{differ}: a server fuses them"
 
 
 def complete(scales: Scales) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
 plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
 produce the next few blocks (read, quantize) while the last one is written and hashed and earlier ones
-are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, which 4 of them fill with
-blocks: where there are more, so many files are written side by side.
+are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, as much as four make: with
+more cores, several files are written side by side.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
@@ -251,8 +251,7 @@ class _State:
         for shard in shards:
             digest.update(shard.key.encode() + shard.header)
         state = cls(folder, digest.hexdigest(), {})
-        path = state_path(folder)
-        recorded = _recorded_shards(path, state.identity)
+        recorded = _recorded_shards(state_path(folder), state.identity)
         ends = {shard.name: shard.begin + shard.nbytes for shard in shards}
         broken: set[str] = set()  # files in which something must be written again
         for shard in shards:
@@ -283,7 +282,6 @@ class _State:
 
 
 def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
-    """Return key -> sha256 of the shards an earlier try with this identity finished."""
     if not path.is_file():
         return {}
     with suppress(InputError, ValueError, TypeError):
@@ -368,6 +366,5 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
 
 def _write_fully(file: io.FileIO, data: memoryview) -> None:
     """Write all of `data`; a disk that fills up ends a call early before it raises an error."""
-    position = 0
-    while position < len(data):
-        position += file.write(data[position : position + WRITE_BLOCK])
+    while data:
+        data = data[file.write(data[:WRITE_BLOCK]) :]

@@ -185,7 +185,6 @@ def fused_with(module: str) -> str:
 
 
 def _scheme(name: str, modules: tuple[str, ...], chosen: Chosen) -> Scheme | None:
-    """Return the one scheme of all Linears in a tensor, or None."""
     found = set(map(chosen, modules))
     if len(found) > 1:
         raise InputError(
@@ -197,7 +196,6 @@ def _scheme(name: str, modules: tuple[str, ...], chosen: Chosen) -> Scheme | Non
 
 
 def _chosen_by(quantization: Quantization) -> Chosen:
-    """Return what names the scheme of a module, or None."""
     ignored = named_by([entry.removeprefix(OPTIONAL) for entry in quantization.ignore])
     rules = {
         name: named_by(patterns) for name, patterns in quantization.targets_by_scheme().items()
@@ -264,7 +262,6 @@ def ignore_for_config(targets: list[Target]) -> list[str]:
     """
     ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:
-        kept_linear = target.scheme is None and target.module_class in QUANTIZABLE
-        if kept_linear:
+        if target.scheme is None and target.module_class in QUANTIZABLE:
             ignore += linear_modules(target.name, target.shape)
     return ignore

@@ -120,10 +120,9 @@ def _exit_code() -> int:
     except (KeyboardInterrupt, click.Abort):
         return _complain(f"interrupted{_going_on()}", 130)
     except OSError as error:
-        place = error.filename or "the output folder"
-        if error.errno == errno.ENOSPC:
-            return _complain(f"{place}: the disk is full; free some space{_going_on()}", 3)
-        return _complain(f"{place}: {error.strerror or error}", 3)
+        full = f"the disk is full; free some space{_going_on()}"
+        what = full if error.errno == errno.ENOSPC else error.strerror or error
+        return _complain(f"{error.filename or 'the output folder'}: {what}", 3)
     except (MemoryError, RuntimeError) as error:  # torch's error for a GPU is a RuntimeError
         text = " ".join(str(error).split())[:LONGEST]
         return _complain(f"out of memory ({text}); free some, or use a larger machine", 3)

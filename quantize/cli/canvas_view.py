@@ -34,19 +34,10 @@ END = "\N{MIDDLE DOT}"  # drawn for an EOS before the canvas' last word
 
 
 def watch(
-    checkpoint: Path,
-    prompt: str,
-    *,
-    thinking: bool,
-    steps: int | None = None,
-    seed: int,
-    max_new_tokens: int | None,
-    where: Placement,
-    plain: bool,
-    pictures: Sequence[Path],
-    soft_tokens: int,
-    write: Write,
-) -> None:
+    checkpoint: Path, prompt: str, *, thinking: bool, steps: int | None = None, seed: int,
+    max_new_tokens: int | None, where: Placement, plain: bool, pictures: Sequence[Path],
+    soft_tokens: int, write: Write,
+) -> None:  # fmt: skip
     """Generate the answer to a prompt; options are those of `quantize generate`.
 
     The model of the folder `checkpoint` runs at `where`. `write` takes the answer, without thoughts and

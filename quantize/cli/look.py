@@ -45,15 +45,13 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 
     loaded = load_recipe(recipe) if recipe else None
-    sections = (loaded.bundled.evaluation, loaded.evaluation) if loaded else ()
-    parts = [part for part in sections if part]
-    found: dict[str, tuple[Mapping[str, Any], str]] = {
-        name: (own.definition(), str(own.data or own.lm_eval))
-        for part in parts
-        for name, own in part.own_tasks.items()
-    }
+    found: dict[str, tuple[Mapping[str, Any], str]] = {}
+    repeats: dict[str, int] = {}
+    for part in filter(None, (loaded.bundled.evaluation, loaded.evaluation) if loaded else ()):
+        repeats |= part.repeats
+        for name, own in part.own_tasks.items():
+            found[name] = own.definition(), str(own.data or own.lm_eval)
     found |= {name: (shipped(name), _data(shipped(name))) for name in known_tasks()}
-    repeats = {name: count for part in parts for name, count in part.repeats.items()}
     heads = ("questions", "tokens/answer", "tokens at most", "hours at most")
     click.echo(ROW.format("task", *heads, "data"))
     for name, (task, data) in found.items():
@@ -62,7 +60,7 @@ def tasks(recipe: str | None, rate: float | None) -> None:
 
 
 def _costs(task: Mapping[str, Any], repeats: int, rate: float) -> list[str]:
-    """Return questions, tokens an answer, and tokens and hours at most."""
+    """Return questions, tokens of an answer, and tokens and hours of all of them at most."""
     count, length = task["metadata"].get("questions"), task["generation_kwargs"]["max_gen_toks"]
     if not count:
         return ["?", f"{length:,}", "?", "?"]
@@ -71,7 +69,6 @@ def _costs(task: Mapping[str, Any], repeats: int, rate: float) -> list[str]:
 
 
 def _data(task: Mapping[str, Any]) -> str:
-    """Return where the questions of a task that ships come from."""
     if "custom_dataset" in task:
         return "made here, from a seed"
     if task["dataset_path"] == "json":

@@ -80,14 +80,9 @@ def _option(setting: Field[Any]) -> Callable[[Any], Any]:
     ),
 )  # fmt: skip
 def serve(
-    checkpoint: str,
-    model_name: str | None,
-    activations: "ActivationMode | None",
-    gpu_memory: float | None,
-    prefix_mib: int,
-    workers: int,
-    **settings: Any,
-) -> None:
+    checkpoint: str, model_name: str | None, activations: "ActivationMode | None",
+    gpu_memory: float | None, prefix_mib: int, workers: int, **settings: Any,
+) -> None:  # fmt: skip
     """Serve a checkpoint until SIGINT or SIGTERM."""
     from quantize.checkpoints.reader import Checkpoint, resolve
     from quantize.errors import ResourceError

@@ -117,9 +117,9 @@ def verify_signature(
     Every file but model.sig, .git* and .cache must be what was signed. Exit code 1 if there is no
     signature, it is another's, or a file was changed, added or taken away.
     """
-    from quantize.hub.signing import Signer, verify
+    from quantize.hub.signing import verify
 
     if (key is None) == (identity is None) or (identity is None) != (issuer is None):
         raise click.UsageError("give --key, or --identity and --issuer")
-    files = verify(folder, Signer(key, identity, issuer))
+    files = verify(folder, key, identity, issuer)
     click.echo(f"{folder}: {files} files are what was signed by {key or identity}")

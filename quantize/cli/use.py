@@ -30,12 +30,7 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
     help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
-@click.option(
-    "--steps",
-    type=STEPS,
-    metavar="T",
-    help="Most denoising steps of a canvas.",
-)
+@click.option("--steps", type=STEPS, metavar="T", help="Most denoising steps of a canvas.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
@@ -47,13 +42,9 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
     help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
 )  # fmt: skip
 def generate(
-    checkpoint: str,
-    prompt: str,
-    activations: "ActivationMode | None",
-    gpu_memory: float | None,
-    plain: bool,
-    **options: Any,
-) -> None:
+    checkpoint: str, prompt: str, activations: "ActivationMode | None", gpu_memory: float | None,
+    plain: bool, **options: Any,
+) -> None:  # fmt: skip
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
 
     CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
@@ -108,12 +99,9 @@ def generate(
 @with_options("activations", "gpu-memory")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
-    checkpoint: str | None,
-    activations: "ActivationMode | None",
-    gpu_memory: float | None,
-    as_json: bool,
-    **options: Any,
-) -> None:
+    checkpoint: str | None, activations: "ActivationMode | None", gpu_memory: float | None,
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and

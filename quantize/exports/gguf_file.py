@@ -11,6 +11,7 @@ the same bytes. The file gets its name when it is complete.
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +71,8 @@ def export_gguf(
     check_layout(source)
     tensors = plan_tensors(source, kept_as)
     before = fingerprint(source)
-    keys = _about(name, before, tensors) | metadata(source)
+    types = [tensor.type for tensor in tensors]
+    keys = _about(name, before, types) | metadata(source)
     rows = next(each.shape[0] for each in tensors if each.name == "token_embd.weight")
     keys |= vocabulary(source.folder, rows)
     folder = out.with_name(out.name + TEMPORARY_SUFFIX)
@@ -86,14 +88,10 @@ def export_gguf(
         folder.rmdir()
         state_path(folder).unlink()
         lock.unlink()
-    types = [tensor.type for tensor in tensors]
-    return Exported(
-        {t: types.count(t) for t in sorted(set(types))}, source.nbytes, out.stat().st_size
-    )
+    return Exported(dict(sorted(Counter(types).items())), source.nbytes, out.stat().st_size)
 
 
-def _about(name: str, digest: str, tensors: Sequence[GGUFTensor]) -> dict[str, Any]:
-    types = {tensor.type for tensor in tensors}
+def _about(name: str, digest: str, types: Sequence[str]) -> dict[str, Any]:
     main = next(each for each in ("NVFP4", "Q8_0", "BF16") if each in types)
     return {
         "general.type": "model",

@@ -25,17 +25,8 @@ from quantize.checkpoints.reader import FIX, read_json_object
 from quantize.errors import InputError
 
 BUNDLED_PATTERN = r"\d|\n| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s"
-VISIBLE = frozenset(
-    [
-        "<|channel>",
-        "<channel|>",
-        "<|tool_call>",
-        "<tool_call|>",
-        "<|tool_response>",
-        "<tool_response|>",
-        '<|"|>',
-    ]
-)
+MARKED = ("channel", "tool_call", "tool_response")
+VISIBLE = {'<|"|>'} | {mark for name in MARKED for mark in (f"<|{name}>", f"<{name}|>")}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 SPECIAL = ("bos", "eos", "unk", "pad", "mask")
 DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not start without one

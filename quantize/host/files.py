@@ -18,12 +18,12 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` so that the final name never holds a part of it."""
+    """Write a file as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that the final name never holds a part of it."""
+    """Write a file so that its final name never holds a part of `content`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with temporary.open("wb") as file:

@@ -6,6 +6,7 @@ peak of what ran before.
 """
 
 import os
+import re
 import sys
 import time
 from collections.abc import Generator
@@ -62,7 +63,9 @@ def measured() -> Generator[dict[str, Any]]:
     name of the device that was used; ended.
     """
     facts: dict[str, Any] = {}
-    forgot = _forget_peak()
+    forgot = False
+    with suppress(OSError):
+        forgot = FORGET.write_text("5") > 0
     before = _gpu_bytes(reset=True)
     began = time.monotonic()
     try:
@@ -79,19 +82,10 @@ def measured() -> Generator[dict[str, Any]]:
         }
 
 
-def _forget_peak() -> bool:
-    with suppress(OSError):
-        FORGET.write_text("5")
-        return True
-    return False
-
-
 def _peak_bytes() -> int | None:
-    """Return the most memory that this process had since the peak was forgotten."""
     with suppress(OSError):
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024  # "VmHWM:  123 kB", of 1,024 bytes
+        found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())  # of 1,024 bytes
+        return int(found[1]) * 1024 if found else None
     return None
 
 

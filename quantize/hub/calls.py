@@ -30,15 +30,9 @@ WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, unless the Hub names a ti
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 STALE_PARENT = 412
 SAID: dict[int | None, tuple[type[QuantizeError], str]] = {  # by HTTP status
-    401: (
-        ResourceError,
-        "the Hub does not accept the token (401); set HF_TOKEN to one that is valid",
-    ),
+    401: (ResourceError, "the Hub does not accept the token (401); set HF_TOKEN to a valid one"),
     403: (ResourceError, "this token may not do that (403); it needs write access"),
-    404: (
-        InputError,
-        "not found (404); check organisation and name, and that the token can see them",
-    ),
+    404: (InputError, "not found (404); check organisation and name, and the token's access"),
     STALE_PARENT: (
         ResourceError,
         "somebody else committed there in the meantime; nothing of theirs was overwritten and no "
@@ -56,7 +50,9 @@ def patiently(where: str, call: Callable[[], T]) -> T:
             with explained(where, except_transient=True):
                 return call()
         except (HfHubHTTPError, httpx.TransportError) as error:
-            pause = _asked_wait(error) or wait
+            response = getattr(error, "response", None)
+            asked = response.headers.get("Retry-After", "") if response is not None else ""
+            pause = float(asked) if asked.isdigit() else wait
             say(f"{where} now: {_short(error)}; again in {pause:.0f} s")
             time.sleep(pause)
     with explained(where):
@@ -112,10 +108,3 @@ def status_of(error: BaseException) -> int | None:
 def is_transient(error: BaseException) -> bool:
     """Whether the same call may succeed a little later."""
     return isinstance(error, httpx.TransportError) or status_of(error) in TRANSIENT
-
-
-def _asked_wait(error: BaseException) -> float | None:
-    """Return the seconds of a Retry-After header."""
-    response = getattr(error, "response", None)
-    asked = response.headers.get("Retry-After") if isinstance(response, httpx.Response) else None
-    return float(asked) if asked is not None and asked.isdigit() else None

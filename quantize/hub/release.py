@@ -89,20 +89,15 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     found = (base or find_base)(source, recipe)
     texts = card_files(run, recipe, request.repo, override, found)
     if request.sign:
-        texts |= evidence(run)
+        for path in (run.report_json, run.verification_json):  # no questions, no folders
+            text = json.dumps(shareable(read_json(path)), indent=2)
+            texts[f"{EVIDENCE}/{path.name}"] = f"{text}\n"
         texts[BILL] = signing.extra("quantize.hub.bom").bill(run, recipe, request.repo, found)
         texts[README] += how_to_verify(request.repo, request.sign)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     if request.sign:
         cards.append(_signature(run, request.sign, [*weights, *cards]))
     return Release(run.path.resolve().name, weights, cards, override)
-
-
-def evidence(run: RunDir) -> dict[str, str]:
-    """Return the texts of report and verification as they are published: no questions, no folders."""
-    files = (run.report_json, run.verification_json)
-    texts = {path.name: json.dumps(shareable(read_json(path)), indent=2) for path in files}
-    return {f"{EVIDENCE}/{name}": f"{text}\n" for name, text in texts.items()}
 
 
 def how_to_verify(repo: str, sign: str) -> str:
@@ -121,7 +116,7 @@ def how_to_verify(repo: str, sign: str) -> str:
 
 
 def _signature(run: RunDir, sign: str, files: Sequence[File]) -> File:
-    """Return the signature over files; the run keeps it, so that a push that goes on has the same."""
+    """Return the signature of files; the run keeps it, so a push that goes on has the same one."""
     key = None if sign == signing.SIGSTORE else Path(sign)
     kept = run.path / "signature.json"
     stands: dict[str, Any] = {"by": signing.fingerprint(key) if key else sign}
@@ -163,12 +158,7 @@ def _check_artifact(run: RunDir) -> None:
 
 
 def _listed_files(run: RunDir) -> list[File]:
-    """Hash the files that the verification lists, which must be all that the checkpoint holds.
-
-    Raises:
-        InputError: a file was not verified, is a link, or is gone.
-        GateError: a file has other bytes than were verified.
-    """
+    """Hash the files that the verification lists, which must be all that the checkpoint holds."""
     listed: dict[str, str] = read_json(run.verification_json, "sha256")["sha256"]
     paths = [run.checkpoint, *sorted(run.checkpoint.rglob("*"))]
     for path in paths:
@@ -183,14 +173,12 @@ def _listed_files(run: RunDir) -> list[File]:
         raise InputError(
             f"{run.checkpoint / gone[0]}: was verified and is gone; run `quantize convert`"
         )
-    files = [
-        File.of(name, run.checkpoint / name)
-        for name in track(sorted(listed), "checksums", unit="files")
-    ]
-    for file in files:
-        if file.sha256 != listed[file.path]:
+    files: list[File] = []
+    for name in track(sorted(listed), "checksums", unit="files"):
+        files.append(File.of(name, run.checkpoint / name))
+        if files[-1].sha256 != listed[name]:
             raise GateError(
-                f"{run.checkpoint / file.path}: its bytes have changed since they were verified; run "
+                f"{run.checkpoint / name}: its bytes have changed since they were verified; run "
                 f"`quantize convert`, `verify`, `evaluate` and `report` again"
             )
     return files

@@ -169,13 +169,12 @@ class Hub:
             ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
         """
         additions: list[CommitOperationAdd] = []
-        for file in files:
+        # Files go one by one: a shard is large, and the bar counts files.
+        for file in track(files, "upload", unit="files"):
             addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
             addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading it once more
             additions.append(addition)
-        # Files go one by one: a shard is large, and the bar counts files.
-        for addition in track(additions, "upload", unit="files"):
-            with explained(f"{self.repo}: cannot upload {addition.path_in_repo}"):
+            with explained(f"{self.repo}: cannot upload {file.path}"):
                 self.api.preupload_lfs_files(
                     self.repo, [addition], revision=revision, free_memory=False
                 )

@@ -14,7 +14,6 @@ import re
 import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,6 @@ SIGNATURE = "model.sig"
 SIGSTORE = "sigstore"
 CURVES = ("secp256r1", "secp384r1", "secp521r1")
 CACHES = (".cache",)  # what a download leaves in its folder
-
-
-@dataclass(frozen=True)
-class Signer:
-    """Whose signature is expected: a public key's, or an account's (`identity` at `issuer`)."""
-
-    key: Path | None = None
-    identity: str | None = None
-    issuer: str | None = None
 
 
 def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
@@ -71,8 +61,12 @@ def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
         return sign(folder, key, Path(scratch, SIGNATURE)).read_bytes()
 
 
-def verify(folder: Path, signer: Signer) -> int:
+def verify(
+    folder: Path, key: Path | None = None, identity: str | None = None, issuer: str | None = None
+) -> int:
     """Check a folder's signature; return how many files it stands for.
+
+    The signature must be a public key's, or an account's (`identity` at `issuer`).
 
     Raises:
         GateError: there is no signature, it is another's, or a file differs from what was signed.
@@ -84,16 +78,17 @@ def verify(folder: Path, signer: Signer) -> int:
         raise GateError(f"{signature}: missing; this folder is not signed")
     signed = _signed_files(signature)
     config = extra("model_signing.verifying").Config().set_hashing_config(_hashing())
-    if signer.key is not None:
-        if not signer.key.is_file():
-            raise InputError(f"{signer.key}: no such public key")
-        who = str(signer.key)
-        config = _public_key(config, signer.key)
-    else:
-        who = f"{signer.identity} at {signer.issuer}"
-        account = {"identity": signer.identity, "oidc_issuer": signer.issuer}
+    who = str(key or f"{identity} at {issuer}")
+    if key is None:
         with _sigstore():  # asks for the roots of trust
-            config = config.use_sigstore_verifier(**account)
+            config = config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
+    elif key.is_file():
+        try:
+            config = config.use_elliptic_key_verifier(public_key=key)
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{key}: no public key that can verify ({_line(error)})") from error
+    else:
+        raise InputError(f"{key}: no such public key")
     try:
         config.verify(folder, signature)
     except Exception as error:  # the package raises errors of many libraries
@@ -132,19 +127,8 @@ def _sigstore() -> Generator[None]:
         raise ResourceError(f"Sigstore: {_line(error)}") from None
 
 
-def _public_key(config: Any, key: Path) -> Any:
-    try:
-        return config.use_elliptic_key_verifier(public_key=key)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{key}: no public key that can verify ({_line(error)})") from error
-
-
 def _signed_files(signature: Path) -> int:
-    """Return how many files a signature names, whether it is right or not.
-
-    Raises:
-        GateError: it cannot be read.
-    """
+    """Return how many files a signature names, whether it is right or not."""
     try:
         payload = json.loads(signature.read_bytes())["dsseEnvelope"]["payload"]
         return len(json.loads(base64.b64decode(payload))["predicate"]["resources"])

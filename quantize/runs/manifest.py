@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
@@ -135,11 +134,8 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
-    )
+    found = {file for pattern in patterns for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
 
 
 def hashed(files: Mapping[str, Path]) -> str:

@@ -56,13 +56,8 @@ def create_app(service: Service) -> ASGIApp:
         service.scheduler.stop()
         service.encoder.shutdown()
 
-    app = FastAPI(
-        title="quantize serve",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
+    pages: Any = {"docs_url": None, "redoc_url": None}  # ours load nothing from elsewhere
+    app = FastAPI(title="quantize serve", version=__version__, lifespan=lifespan, **pages)
     _add_answers(app, service)
     _add_pages(app, service)
     _add_failures(app)

@@ -65,9 +65,8 @@ class Grammars:
         Raises:
             InputError: the form is wrong, too complex, or needs what the library does not have.
         """
-        if (
-            kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2
-        ):  # it would read its own text
+        # an odd number of backslashes at the end would escape what the library adds
+        if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
         make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
         compact: Any = {"overrides": {"whitespace_flexible": False}} if kind == "json" else {}

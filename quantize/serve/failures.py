@@ -8,12 +8,7 @@ from starlette.responses import Response
 
 from quantize.serve.unsupported import PARTS, REFUSED, message
 
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}
 
 
 class RequestError(Exception):
@@ -33,8 +28,8 @@ class RequestError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object that the client reads."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {"message": str(self), "type": TYPES.get(self.status, kind)}
+        kind = KINDS.get(self.status, "server" if self.status >= 500 else "invalid_request")
+        error = {"message": str(self), "type": f"{kind}_error"}
         return {"error": error | {"param": self.param, "code": self.code}}
 
     @property

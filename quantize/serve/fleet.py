@@ -5,8 +5,8 @@
 A request goes to the worker with the fewest open requests. Where beginnings of prompts are kept, a chat
 stays with the worker that has its beginning, unless that one has a whole batch more to do than another.
 A worker that ends is started again; its requests end with 503, or with an error in their streams, and
-the others notice nothing. Proxies that balance by load cannot read a chat's beginning, and a router
-that can expects other servers' protocols and does not start any; hence this front.
+the others notice nothing. Load balancers cannot read a chat's beginning, and routers that can start
+no servers: hence this front.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.server import Server, listening_socket
-from quantize.serve.workers import Work, Worker, visible_gpus
+from quantize.serve.workers import Worker, visible_gpus
 
 CHATS = 10_000  # whose workers are remembered
 
@@ -153,8 +153,8 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
     gpus = visible_gpus(place, count)
     sock = listening_socket(options.host, options.port)
     with TemporaryDirectory(prefix="quantize-") as folder:
-        work = Work(checkpoint, options, place, gpus)
-        fleet = Fleet([Worker(i, work, Path(folder)) for i in range(count)], options)
+        given = (Path(folder), checkpoint, options, place, gpus)
+        fleet = Fleet([Worker(i, *given) for i in range(count)], options)
         try:
             for worker in fleet.workers:
                 if not worker.wait():

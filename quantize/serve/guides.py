@@ -49,9 +49,8 @@ class AnswerGuide:
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Decide a finished canvas, and record its log-probabilities if it is committed."""
-        verdict = Verdict(tokens)
-        if self._constraint is not None:
-            verdict = self._constraint.settle(logits, tokens)
+        held = self._constraint
+        verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.stand is None:
             self.scored += scored(logits, verdict.tokens, self.top)
         return verdict

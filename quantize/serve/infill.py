@@ -20,8 +20,8 @@ def known(
 ) -> tuple[Given | None, int | None]:
     """Return the known tokens of each answer of a request, and the token limit before a suffix.
 
-    None stands for no known tokens, and for the limit that the request itself has; `length` are tokens
-    of a canvas.
+    `length` is a canvas' number of tokens. Without known tokens the first is None, without a suffix the
+    second.
 
     Raises:
         RequestError: 400, pieces overlap, or there is no room for a suffix.

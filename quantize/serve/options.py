@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,6 @@ class Options:
                 f"--host {self.host} can be reached from other machines: put an API key into the "
                 f"environment variable {KEY_VARIABLE}, or bind 127.0.0.1"
             )
-
         for origin in self.origins:
             if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
                 raise InputError(f"--allow-origin {origin}: write it as https://chat.example, or *")
@@ -91,9 +91,6 @@ class Options:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
+        with suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.host == "localhost"

@@ -57,13 +57,11 @@ class Job:
     seed: int
     sampler: Sampler
     answer: Answer  # the growing answer, to be read only after the last event
-    # Takes its events, drafts on any thread; a `RequestError` or a finish is the last.
-    emit: Callable[[Event], None]
+    emit: Callable[[Event], None]  # on any thread; a `RequestError` or a finish is the last event
     drafts: bool = False  # whether every denoising step is emitted
     images: Images | None = None  # for the prompt's placeholders
-    given: Given | None = None
-    # The guide in `given`, the known tokens; its error ends the job.
-    guide: AnswerGuide | None = None
+    given: Given | None = None  # the known tokens
+    guide: AnswerGuide | None = None  # the one in `given`; its error ends the job
     cancelled: bool = False
     started: float = 0.0
 
@@ -102,8 +100,7 @@ class Scheduler:
         """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
 
         Raises:
-            RequestError: 503 while it shuts down; 429 when the queue is full; 400 for more jobs than
-                the queue could ever hold.
+            RequestError: 503 during shutdown; 429 when the queue is full; 400 for more than it holds.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
@@ -132,10 +129,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
-        """End jobs without further events: waiting ones now, running ones after their canvas.
-
-        So many reserved places are freed too.
-        """
+        """Free `reserved` places and end jobs without further events, running ones at a canvas' end."""
         with self._changed:
             self._reserved -= reserved
             for job in jobs:

@@ -82,14 +82,8 @@ Model = _shape(
     id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int,
     fingerprint=str | None, activations=str,
 )  # fmt: skip
-Models = _shape(
-    "Models", "Answer to GET /v1/models.",
-    object=Literal["list"], data=list[Model],
-)  # fmt: skip
-Version = _shape(
-    "Version", "Answer to GET /version.",
-    version=str,
-)  # fmt: skip
+Models = _shape("Models", "Answer to GET /v1/models.", object=Literal["list"], data=list[Model])
+Version = _shape("Version", "Answer to GET /version.", version=str)
 Health = _shape(
     "Health", "Answer to GET /health; 503 with the same fields when new requests would fail.",
     status=Literal["ok", "unavailable"], running=int, waiting=int, key_required=bool,
@@ -99,9 +93,8 @@ Fault = _shape(
     message=str, type=str, param=str | None, code=str | None,
 )  # fmt: skip
 Refusal = _shape(
-    "Refusal", "Every answer other than 200, as OpenAI's clients read it.",
-    error=Fault,
-)  # fmt: skip
+    "Refusal", "Every answer other than 200, as OpenAI's clients read it.", error=Fault
+)
 
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": Refusal, "description": "A parameter cannot be honoured, or is not valid."},

@@ -37,17 +37,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request, turned into tokens.
-
-    `images` are those of its only prompt, `given` the known tokens of each answer, `limit` its tokens
-    before a suffix. `form` holds each answer to its form; None is any text.
-    """
+    """A request, turned into tokens."""
 
     prompts: list[list[int]]
-    images: Images | None
-    given: Given | None
-    limit: int | None
-    form: Matcher | None
+    images: Images | None  # those of its only prompt
+    given: Given | None  # the known tokens of each answer
+    limit: int | None  # most tokens of an answer before a suffix
+    form: Matcher | None  # what each answer is held to; None is any text
 
 
 class Service:
@@ -194,26 +190,21 @@ class Service:
         for prompt in prepared.prompts:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
             last = max((*given.pinned, *given.initial), default=-1) if given else -1
-            if last >= canvases * length:
-                room = canvases * length
+            room = canvases * length
+            if last >= room:
                 reason = f"position {last}, and the answer has {room}; raise max_tokens"
                 raise invalid("pinned", reason)
             for choice in range(body.n):
                 answer = empty(sampler, limit, canvases, stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
-                emit = partial(exchange.post, len(jobs))
-                images = prepared.images
-                guide = self._guide(body, prepared, min(limit, canvases * length))
+                emit, images = partial(exchange.post, len(jobs)), prepared.images
+                guide = self._guide(body, prepared, min(limit, room))
                 known = given if guide is None else replace(given or Given(), guide=guide)
                 jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, known, guide))
         return jobs
 
     def _guide(self, body: Body, prepared: Prepared, room: int) -> AnswerGuide | None:
-        """Return the guide of an answer of `room` tokens, None without a form and log-probabilities.
-
-        Raises:
-            RequestError: 400, no text of the form fits into `room`.
-        """
+        """Return the guide of an answer of `room` tokens, None without a form and log-probabilities."""
         if prepared.form is None and body.top is None:
             return None
         constraint = None

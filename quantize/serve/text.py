@@ -11,12 +11,7 @@ from typing import Any, Literal
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
-from quantize.runtime.chat import (
-    HALF_CHARACTER,
-    Message,
-    encode_chat,
-    split_thoughts,
-)
+from quantize.runtime.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
 from quantize.runtime.engine import Canvas
 from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
 

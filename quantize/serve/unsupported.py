@@ -31,10 +31,7 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # the same, of what is refused with any other value
 NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "logit_bias": (
-        ({},),
-        f"{PENALTY} hold the answer to a form with guided_regex, or leave it out",
-    ),
+    "logit_bias": (({},), f"{PENALTY} hold the answer to a form by guided_regex, or leave it out"),
     "best_of": ((1,), "an answer has no likelihood to compare; set n, and choose"),
     "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
     "modalities": ((["text"],), "the model writes text alone; leave it out"),

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from quantize.serve.failures import RequestError
 from quantize.serve.options import Options
 from quantize.serve.server import serve_at
 
-HOP_BY_HOP = {
-    *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"upgrade", b"expect", b"date")
-}
+URL = "http://localhost"  # a client needs one beside the socket
+HOP_BY_HOP = b"connection keep-alive transfer-encoding te upgrade expect date".split()
 LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
 ENDED = "the worker that had this request ended and is started again: send the request once more"
 
@@ -34,46 +32,40 @@ log = logging.getLogger(__name__)
 spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's threads and locks
 
 
-@dataclass(frozen=True)
-class Work:
-    """What every worker is started with; `gpus` are names for CUDA_VISIBLE_DEVICES, none on a CPU."""
-
-    checkpoint: Path
-    options: Options
-    place: Placement
-    gpus: Sequence[str]
-
-
 class Worker:
-    """One server in a process of its own, at a Unix socket in `folder`."""
+    """One server in a process of its own, at a Unix socket in `folder`.
 
-    def __init__(self, index: int, work: Work, folder: Path) -> None:
-        self.index, self.work = index, work
+    `gpus` are the workers' names for CUDA_VISIBLE_DEVICES, none on a CPU.
+    """
+
+    def __init__(
+        self, index: int, folder: Path, checkpoint: Path, options: Options, place: Placement,
+        gpus: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.index, self.gpus = index, gpus
         self.socket = folder / f"{index}.sock"
+        self.given = (checkpoint, options, place, self.socket)
         # As many at once as come: the worker itself refuses what it has no room for.
         most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=most)
-        limits = work.options.request_timeout + 60  # the worker itself ends what takes longer
-        self.client = httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", timeout=limits
-        )
+        seconds = options.request_timeout + 60  # the worker itself ends what takes longer
+        self.client = httpx.AsyncClient(transport=transport, base_url=URL, timeout=seconds)
         self.open = self.taken = 0
         self.ready = self.stopping = False
         self.process = self._start()
 
     def _start(self) -> Any:
         self.socket.unlink(missing_ok=True)
-        if self.work.gpus:  # the front itself uses none
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.work.gpus[self.index]
-        given = (self.work.checkpoint, self.work.options, self.work.place, self.socket)
-        process = spawning.Process(target=serve_at, args=given, name=f"worker {self.index}")
+        if self.gpus:  # the front itself uses none
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.gpus[self.index]
+        process = spawning.Process(target=serve_at, args=self.given, name=f"worker {self.index}")
         process.start()
         return process
 
     def _listens(self) -> bool:
         try:
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket))) as client:
-                return client.get("http://localhost/health", timeout=5).status_code == 200
+                return client.get(f"{URL}/health", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 

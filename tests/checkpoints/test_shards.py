@@ -338,17 +338,17 @@ def test_a_read_error_in_the_middle_is_explained_and_resumed(
 ):
     recipe = recipe_for("FP8_DYNAMIC")
     left = 40
-    read = quantize.checkpoints.reader._read_fully
+    read = quantize.checkpoints.reader.bytes_of
 
-    def failing(*args: object) -> int:
+    def failing(data: torch.Tensor) -> memoryview:
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(errno.EIO, "Input/output error")
-        return read(*args)
+        return read(data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize.checkpoints.reader, "_read_fully", failing)
+        patch.setattr(quantize.checkpoints.reader, "bytes_of", failing)
         with pytest.raises(
             ResourceError, match=r"model.safetensors: reading tensor 'model\..*Input/output"
         ):

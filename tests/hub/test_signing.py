@@ -24,7 +24,7 @@ from quantize.cli import cli
 from quantize.errors import GateError, InputError, QuantizeError, ResourceError
 from quantize.hub import signing
 from quantize.hub.release import Request, prepare
-from quantize.hub.signing import SIGNATURE, Signer, sign, verify
+from quantize.hub.signing import SIGNATURE, sign, verify
 
 
 def new_key(folder: Path, name: str, key: Any = None) -> Path:
@@ -81,7 +81,7 @@ def folder(published: Path, tmp_path: Path) -> Path:
 
 def test_what_was_signed_is_all_there_is(folder: Path, keys: Path) -> None:
     files = [path for path in folder.rglob("*") if path.is_file() and ".cache" not in path.parts]
-    assert verify(folder, Signer(keys / "ours.pub")) == len(files) - 2  # itself and .gitattributes
+    assert verify(folder, keys / "ours.pub") == len(files) - 2  # itself and .gitattributes
     done = CliRunner().invoke(
         cli, ["verify-signature", str(folder), "--key", str(keys / "ours.pub")]
     )
@@ -187,16 +187,16 @@ def test_tampering_is_found(
 ) -> None:
     tamper(folder)
     with pytest.raises(GateError, match=says) as caught:
-        verify(folder, Signer(keys / "ours.pub"))
+        verify(folder, keys / "ours.pub")
     assert "\n" not in str(caught.value)
 
 
 def test_another_key_is_not_the_signers(folder: Path, keys: Path) -> None:
     with pytest.raises(GateError, match=r"not a signature of .*theirs.pub"):
-        verify(folder, Signer(keys / "theirs.pub"))
+        verify(folder, keys / "theirs.pub")
     sign(folder, keys / "theirs")  # somebody else signs the same files
     with pytest.raises(GateError, match=r"not a signature of .*ours.pub"):
-        verify(folder, Signer(keys / "ours.pub"))
+        verify(folder, keys / "ours.pub")
 
 
 @pytest.mark.parametrize(
@@ -317,16 +317,16 @@ def test_an_account_signs_by_sigstore(folder: Path, sigstore: SimpleNamespace) -
     """The account is the one that CI is logged in as: no browser is opened there."""
     (folder / SIGNATURE).unlink()
     assert sign(folder, None) == folder / SIGNATURE
-    assert verify(folder, Signer(**ACCOUNT)) > 10
+    assert verify(folder, **ACCOUNT) > 10
     with pytest.raises(GateError, match="not a signature of other@example"):
-        verify(folder, Signer(**(ACCOUNT | {"identity": "other@example.org"})))
+        verify(folder, **(ACCOUNT | {"identity": "other@example.org"}))
     flip(folder)
     with pytest.raises(GateError, match="changed model-00001"):
-        verify(folder, Signer(**ACCOUNT))
+        verify(folder, **ACCOUNT)
 
 
 def test_without_a_network_sigstore_is_named(folder: Path, sigstore: SimpleNamespace) -> None:
     sigstore.online = False
-    for ask in (lambda: sign(folder, None), lambda: verify(folder, Signer(**ACCOUNT))):
+    for ask in (lambda: sign(folder, None), lambda: verify(folder, **ACCOUNT)):
         with pytest.raises(ResourceError, match="Sigstore: Failed to refresh TUF metadata"):
             ask()

@@ -29,7 +29,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.fleet import Fleet, beginning
 from quantize.serve.options import Options
 from quantize.serve.server import held
-from quantize.serve.workers import Work, Worker
+from quantize.serve.workers import Worker
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
 
@@ -171,8 +171,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 async def front(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
     """A front of two scripted workers, which answer with their process' id."""
     options = Options("m", api_key=KEY)
-    work = Work(folder, options, Placement(), ("3", "5"))
-    pair = [Worker(i, work, folder) for i in range(2)]
+    pair = [Worker(i, folder, folder, options, Placement(), ("3", "5")) for i in range(2)]
     for worker in pair:
         assert worker.wait()
     guard = fleet.application(Fleet(pair, options))
@@ -228,7 +227,7 @@ def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
 
 @pytest.mark.usefixtures("scripted")
 def test_a_worker_that_was_stopped_is_not_started_again(tmp_path: Path) -> None:
-    worker = Worker(0, Work(tmp_path, Options("m"), Placement(), ()), tmp_path)
+    worker = Worker(0, tmp_path, tmp_path, Options("m"), Placement(), ())
     assert worker.wait()
 
     async def story() -> bool:
