@@ -1,8 +1,7 @@
 """The tensors of a DiffusionGemma by name and shape, from its config alone.
 
-They are those of the model that transformers builds, without importing it. Only configs that say
-everything a shape depends on are spelled out, so that no default of a library is written down a second
-time; a test compares every name and shape with transformers'.
+They equal those of the model that transformers builds in 6 s of a core; a test compares all. A
+config that leaves a shape to a default is not spelled out here: the default is transformers' own.
 """
 
 from typing import Any

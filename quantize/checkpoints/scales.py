@@ -49,7 +49,7 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Find Linears without the input scale that another one of their matrix or layer of experts has."""
+    """Find Linears without an input scale whose fused partners, or fellow experts, have one."""
     groups: dict[str, list[str]] = defaultdict(list)
     for module in scales:
         match = LAYER_EXPERT.fullmatch(module)

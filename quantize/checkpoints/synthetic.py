@@ -3,10 +3,9 @@
     python -m quantize.checkpoints.synthetic OUT            # 1,047 tensors, 51.6 GB, 11 shards
     python -m quantize.checkpoints.synthetic OUT --layers 2 --vision-layers 1 --vocabulary 4096 # 3.4 GB
 
-It serves to try sizes, speed, memory and restarts without real weights; its answers are noise.
-Names, shapes, dtypes and sharding are those of google/diffusiongemma-26B-A4B-it (its config ships
-with quantize); the tokenizer is a stand-in: the bundled one, its vocabulary filled up with unused
-tokens, and every control token at the real id.
+Sizes, speed, memory and restarts can be tried with it; its answers are noise. Names, shapes, dtypes and
+sharding are those of google/diffusiongemma-26B-A4B-it, whose config ships; the tokenizer is the bundled
+one, its vocabulary filled up with unused tokens and its image tokens at the real ids.
 
 Weights are scaled so that a forward pass stays finite and routing is spread: a Linear of K inputs has
 a standard deviation of 1/sqrt(K), so every projection keeps the size of its normalized input; the

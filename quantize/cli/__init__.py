@@ -138,7 +138,7 @@ def _going_on() -> str:
 
 
 def _misused(error: click.ClickException) -> int:
-    """Say in one line what is wrong with the words of a command; `quantize` alone shows the help."""
+    """Print in one line what is wrong with a command; `quantize` alone shows the help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return 2

@@ -94,7 +94,7 @@ def _cuda() -> Any:
 
 
 def _gpu_bytes(*, reset: bool = False) -> int | None:
-    """Return the most bytes that torch had on this process' GPU; with `reset`, those it has now."""
+    """Return torch's peak bytes on this process' GPU; `reset` begins a new peak at today's bytes."""
     if "torch" not in sys.modules or not _cuda().is_initialized():
         return None
     if reset:

@@ -215,11 +215,10 @@ def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pla
 
 def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tuple[str, str]:
     """Upload a release where it goes; return that revision and its commit."""
-    is_request = request.to == PULL_REQUEST
     if plan.there is None:
         hub.ask("create the repository", hub.api.create_repo, private=True, exist_ok=True)
-    revision, number = plan.revision, 0
-    if is_request:
+    revision, number = plan.revision, None
+    if request.to == PULL_REQUEST:
         title = f"Quantized checkpoint {release.name}"  # a resumed push finds the request by it
         about = f"{len(release.weights)} files and a model card from run `{release.name}`."
         if release.override:
@@ -233,7 +232,7 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
     seen = plan.there.branches.get(revision) if plan.there else None
     parent = seen or hub.head(revision)
     commit = _upload(hub, release, revision, parent)
-    if is_request:
+    if number is not None:
         hub.open_draft(number)
     return revision, commit
 

@@ -74,8 +74,7 @@ class Release:
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
     """Check that a run may be released, hash its files and write its card (not to disk).
 
-    Its stages are all fresh: `pipeline.run.reported` sees to that. `base` finds the BF16 model's Hub id
-    in place of `find_base`.
+    All results of the run are up to date (`pipeline.run.reported`). `base` replaces `find_base`.
 
     Raises:
         InputError: the checkpoint is not the one that was verified and scored. GateError: verification

@@ -40,7 +40,7 @@ Json = Annotated[dict[str, Any], AfterValidator(_check)]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
-    """Return what chooses a member of a union by a value's type, so that its faults alone are told."""
+    """Choose a union's member by the type of a value, so that errors are of that member alone."""
 
     def its_type(value: Any) -> str:
         return tags.get(type(value).__name__, otherwise)

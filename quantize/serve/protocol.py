@@ -37,7 +37,9 @@ MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
 FIXED_SEED = 0  # of temperature 0: clients that send it want the same answer each time
 
+Ignored = Field(None, description=IGNORED)
 Refused = Field(None, description="Refused, but for the value that asks for nothing.")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Form = tuple[str, str, Any]  # parameter, kind of form, definition
 
 
@@ -65,10 +67,8 @@ class Asked(Strict):
         None, ge=0, le=2, description=f"{IGNORED} 0 without a seed takes the seed {FIXED_SEED}."
     )
     top_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
-        None, description=IGNORED
-    )
-    store: bool | None = Field(None, description=IGNORED)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Ignored
+    store: bool | None = Ignored
     user: str | None = Unused
     metadata: dict[str, str] | None = Unused
     safety_identifier: str | None = Unused
@@ -102,7 +102,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
     presence_penalty: float | None = Field(None, ge=-2, le=2, description=IGNORED)
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False, description=IGNORED)
     length_penalty: float | None = Field(None, allow_inf_nan=False, description=IGNORED)
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=IGNORED)
+    verbosity: Literal["low", "medium", "high"] | None = Ignored
     logit_bias: dict[str, float] | None = Refused
     best_of: int | None = Refused
     echo: bool | None = Refused
@@ -210,12 +210,10 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        Field(
-            None,
-            description="none turns thinking off and every other degree on, alike; "
-            "chat_template_kwargs.enable_thinking decides where both are given.",
-        )
+    reasoning_effort: Effort | None = Field(
+        None,
+        description="none turns thinking off and every other degree on, alike; "
+        "chat_template_kwargs.enable_thinking decides where both are given.",
     )
     image_tokens: Literal[70, 140, 280, 560, 1120] = 280
     tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)

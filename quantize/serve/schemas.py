@@ -15,7 +15,7 @@ class _Closed(BaseModel):
 
 
 def _shape(name: str, says: str, base: type[BaseModel] = _Closed, /, **fields: Any) -> Any:
-    """Return the model of an object whose fields are all present, without others."""
+    """Return the model of an object that has all of `fields` and no others."""
     required: Any = {field: (kind, ...) for field, kind in fields.items()}
     return create_model(name, __base__=base, __doc__=says, **required)
 

@@ -33,7 +33,7 @@ EVEN = 16  # requests at once on an H200, the only GPU where it was measured: do
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server of an application, which prints its address and begins a shutdown by `leave`."""
+    """uvicorn's server, which prints its address and calls `leave` when a shutdown begins."""
 
     def __init__(
         self, app: ASGIApp, options: Options, leave: Callable[[], object], grace: int = 5
@@ -97,7 +97,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Say what an engine serves at once, and on a GPU from where on canvases did not pay on an H200."""
+    """Return what an engine serves at once, and on a GPU at how many canvases cease to pay."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":

@@ -105,9 +105,17 @@ class Answer:
         is `complete` where its tokens run out has stopped: the token that would end it has no room.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
-        self.finish = self._finish(bool(self.stops) and cut(self._read()[1], self.stops)[1])
-        if complete and self.finish == "length":
+        length = len(self.sample.tokens)
+        over = length >= self.max_tokens or self.sample.canvases >= self.max_canvases
+        ended = self.sample.finish == "eos" and length <= self.max_tokens
+        if (
+            ended
+            or (over and complete)
+            or cut(self._read()[1] if self.stops else "", self.stops)[1]
+        ):
             self.finish = "stop"
+        elif over:
+            self.finish = "length"
 
     def delta(self) -> Delta:
         """Return the text that the last canvas made certain; call it once a canvas."""
@@ -139,13 +147,6 @@ class Answer:
     def _read(self) -> tuple[str, str]:
         return self.split(self.sample.tokens[: self.max_tokens])
 
-    def _finish(self, stopped: bool) -> Literal["stop", "length"] | None:
-        ended = self.sample.finish == "eos" and len(self.sample.tokens) <= self.max_tokens
-        if stopped or ended:
-            return "stop"
-        over = len(self.sample.tokens) >= self.max_tokens
-        return "length" if over or self.sample.canvases >= self.max_canvases else None
-
     @property
     def tokens(self) -> int:
         """Number of the answer's tokens, EOS included, as tokens per forward counts them."""
@@ -153,9 +154,9 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the stop string that is complete first, and whether there was one.
+    """Return the text before the stop string that ends first, and whether there is one.
 
-    The one that begins first would not do: which that is could depend on where a canvas ends.
+    Which one begins first could depend on where a canvas ends.
     """
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)

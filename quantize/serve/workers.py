@@ -133,7 +133,7 @@ async def _parts(reply: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers that are not of one connection alone, nor written by each server itself."""
+    """Return the headers to pass on: none of one connection alone, none that every server writes."""
     return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
 
 
