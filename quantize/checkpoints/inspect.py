@@ -1,9 +1,8 @@
 """Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
-It reads config, index, headers and the scales of whole matrices. A module's scheme is told from its own
-tensors, so a config that says something else shows up as a problem. The scheme records say
-which tensors a quantized Linear has: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and
-ModelOpt's (NVIDIA's).
+It reads config, index, headers and the scales of whole matrices. A module's own tensors tell its
+scheme, so a config that says something else is a problem. `schemes.records` has the tensors of a
+quantized Linear: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
 
 Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
 tensors for one module, experts missing or of several schemes, half a module, a config that disagrees,

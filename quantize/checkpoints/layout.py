@@ -1,11 +1,10 @@
 """Which tensors a DiffusionGemma checkpoint must hold by its config, and the check that it does.
 
 The BF16 layout is what transformers' own class builds, under on-disk names: 1,047 tensors for the 26B
-model. `quantize.checkpoints.architecture` spells it out for configs that say everything a shape depends
-on, because importing transformers takes seconds; for other configs transformers is asked. The quantized
-layout follows from it and from `quantization_config`: every Linear that a group targets and `ignore`
-does not name becomes the tensors of its scheme, experts one Linear each. Plan, load and verify all
-compare against this.
+model. `architecture` spells it out in place of transformers, whose import takes seconds, where a config
+says everything that a shape depends on. The quantized layout follows from it and `quantization_config`:
+every Linear that a group targets and `ignore` does not name becomes the tensors of its scheme, experts
+one Linear each. Plan, load and verify all compare against this.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Checks the scales of whole matrices, global ones and those of inputs, as a server reads them.
 
-A server reads q/k/v of a layer as one matrix with one global scale, and gate/up of an expert or MLP
-as another; it takes the first one's, or the largest, and multiplies all rows with it. It divides by a
-scale of 0, and loads a missing one as 0. Experts may differ from each other.
+A server fuses q/k/v of a layer, and gate/up of an expert or MLP, into one matrix each and multiplies
+all its rows by one global scale: the first Linear's, or the largest. It divides by a scale of 0, and
+loads a missing one as 0. Experts may differ from each other.
 """
 
 import math

@@ -40,8 +40,8 @@ def watch(
 ) -> None:  # fmt: skip
     """Generate the answer to a prompt; options are those of `quantize generate`.
 
-    The model of the folder `checkpoint` runs at `where`. `write` takes the answer, without thoughts and
-    special tokens: whole, or in pieces with `plain`, which draws nothing.
+    `write` takes the answer without thoughts and special tokens: whole, or in pieces with `plain`,
+    which draws nothing.
 
     Raises:
         InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.

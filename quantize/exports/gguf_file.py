@@ -56,8 +56,8 @@ def export_gguf(
 ) -> Exported:
     """Write a checkpoint, BF16 or with NVFP4 Linears, as the new GGUF file `out`.
 
-    Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. The file counts
-    as written up to its last whole stretch, of about `stretch` bytes, and appears when it is complete.
+    Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
+    export goes on behind the last whole stretch of about `stretch` bytes.
 
     Raises:
         InputError: `out` exists or is no .gguf; GGUF or llama.cpp cannot hold a scheme, width, trait or

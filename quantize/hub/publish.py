@@ -71,8 +71,8 @@ class Plan:
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
     """Check, show, ask and publish, as `quantize push` does; return the exit code.
 
-    `dry_run` stops after showing what can be known, without a token or a network if need be; nothing is
-    written, here or on the Hub. `confirm` asks the user whether to go on.
+    `dry_run` shows what can be known, even without a token or a network, and writes nothing. `confirm`
+    asks the user whether to go on.
     """
     if dry_run:
         return show(run, request)

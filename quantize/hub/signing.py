@@ -1,9 +1,9 @@
 """Signs a release and checks a signature, by OpenSSF's model signing (the package `model-signing`).
 
-One signature, `model.sig`, stands for the sha256 of every file of the folder but itself and what git
-keeps (`.gitattributes`, `.git`). A file that was changed, taken away or added is then found, also in a
-Hub's cache, whose files are links. A key pair (PEM, an elliptic curve) needs no network; Sigstore signs
-in the name of an account, which needs one.
+One signature, `model.sig`, stands for the sha256 of every file of the folder but itself and git's own
+(`.gitattributes`, `.git`), so a file that was changed, removed or added is found, also in a Hub's
+cache, whose files are links. A key pair (PEM, an elliptic curve) needs no network; Sigstore, which
+signs in the name of an account, needs one.
 """
 
 import base64
@@ -26,16 +26,12 @@ CACHES = (".cache",)  # what a download leaves in its folder
 
 
 def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
-    """Sign all files of a folder; return the signature's path.
+    """Sign all files of a folder, links followed; return the signature's path, `out` or in the folder.
 
-    Args:
-        folder: its files, links followed.
-        key: private key, PEM without a password; None signs by Sigstore.
-        out: where the signature is written; without it, into the folder.
+    `key` is a private key's file, PEM without a password; without it Sigstore signs.
 
     Raises:
-        InputError: as in `fingerprint`. ResourceError: the package is missing, or
-            Sigstore cannot be reached.
+        InputError: as in `fingerprint`. ResourceError: no package, or Sigstore cannot be reached.
     """
     config = extra("model_signing.signing").Config().set_hashing_config(_hashing())
     written = out or folder / SIGNATURE
@@ -70,8 +66,7 @@ def verify(
 
     Raises:
         GateError: there is no signature, it is another's, or a file differs from what was signed.
-        InputError: there is no such public key. ResourceError: the package is missing, or
-            Sigstore cannot be reached.
+        InputError: no such public key. ResourceError: no package, or Sigstore cannot be reached.
     """
     signature = folder / SIGNATURE
     if not signature.is_file():

@@ -117,9 +117,9 @@ def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
     It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
-    of the shards; above 2 GB it covers sizes and samples, so that 52 GB take a second. With
-    `settings_of` that folder's generation settings count in place of its own: answers are scored under
-    a sampler that is noted beside the weights, whatever the checkpoint states since.
+    of the shards; above 2 GB, sizes and samples of them, so that 52 GB take a second. The generation
+    settings of the folder `settings_of` count in place of its own: those that answers were scored
+    under.
     """
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}

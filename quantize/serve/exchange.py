@@ -1,8 +1,7 @@
 """One HTTP request: it reserves places, submits its jobs, collects their events, and can end early.
 
-Its places in the queue and its slots are freed when its task ends, however that ends: with an answer, a
-refusal, or cancelled because the client hung up. Time counts from the moment the body was read:
-preparing is waiting too.
+Its places in the queue and its slots are freed when its task ends: with an answer, a refusal, or
+because the client hung up. Time counts from the moment the body was read.
 """
 
 import asyncio
@@ -17,9 +16,9 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """The jobs of the current task's request, and their events, in the order they happen.
+    """The `count` jobs of the current task's request, and their events, within `seconds`.
 
-    The request may take so many `seconds`, and will have `count` jobs. Raises as `Scheduler.reserve`.
+    Raises as `Scheduler.reserve` does.
     """
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:

@@ -36,8 +36,8 @@ class Pictures:
     ) -> tuple[list[int], Images | None]:
         """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
-        `prompt` are token ids, with one placeholder a picture. `urls` has each picture's parameter and
-        data URL; `soft_tokens` are the most that one takes.
+        `prompt` are ids, one placeholder a picture; `urls` has the parameter and data URL of each, and
+        `soft_tokens` are the most that one takes.
 
         Raises:
             RequestError: 400, a picture is refused, or there are too many.
