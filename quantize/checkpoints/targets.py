@@ -138,8 +138,10 @@ def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
 
 def _check_kinds(targets: Sequence[Target]) -> None:
     """Refuse a recipe that would quantize what must stay BF16, and say what `ignore` lacks."""
-    wrong = [t for t in targets if t.scheme is not None and t.module_class not in QUANTIZABLE]
-    found = {t.module_class: t.name for t in reversed(wrong)}  # the first of each class
+    found: dict[str, str] = {}
+    for target in targets:
+        if target.scheme is not None and target.module_class not in QUANTIZABLE:
+            found.setdefault(target.module_class, target.name)
     if found:
         what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in found.items())
         add = ", ".join(f'"{KEPT_LINEARS[kind]}"' for kind in found)
