@@ -192,7 +192,7 @@ async def front(folder: Path) -> AsyncGenerator[httpx.AsyncClient]:
 def test_a_dead_workers_clients_hear_of_it_and_it_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "LONGEST_PAUSE", 0.3)
+    monkeypatch.setattr(workers, "LONGEST_PAUSE", 1.0)
 
     async def story() -> None:
         async with front(tmp_path) as client:
