@@ -6,7 +6,7 @@ at it while work runs: power is the energy between two steps over the time betwe
 
 import ctypes
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,7 +93,7 @@ class Watched:
 
 
 @contextmanager
-def watched(gauge: Gauge | None) -> Iterator[Watched]:
+def watched(gauge: Gauge | None) -> Generator[Watched]:
     """Look at a gauge from another thread while the block runs; without a gauge nothing is seen."""
     seen, over = Watched(), Event()
 
