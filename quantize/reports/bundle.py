@@ -66,7 +66,6 @@ def shareable(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _frames(log: str) -> str:
-    """Return a log's frames and kinds of errors, without messages of one line or several."""
     kinds = re.compile(r"^([\w.]+(?:Error|Exception|Interrupt|Exit|Warning))\b")
     kept: list[str] = []
     for line in log.splitlines():

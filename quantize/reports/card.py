@@ -1,9 +1,8 @@
 """Writes the model card of a release and its machine-readable scores, from the run's own files.
 
 README.md is Markdown behind a YAML head that the Hub reads (base model, licence, tags). Scores go to
-`.eval_results/<task>.yaml`, one file a task, in the form that the Hub shows on the model's page
-(https://huggingface.co/docs/hub/eval-results): accuracy in per cent, with interval, repeats and the
-BF16 score under the same conditions in its notes. Tasks without a data set on the Hub have no file.
+`.eval_results/<task>.yaml`, in the form that the Hub shows on the model's page
+(https://huggingface.co/docs/hub/eval-results). Tasks without a data set on the Hub have no file.
 
 Equal runs give equal bytes: no date, no path of this machine, so that pushing twice changes nothing.
 No question, prompt or sample of any benchmark is in it.
@@ -142,11 +141,7 @@ def _template() -> Template:
 def card_files(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> dict[str, str]:
-    """Return path in the repository -> text of the card and of the scores that go with it.
-
-    Raises:
-        InputError: as in `card`.
-    """
+    """Return path in the repository -> text of the card (see `card`) and of the scores with it."""
     scores = eval_results(read_json(run.report_json))
     return {README: card(run, recipe, repo, override, base)} | scores
 
@@ -155,9 +150,6 @@ def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
     """Write card and scores into a run's checkpoint, in place of older ones; return their paths.
 
     The Hub is not asked. A base model is named where the BF16 files came from the Hub's cache.
-
-    Raises:
-        InputError: as in `card`.
     """
     source = read_json(run.manifest_json, "source")["source"]
     texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
@@ -233,14 +225,11 @@ def _pictures(run: RunDir, recipe: Recipe) -> str:
 
 
 def _groups(targets_csv: Path) -> list[dict[str, Any]]:
-    """Sum targets.csv by class and scheme or reason, the largest first."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for row in csv.DictReader(io.StringIO(targets_csv.read_text("utf-8"))):
-        fate = row["scheme"] or f"BF16: {row['reason_kept']}"
-        group = groups.setdefault(
-            (row["class"], fate),
-            {"class": row["class"], "fate": fate, "tensors": 0, "before": 0, "after": 0},
-        )
+        key = row["class"], row["scheme"] or f"BF16: {row['reason_kept']}"
+        new = {"class": key[0], "fate": key[1], "tensors": 0, "before": 0, "after": 0}
+        group = groups.setdefault(key, new)
         group["tensors"] += 1
         group["before"] += int(row["bytes"])
         group["after"] += int(row["bytes_after"])

@@ -1,7 +1,6 @@
 """Draws the report's plots as SVG text, for a column 420 units wide that a phone can show.
 
-They are drawn here rather than by a plotting library, so that colours follow the page's light and dark
-scheme through CSS classes, in a few kilobytes and with a text alternative each.
+No plotting library draws them, so that CSS classes give them the page's light and dark colours.
 """
 
 import math
@@ -43,7 +42,6 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
         }
         shown = {kind: points for kind, points in errors.items() if points}
         plots["error"] = _lines(shown, "layer", "relative error, %")
-        plots["size"] = size_by_layer(layers)
     if content["coverage"]:
         plots["coverage"] = coverage(content["coverage"])
     counts = ("bf16_counts", "quantized_counts")  # a server does not report its steps
@@ -106,31 +104,10 @@ def operating_points(content: Mapping[str, Any]) -> str:
 
 
 def _speed(task: dict[str, Any], rates: dict[str, float] | None) -> float:
-    """Return tokens/s of the model that a task was scored on, or its tokens a forward."""
     if rates is None:
         return task["quantized_counts"]["tokens_per_forward"]
     at = task["activations"].removeprefix("at ")
     return rates["quantized" if task["gated"] else f"quantized-at-{at}"]
-
-
-def size_by_layer(layers: Sequence[dict[str, Any]]) -> str:
-    """Plot bytes by layer: BF16 as a frame, quantized filled."""
-    most = max(entry["bytes_before"] for entry in layers)
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= u / 10)
-    y = _Scale(0, most / unit, 150, 8)
-    step = (WIDTH - 44 - RIGHT) / len(layers)
-    lefts = [44 + step * i + step * 0.1 for i in range(len(layers))]
-    ticks = [
-        (left + step * 0.4, str(entry["layer"]))
-        for left, entry in zip(lefts, layers, strict=True)
-        if len(layers) <= 12 or entry["layer"] % 5 == 0
-    ]
-    body = _axes(y, ticks, f"layer; {name}")
-    for left, entry in zip(lefts, layers, strict=True):
-        for css, key in (("frame", "bytes_before"), ("bar", "bytes_after")):
-            top = y(entry[key] / unit)
-            body += _rect(css, left, top, step * 0.8, 150 - top)
-    return _svg(186, f"Size by layer in {name}, BF16 and quantized", body)
 
 
 def coverage(entry: dict[str, Any]) -> str:

@@ -2,11 +2,9 @@
 
 A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval of
 the paired difference answers that for questions like those asked; two recoveries side by side do not.
-Scores are compared only where both runs asked the same under the same conditions.
 
 A run may have ended at any of its looks, because of the very scores that are compared. So an interval
-has the nominal level of its look: with that confidence all looks' intervals together hold the
-difference (repeated confidence intervals, Jennison and Turnbull 1989).
+has the nominal level of its look (repeated confidence intervals, Jennison and Turnbull 1989).
 """
 
 from collections.abc import Iterator
@@ -47,10 +45,8 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     Raises:
         InputError: a run has no finished scores.
     """
-    tasks_of, figures = (
-        [sorted(scored_tasks(run)) for run in (a, b)],
-        [_figures(run) for run in (a, b)],
-    )
+    tasks_of = [sorted(scored_tasks(run)) for run in (a, b)]
+    figures = [_figures(run) for run in (a, b)]
     names = figures[0] | figures[1]
     facts = {name: (figures[0].get(name), figures[1].get(name)) for name in names}
     if tasks_of[0] != tasks_of[1]:

@@ -17,13 +17,12 @@ from quantize.reports.table import interval_text
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (name, value) of date, checkpoint, size and speed."""
     sizes = content["sizes"]
-    bytes_ = (
-        f"{size(sizes['quantized_bytes'])}, {sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
-    )
+    share = f"{sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
+    modules = f"{sizes['quantized_modules']:,} Linear modules quantized"
     return [
         ("judged", str(content["made"]["judged"])),
         ("checkpoint", content["artifact"] or "unknown"),
-        ("size", f"{bytes_}; {sizes['quantized_modules']:,} Linear modules quantized"),
+        ("size", f"{size(sizes['quantized_bytes'])}, {share}; {modules}"),
         ("speed", "; ".join(_speed(content)) or "not measured"),
     ]
 
@@ -103,7 +102,6 @@ def chosen_point(content: Mapping[str, Any]) -> str:
 
 
 def _published(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the published figures if they are of the report's model, else none."""
     known = _figures()
     model = content["model"]
     here = not model["bundled"] and known["model"] in str(model["model"]).lower()
@@ -122,10 +120,7 @@ def published_speed(content: Mapping[str, Any]) -> list[str]:
 
 
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return published figures beside this run's, recovery in brackets.
-
-    The last cell says whether this run's interval of BF16 contains BF16's published figure.
-    """
+    """Return published figures beside this run's, recovery in brackets."""
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
     return [

@@ -3,16 +3,17 @@
     FOLDER/[BENCHMARK/]eval-*.json     benchmark.name, benchmark.scores.METRIC.value
     FOLDER/[BENCHMARK/]results.jsonl   a line an answer: problem_idx, repeat, reward
 
-(docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) They tell neither prompts, seeds and
-samplers nor steps and signs of ill health: accuracy alone is judged, and whoever made them answers for
-equal conditions. Ours say in `config.planned` how much was planned, so that a run which ended at a look
-is judged by its looks. No text is written: a task may be private.
+(docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) They lack prompts, seeds, samplers, steps
+and signs of ill health: accuracy alone is judged, and whoever made them answers for equal conditions.
+Ours say in `config.planned` how much was planned, so that a run which ended at a look is judged by its
+looks. No text is written: a task may be private.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 from pydantic import AliasPath, BaseModel, Field, ValidationError
@@ -59,13 +60,14 @@ def export(run: RunDir, folder: Path) -> None:
     pairs = [in_common(*(read_scoring(run.evaluation / m, task) for m in models)) for task in tasks]
     for task, pair in zip(tasks, pairs, strict=True):  # all are read before one is written
         for model, scoring in zip(models, pair[:2], strict=True):
-            place, rows = folder / model / task, scoring.rows
+            place = folder / model / task
             place.mkdir(parents=True)
-            answers = (
-                {"problem_idx": r.doc_id, "repeat": r.repeat, "reward": r.score} for r in rows
-            )
+            answers = [
+                {"problem_idx": row.doc_id, "repeat": row.repeat, "reward": row.score}
+                for row in scoring.rows
+            ]
             write_text(place / "results.jsonl", "".join(f"{json.dumps(a)}\n" for a in answers))
-            mean = sum(row.score for row in rows) / len(rows)
+            mean = fmean(row.score for row in scoring.rows)
             planned = scoring.made_with.get("planned")
             config = {"benchmark": task, "model": model, "planned": planned}
             benchmark = {"name": task, "scores": {"mean_reward": {"value": mean}}}
@@ -103,7 +105,6 @@ def judge_bundles(
 
 
 def _read(folder: Path) -> dict[str, Scoring]:
-    """Return benchmark -> its scores, of the folder itself or of one folder a benchmark."""
     found: dict[str, Scoring] = {}
     for path in sorted([*folder.glob("eval-*.json"), *folder.glob("*/eval-*.json")]):
         bundle, results = _parsed(_Bundle, path, _text(path)), path.with_name("results.jsonl")
@@ -111,9 +112,8 @@ def _read(folder: Path) -> dict[str, Scoring]:
         read = [_parsed(_Answer, results, x, f"line {n}: ") for n, x in lines if x.strip()]
         answers = sorted(read, key=lambda answer: (answer.problem_idx, answer.repeat))
         asked = [[a.problem_idx, a.repeat, str(a.expected_answer)] for a in answers]
-        if bundle.name in found or len({(index, repeat) for index, repeat, _ in asked}) < len(
-            asked
-        ):
+        single = {(index, repeat) for index, repeat, _ in asked}
+        if bundle.name in found or len(single) < len(asked):
             raise InputError(f"{results}: an answer, or benchmark {bundle.name!r}, is there twice")
         rows = [
             Row(a.problem_idx, a.repeat, "", "", "", "", {"reward": a.reward}, 0, "", 0, [], False)

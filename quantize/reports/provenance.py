@@ -8,10 +8,10 @@ from quantize.host.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dates, the code's version and commit, and the evaluation's hours and price.
+    """Return dates, the code's version and commit, and the evaluation's hours and price, None if
+    unknown.
 
     Hours are those of all tries of this run's evaluation, without BF16 answers that another run left.
-    The price is None where the price of an hour of the machine is not given.
     """
     stage = manifest["stages"].get("evaluate", {})
     hours = stage.get("seconds_in_all", 0.0) / 3600

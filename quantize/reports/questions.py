@@ -43,7 +43,6 @@ def _differ(ours: Row, theirs: Row) -> bool:
 
 
 def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
-    """Describe one question by all its repeats and the first one that differs."""
     shown = next(pair for pair in rows if _differ(*pair))
     right = [sum(row.score for row in side) for side in zip(*rows, strict=True)]
     outcome = "lost" if right[1] < right[0] else "won" if right[1] > right[0] else "other answer"
@@ -127,10 +126,7 @@ def _parted(a: Step, b: Step, *, whole: bool) -> Iterator[dict[str, int]]:
 def questions_and_canvases(
     run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what report.json holds under `questions` and `canvases`.
-
-    `scorings` are of baseline and candidate, by task.
-    """
+    """Return report.json's `questions` and `canvases`; `scorings` are of baseline and candidate."""
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
     questions: dict[str, Any] = {}

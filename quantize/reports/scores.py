@@ -22,10 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare two scorings (`recovery.pairing.paired`) as an entry of report.json and for the gate.
-
-    `base` becomes `bf16_counts`, `other` `quantized_counts`.
-    """
+    """Compare two scorings (`recovery.pairing.paired`) as an entry of report.json and for the gate."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None

@@ -87,7 +87,7 @@ def sections(content: Content) -> list[Section]:
                 (e["class"], str(e["tensors"]), f"{e['mean']:.4f}", f"{e['largest']:.4f}", e["where"])
                 for e in content["error"]
             ],
-            plots=("error", "size"),
+            plots=("error",),
         ),
         Section("Expert coverage", lines=_coverage(content["coverage"]), plots=("coverage",)),
         Section(

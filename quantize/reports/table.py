@@ -29,7 +29,6 @@ def score_table(
 
 
 def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
-    """Return heading -> function that writes its cell."""
     return {
         "task": lambda t: _name(t)[0],
         "activations": lambda t: _name(t)[1],
@@ -63,8 +62,7 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
             ])  # fmt: skip
         if task["length"]:
             counts = (task[key]["tokens_per_sample"] for key in ("bf16_counts", "quantized_counts"))
-            ratio, low, high = task["length"]
-            more = steps_text({"ratio": ratio, "low": low, "high": high})
+            more = steps_text(dict(zip(("ratio", "low", "high"), task["length"], strict=True)))
             length = [*(f"{count:.1f}" for count in counts), more, "-", "not judged"]
             rows.append([task["task"], "tokens an answer", *length])
     return rows
