@@ -48,7 +48,7 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
     _check_gptq(modifier, arguments)  # resolving writes an order into every group
     config = modifier.resolve_quantization_config()
     if config.kv_cache_scheme is not None:
-        raise _refused("kv_cache_scheme", "keys and values stay BF16 here; remove it")
+        raise InputError("kv_cache_scheme: keys and values stay BF16 here; remove it")
     schemes: dict[str, list[str]] = {}
     observers: set[str] = set()
     for group in config.config_groups.values():
@@ -56,7 +56,7 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
         schemes.setdefault(scheme.name, []).extend(_targets(group.targets))
         observers.add(_observer(name, group))
     if len(observers) != 1:
-        raise _refused("observer", "all groups must have the same weight observer here")
+        raise InputError("observer: all groups must have the same weight observer here")
     return {
         "scheme": schemes,
         "ignore": list(config.ignore or []),
@@ -65,30 +65,24 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _refused(key: str, why: str) -> InputError:
-    return InputError(f"{key}: {why}")
-
-
 def _only_modifier(fields: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of the one modifier of all stages."""
     found: list[tuple[str, Any]] = []
     for stage, groups in fields.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
-            raise _refused(str(stage), "not a stage with groups of modifiers")
+            raise InputError(f"{stage}: not a stage with groups of modifiers")
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
-                raise _refused(f"{stage}.{group}", "not a group of modifiers")
+                raise InputError(f"{stage}.{group}: not a group of modifiers")
             found += modifiers.items()
     for name, _ in found:
         if name not in MODIFIERS:
-            raise _refused(name, f"only {' and '.join(MODIFIERS)} are run here; remove it")
+            raise InputError(f"{name}: only {' and '.join(MODIFIERS)} are run here; remove it")
     if len(found) != 1:
         raise InputError(f"it has {len(found)} modifiers; give exactly one")
     return found[0][0], found[0][1] or {}
 
 
 def _built(name: str, arguments: dict[str, Any]) -> Any:
-    """Build llm-compressor's own object, which refuses unknown keys and values."""
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -100,7 +94,7 @@ def _built(name: str, arguments: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join([name, *map(str, first["loc"])])
-        raise _refused(key, f"llm-compressor says: {first['msg']}") from error
+        raise InputError(f"{key}: llm-compressor says: {first['msg']}") from error
 
 
 def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
@@ -108,29 +102,27 @@ def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
     groups = (modifier.config_groups or {}).values()
     orders = [group.weights.actorder for group in groups if group.weights is not None]
     if any(order is not None for order in (arguments.get("actorder"), *orders)):
-        raise _refused("actorder", "inputs are rounded in the order on disk; remove it")
+        raise InputError("actorder: inputs are rounded in the order on disk; remove it")
     if arguments.get("dampening_frac", DAMPING) != DAMPING:
-        raise _refused("dampening_frac", f"it is {DAMPING} here; remove it")
+        raise InputError(f"dampening_frac: it is {DAMPING} here; remove it")
 
 
 def _scheme(group: Any) -> Scheme:
-    """Return the scheme of ours that a config group stands for."""
     stated = group.model_dump(mode="json")
     if stated.get("output_activations") is not None:
-        raise _refused("output_activations", "outputs stay BF16 here; remove them")
+        raise InputError("output_activations: outputs stay BF16 here; remove them")
     scheme = scheme_of_group(stated)
     weights = stated.get("weights") or {}
     if scheme is None or not weights.get("symmetric", True):
         kind = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
-        raise _refused("scheme", f"weights of {kind} are not written here")
+        raise InputError(f"scheme: weights of {kind} are not written here")
     return scheme
 
 
 def _targets(targets: list[str]) -> list[str]:
-    """Return targets as ours: the class Linear, module names and patterns."""
     for target in targets:
         if re.fullmatch(r"[A-Z]\w*", target) and target != "Linear":
-            raise _refused("targets", f"of module classes only Linear, not {target!r}")
+            raise InputError(f"targets: of module classes only Linear, not {target!r}")
     return list(targets)
 
 
@@ -138,12 +130,12 @@ def _observer(modifier: str, group: Any) -> str:
     """Return our name of the weights' observer; the activations' must record their maximum."""
     activations = group.input_activations
     if any(part is not None and part.observer_kwargs for part in (group.weights, activations)):
-        raise _refused("observer_kwargs", "observers have no settings here; remove them")
+        raise InputError("observer_kwargs: observers have no settings here; remove them")
     if activations is not None and activations.observer not in MAXIMUM:
-        raise _refused("input_observer", f"{activations.observer}: calibration records maxima here")
+        raise InputError(f"input_observer: {activations.observer}: calibration records maxima here")
     name = group.weights.observer or "memoryless_minmax"
     if name not in OBSERVERS:
-        raise _refused("weight_observer", f"no {name!r} here, only {', '.join(OBSERVERS)}")
+        raise InputError(f"weight_observer: no {name!r} here, only {', '.join(OBSERVERS)}")
     if modifier == "GPTQModifier" and OBSERVERS[name] != "memoryless_minmax":
-        raise _refused("weight_observer", f"GPTQ chooses scales itself, not by {name}; remove it")
+        raise InputError(f"weight_observer: GPTQ chooses scales itself, not by {name}; remove it")
     return OBSERVERS[name]

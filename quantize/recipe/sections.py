@@ -32,6 +32,7 @@ from quantize.errors import InputError
 from quantize.recipe.controls import JUDGED, optional
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
 from quantize.recovery.catalog import known_tasks, notes, shipped, token_limit
+from quantize.recovery.estimands import Estimand
 from quantize.recovery.health import SIGNS
 from quantize.recovery.own import Definition, from_lm_eval, from_questions
 from quantize.recovery.terms import Terms
@@ -47,7 +48,6 @@ else:
     SignName = Literal[*SIGNS]
 Rounding = Literal["nearest", "gptq"]
 AT_ONCE = 16  # samples that evaluation denoises together by default, or fewer if a GPU holds fewer
-Estimand = Literal["these_questions", "such_questions"]
 
 
 def _absolute(path: str) -> str:
@@ -81,7 +81,7 @@ FIRST_KEYS = {
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, and an unknown key is an error."""
+    """Base of every section: frozen; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -115,8 +115,7 @@ class Quantization(Section):
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
     matches from the start of the name; one that matches nothing is an error, except in `ignore` with
     `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration prompts'
-    denoising (`quantize.schemes.gptq`) and chooses their scales itself; `nearest` reads no
-    activations.
+    denoising (`quantize.schemes.gptq`) and chooses their scales itself; `nearest` reads no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -127,10 +126,8 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _gptq_chooses_scales(self) -> "Quantization":
-        if self.rounding == "gptq" and self.observer != "memoryless_minmax":
-            raise ValueError(
-                f"observer: rounding gptq chooses scales itself, not by {self.observer}"
-            )
+        if (own := self.observer) != "memoryless_minmax" and self.rounding == "gptq":
+            raise ValueError(f"observer: rounding gptq chooses scales itself, not by {own}")
         return self
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
@@ -210,9 +207,8 @@ class OwnTask(Section):
 
     def digest(self) -> str:
         """Return 16 hex digits of a hash over the task's definition."""
-        text = json.dumps(self.counted())
         data = Path(self.lm_eval or self.data or "").read_bytes()
-        return hashlib.sha256(text.encode() + data).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.counted()).encode() + data).hexdigest()[:16]
 
 
 # pyrefly: ignore[invalid-inheritance]
@@ -240,10 +236,8 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
 
         A canvas never stops early where its argmax must be stable over more steps than there are.
         """
-        fields = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
-        return fields | (
-            {"stability_threshold": fields["max_denoising_steps"]} if self.fixed else {}
-        )
+        own = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
+        return own | ({"stability_threshold": own["max_denoising_steps"]} if self.fixed else {})
 
 
 class Evaluation(Section):
@@ -251,12 +245,11 @@ class Evaluation(Section):
 
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
     questions of a task, two at least, `repeats` says how many answers each question gets, and
-    `batch_size` how many are answered together, at most; without it `AT_ONCE` says so. `activations`
-    says how a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a
-    scale an expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations
-    are rounded to FP8 for the product (W4A8), which vLLM does not do. Both models compute in BF16.
-    `operating_points` are scored with --operating-points: the fastest is named whose loss by format and
-    settings fits the margin.
+    `batch_size` how many are answered together, at most (`AT_ONCE` without it). `activations` says how
+    a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a scale an
+    expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations are rounded
+    to FP8 for the product (W4A8), which vLLM does not do. `operating_points` are scored with
+    --operating-points; the fastest whose whole loss fits the margin is named.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -311,15 +304,12 @@ class Gate(Section):
     `estimand` says where the loss is judged: on `these_questions`, the benchmark as it stands, or on
     `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
     means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task;
-    of a task that ships, SVAMP apart, the one in its file (`recovery/tasks`) holds where none is named.
-    `max_kl_nats` is the largest mean KL from BF16 on replayed trajectories, by activation mode; a mode
-    that has one is replayed, one without is not judged. `max_step_inflation` fails the run when
-    denoising steps a token are shown to exceed BF16's by more than this share (0.1 is 10 %); None does
-    not judge. Servers report no steps: a served run needs None, and its report says so. `health_pp` is
-    by how many points a sign of ill health (`recovery.health`) may be more frequent than in BF16's
-    answers: empty ones, without a final value, thoughts not closed, cut, stutter, a canvas that never
-    stopped. A sign that is not named may be by half the task's margin (of few answers by 5 of them, up
-    to the margin), the last one by anything; null does not judge one.
+    tasks that ship, SVAMP apart, have a default in their file (`recovery/tasks`). `max_kl_nats` is the
+    largest mean KL from BF16 on replayed trajectories, by activation mode; a mode without one is not
+    judged. `max_step_inflation` fails the run when denoising steps a token are shown to exceed BF16's
+    by more than this share (0.1 is 10 %); None does not judge, and a served run needs None, since
+    servers report no steps. `health_pp` is by how many points a sign of ill health (`recovery.health`,
+    which has the defaults) may be more frequent than in BF16's answers; null does not judge it.
     """
 
     estimand: Estimand
@@ -359,14 +349,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _holds_together(self) -> "Recipe":
         """Report a missing limit now, not after hours of work."""
-        schemes, limits = (
-            self.quantization.targets_by_scheme(),
-            self.verification.max_relative_error,
-        )
-        if missing := [scheme for scheme in schemes if scheme not in limits]:
-            raise ValueError(
-                f"verification.max_relative_error has no limit for scheme {missing[0]}"
-            )
+        schemes = self.quantization.targets_by_scheme()
+        if missing := schemes.keys() - self.verification.max_relative_error:
+            name = min(missing)
+            raise ValueError(f"verification.max_relative_error has no limit for scheme {name}")
         if self.quantization.rounding == "gptq" and self.calibration is None:
             raise ValueError("quantization.rounding gptq needs a `calibration` section")
         kernels = [SCHEMES[name].kernel for name in schemes]
@@ -530,7 +516,6 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _likeness(wanted: set[str], recipe: Recipe) -> tuple[int, int]:
-    """Return how many schemes both have, and minus how many only the recipe has."""
     schemes = set(recipe.quantization.targets_by_scheme())
     return len(schemes & wanted), -len(schemes - wanted)
 
@@ -562,7 +547,6 @@ def _explain(error: Any) -> str:
 
 
 def _known_keys(path: list[str]) -> list[str]:
-    """Return the field names of the section that `path` leads to."""
     section: Any = Recipe
     for part in path:
         if part not in section.model_fields:

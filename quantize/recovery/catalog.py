@@ -1,9 +1,8 @@
 """Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
 A task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` names the file of an
-lm-eval task whose fields hold where ours has none. The number of questions is noted in each file so
-that a plan can be judged before any data set is loaded, and beside it the margin of recipes that name
-none.
+lm-eval task whose fields hold where ours has none. Each file notes its number of questions, so that a
+plan can be judged before any data set is loaded.
 """
 
 import importlib.resources
@@ -27,11 +26,10 @@ def known_tasks() -> list[str]:
 
 
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return a task's `metadata`, that of `own` if it is a recipe's own task (`recovery.own`).
+    """Return a task's `metadata`, that of `own` for a recipe's own task; {} for an unknown one.
 
-    `private` says that its questions and answers must not be written, `questions` how many its data
-    set has, `prompt_tokens` the most tokens of a prompt, where they are longer than questions are, and
-    `margin_pp` the loss that is allowed where a recipe does not say. Nothing is known of other tasks.
+    Keys: `private`; `questions`, the size of its data set; `prompt_tokens`, the most tokens of a prompt
+    that is longer than a question; `margin_pp`, the allowed loss where a recipe names none.
     """
     if own is None and task not in known_tasks():
         return {}

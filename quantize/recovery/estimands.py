@@ -11,10 +11,9 @@ n questions, k answers each. Two questions can be asked about the loss, and chan
   such_questions    Is it worse on questions LIKE these? They are a sample and the unit of chance is
                     the question: n observations mean_j d_ij, however large k is.
 
-Losses are rare events: each moves the sum by a whole unit, so the sum is skewed, and a normal
-interval (or a bootstrap, or Student's t) is too narrow where few were seen, with no width where
-none was. For a sum of variance V whose events have size u, a hypothesis at a gap of g from the sum
-has the p-value
+Losses are rare events: each moves the sum by a whole unit, so the sum is skewed, and a normal interval
+(or a bootstrap, or Student's t) is too narrow where few were seen, with no width where none was. For a
+sum of variance V whose events have size u, a hypothesis at a gap of g from the sum has the p-value
 
     p = P(Gamma(V/u^2 + 1) > V/u^2 + g/u)
 
@@ -27,9 +26,8 @@ outright. Where Student's t is wider (few observations), it counts instead.
 
 That the loss is at least the margin knows one event more, of a kind that was not seen: units lost
 outright. Were a share q of them lost, none would show with probability exp(-q units), so a loss of
--log(1 - confidence) / units is never excluded, nor one that exceeds the observed loss by as much.
-At 95 % that is 3 / units: 30 such questions exclude 10 points, 30 x 64 answers to these questions
-0.16.
+-log(1 - confidence) / units is never excluded, nor one that exceeds the observed loss by as much. That
+is 3 / units at 95 %: 30 such questions exclude 10 points, 30 x 64 answers to these questions 0.16.
 
 Reached coverage and error rates: docs/evaluation.md, tests/recovery/test_simulation.py, which calls
 these functions on many rounds at once: tables of values [n, k] may stand in arrays [..., n, k], and

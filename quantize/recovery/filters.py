@@ -82,10 +82,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return the last "answer is (X)" or box of an answer as "(X)", or nothing.
-
-    Where there is neither, a last line of a letter and markup alone counts.
-    """
+    """Return the last "answer is (X)" or box as "(X)", else a last line of one letter, else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

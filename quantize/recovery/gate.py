@@ -1,35 +1,26 @@
 """The verdict: PASS, FAIL or INCONCLUSIVE against a margin declared before the run.
 
-The recipe also declares what is judged (`estimands`): `these_questions`, the loss on this benchmark as
-it stands, or `such_questions`, the loss on questions like these.
-
 Per task, with L and U the one-sided lower and upper confidence bounds of the paired difference:
   PASS          L > -margin: a loss as large as the margin is excluded (non-inferiority)
   FAIL          U < -margin: a loss larger than the margin is shown
   INCONCLUSIVE  neither; the verdict says how much would decide
 At 95 % confidence a model that loses exactly the margin passes at most one time in twenty, and fails at
 most one time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor
-is an interval of width 0 over a handful of questions: PASS also needs enough units (answers to these
-questions, or such questions) to have met a loss as large as the margin (`estimands.unseen_loss_p`).
-Where a recipe asks for fewer, PASS cannot be reached, and `sequential.out_of_reach` says so before the
-run.
+is an interval of width 0 over a handful of questions: PASS also needs enough units (`estimands`) to
+have met a loss as large as the margin. A recipe that asks for fewer is told so before the run
+(`sequential.out_of_reach`).
 
-What decides is the comparison's two p-values alone. Of a single look the bounds say the same (see
-`statistics`). Of several looks the p-values are sequential: once a look has decided, no later answer
-changes that. So the verdict shows that look's own difference and bounds, and beside them those of all
-answers.
+Two p-values decide. The bounds of a single look say the same. The p-values of several looks are
+sequential: once a look has decided, no later answer changes that, so the verdict shows that look's own
+difference and bounds, and beside them those of all answers.
 
-Where the recipe limits step inflation (`steps`), a model that is shown to take more denoising steps
-fails too: its p-values come from the same looks, and stand in Holm's correction beside those of
-accuracy. A limit that cannot be judged, because answers do not tell their steps, leaves the run
+Step inflation (`steps`) and signs of ill health (`health`) are judged beside accuracy, on the same
+looks and in the same correction: a task passes when each sign's limit is excluded too, and the run
+fails when a limit is shown to be exceeded. A limit that answers cannot be judged by leaves it
 INCONCLUSIVE.
 
-Signs of ill health (`health`) are judged beside accuracy: a task passes when each sign's limit is
-excluded too, and the run fails when one is shown to be exceeded.
-
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
-when some task fails after Holm's correction, so that neither many tasks nor several ways to
-fail make a false alarm likely.
+when some task fails after Holm's correction, without which many tasks would make a false alarm likely.
 NOT COMPARABLE when baseline and candidate were not asked the same under the same conditions.
 """
 
@@ -82,7 +73,6 @@ def _p_within(comparison: Comparison | None, what: str) -> float:
 
 
 def _unhealthy(comparison: Comparison) -> list[str]:
-    """Return the signs of ill health that may exceed their limit."""
     return [
         name
         for name, sign in comparison.health.items()
@@ -110,8 +100,8 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
     """Judge a run over all its tasks.
 
-    A task that is not answered yet is None. It counts in Holm's correction as one that does not fail,
-    so a failure that is certain now stays one whatever it answers.
+    A task without answers is None. Holm's correction counts it as one that does not fail, so a failure
+    that is certain now stays one.
 
     Raises:
         ValueError: there is no task, or tasks have differing estimands.
@@ -198,10 +188,9 @@ def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
 def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Verdict | None:
     """Return NOT COMPARABLE when the conditions of two scorings differ, naming the first."""
     for key in sorted(base.keys() | quantized.keys()):
-        if base.get(key) != quantized.get(key):
-            return Verdict(
-                "NOT COMPARABLE", f"{key} differ: {_unequal(base.get(key), quantized.get(key))}"
-            )
+        ours, theirs = base.get(key), quantized.get(key)
+        if ours != theirs:
+            return Verdict("NOT COMPARABLE", f"{key} differ: {_unequal(ours, theirs)}")
     return None
 
 

@@ -7,18 +7,20 @@
   never_stopped  a canvas took all the steps there are
   stutter        a tenth of its 8-grams or more (of words) stand earlier in it; 16 words at least
 
-Text is read once, when an answer is made, since of a private task none is kept; the other signs are in
-the row. A sign is judged as accuracy is, by the same estimands and looks: with x_ij and y_ij 1 where an
-answer has it, "it is more frequent by the limit or more" must be excluded to pass, "by at most the
-limit" to fail. Unless the recipe says otherwise the limit is half the task's margin: an answer that is
-empty is lost as a wrong one is, and one fault of a model that is as accurate may not take all that may
-be lost. Of few answers it is 5 of them, up to the margin: no less can be excluded once chance gives the
-candidate one that BF16 has not, P(Poisson(5) <= 1) = 4.0 %, and by half a margin of 3 points no model
-could pass on 198 questions. Where BF16 has the sign so often that half its share is more, that is the
-limit, and the sum judged is y - 1.5 x: else what is frequent anyway would leave healthy models open.
-So a model that is twice as often empty does not pass where BF16 is so as often as the limit, or more.
-`never_stopped` has no limit by default: `max_step_inflation` judges what it costs. Simulated error
-rates: docs/evaluation.md.
+Text is read once, when an answer is made, since none is kept of a private task; the row holds the other
+signs. A sign is judged as accuracy is, by the same estimands and looks: to pass, "more frequent by the
+limit or more" must be excluded, to fail, "by at most the limit". The limit is the recipe's; else
+
+  half the task's margin   an empty answer is lost as a wrong one is, and one fault may not take all
+                           that may be lost
+  5 answers, if more       up to the margin: no less can be excluded once chance gives the candidate
+                           one that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
+  half of BF16's share,    and then y - 1.5 x is judged, with x and y 1 where an answer of BF16 or of
+  if more                  the candidate has the sign: else frequent signs would leave healthy models
+                           open
+  none                     for `never_stopped`: `max_step_inflation` judges what it costs
+
+Simulated error rates: docs/evaluation.md.
 """
 
 import re

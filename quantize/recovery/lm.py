@@ -1,10 +1,8 @@
 """An lm-eval model over a `generate` callable, for block diffusion: whole answers, seeded samples.
 
-lm-eval hands over every request of a task in one call and has no notion of a seeded sample or of a
-resumable run, so this model has both: request r, repeat j gets the seed hash(document, j), finished
-samples are kept in a `SampleStore`, and `generate_until` answers from it. Stop strings are applied
-after generation (a canvas is denoised whole), behind the thinking channel. Loglikelihoods do not
-exist for a diffusion model and are refused.
+lm-eval knows neither seeded samples nor resumable runs, so this model has both: request r, repeat j
+gets the seed hash(document, j), and `generate_until` answers from a `SampleStore` of finished samples.
+Stop strings apply after generation (a canvas is denoised whole), behind the thinking channel.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,9 +69,7 @@ class BlockDiffusionLM(LM):
 
     def _doc_id(self, instance: Instance) -> int:
         """Return the document's index in the data set: lm-eval counts those that it was asked for."""
-        if instance.doc_id is None:
-            raise ValueError("lm-eval made a request without a document")
-        return self.part.questions[instance.doc_id]
+        return self.part.questions[cast(int, instance.doc_id)]
 
 
 def cut(text: str, stops: Iterable[str]) -> str:

@@ -30,7 +30,7 @@ def from_questions(
     """Return the task of a jsonl file with one question, a JSON object, a line.
 
     `prompt` and `target` are Jinja templates over its fields: the user's message, the right answer. The
-    last match of the group in `extract` is the model's answer, of `max_tokens` at most.
+    last match of the group in `extract` is the model's answer.
 
     Raises:
         ValueError: the file cannot be read or has a line twice, or a template names a field that its
@@ -68,7 +68,6 @@ def from_questions(
 
 
 def _first_line(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the first JSON object of a file and how many lines there are."""
     try:
         lines = [line for line in file.read_text("utf-8").split("\n") if line.strip()]
         first = json.loads(lines[0])
@@ -85,7 +84,6 @@ def _first_line(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _fields(template: str) -> set[str]:
-    """Return the names that a Jinja template reads."""
     from jinja2 import Environment, TemplateError, meta
 
     try:

@@ -1,7 +1,7 @@
 """Pairs two scorings of a task, question by question, as far as both have been asked.
 
-Where looks were planned, answers are compared up to the last look that both have completed, and on the
-estimand for which they were planned the p-values are sequential.
+Where looks were planned, answers count up to the last look that both completed; on the estimand of the
+plan the p-values are sequential.
 """
 
 import math
@@ -97,7 +97,6 @@ def most_steps(scoring: Scoring) -> float:
 def _health(
     base: Scoring, other: Scoring, terms: Terms, limits_pp: Mapping[str, float | None]
 ) -> dict[str, Sign]:
-    """Compare every sign that all answers of both models tell."""
     rows, unknown = [*base.rows, *other.rows], set[str]()
     if base.private and any(row.signs is None for row in rows):
         unknown |= OF_TEXT
@@ -124,7 +123,6 @@ def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | N
 
 
 def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
-    """Return question -> its denoising steps and tokens over all answers."""
     costs = side.by_question(lambda row: (sum(row.denoising_steps), row.tokens))
     return {q: (sum(s for s, _ in each), sum(t for _, t in each)) for q, each in costs.items()}
 
@@ -132,7 +130,6 @@ def _costs(side: Scoring) -> dict[str, tuple[int, int]]:
 def _differs(
     base: Scoring, other: Scoring, *, other_seed: bool, other_settings: Collection[str]
 ) -> Verdict | None:
-    """Return why two scorings cannot be compared, None where they can."""
     ignored = {"seed", "seeds"} if other_seed else set[str]()
 
     def kept(facts: Mapping[str, Any], *unlike: str) -> dict[str, Any]:

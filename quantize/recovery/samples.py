@@ -3,18 +3,16 @@
 There is one file a task and model. Its first line says what made the samples (model, sampler,
 precision); a store that is opened for anything else refuses. Every further line is one batch:
 `{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated", "signs"}, ...], "sha256"}`,
-handed to the system with one write as it finishes: a kill loses what was in flight, nothing else. A
-thread syncs the file, so that no model waits for a disk: one sync starts when the one before has ended,
-and `complete` returns after the last, so a machine that goes down loses at most what finished during
-two syncs. A last line that is torn is cut off; a whole line that is not what was written is an error.
-Batches are formed from the full list of samples, whatever is done already: a resumed run feeds the
-model the same batches as an unbroken one and ends with the same bytes.
+written as it finishes, so a kill loses only what was in flight. A thread syncs the file, so that no
+model waits for a disk; a machine that goes down loses at most what finished during two syncs. A torn
+last line is cut off; any other line that is not what was written is an error. Batches are formed from
+the full list of samples, so a resumed run feeds the model the same batches and ends with the same
+bytes.
 
-Several processes share the batches of one task: process r of n takes every n-th batch of the full list
-and writes a file of its own beside the first one's. Whoever opens a store reads all of them, so a
-resumed run may have any number of processes, and each ends with all samples.
+Process r of n takes every n-th batch and writes a file of its own. Whoever opens a store reads all of
+them, so a resumed run may have any number of processes.
 
-A sample is known by its key: prompt, seed, token limit and thinking. Prompts are kept as hashes only.
+A sample is known by its key, a hash of prompt, seed, token limit and thinking.
 """
 
 import hashlib
@@ -118,9 +116,8 @@ class SampleStore:
         """Generate the missing samples of this process' share in batches, longest prompts first.
 
         Then wait for the other processes and read their samples. `requests` are all of the task,
-        finished ones included. `progress` wraps the finished batches, given the number of samples in
-        all of them; `keep` returns what is kept of an answer's text, of a private task its letter
-        only.
+        finished ones included. `progress` wraps the finished batches, given their number of samples;
+        `keep` returns what is stored of an answer's text.
 
         Raises:
             ValueError: some requests were not answered.
@@ -156,7 +153,6 @@ class SampleStore:
         self.done |= finished
 
     def _files(self) -> list[Path]:
-        """Return the existing files: the first process', then `<name>.<rank>` of the others."""
         others = self.first.parent.glob(f"{self.first.name}.*")
         return [file for file in (self.first, *sorted(others)) if file.exists()]
 

@@ -1,8 +1,7 @@
 """Scores one task on one model, part by part, with our YAML and lm-eval's harness, a pass a repeat.
 
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
-of its own over the stored answers; generation happens in the first. The result is one row a document
-and repeat, in that order, and the conditions under which two scorings may be compared.
+of its own over the stored answers; generation happens in the first.
 
 A private task (GPQA, or a recipe's own) leaves no text behind: its rows hold hashes, letters and
 counts, and what the datasets library makes of a local file lies in a temporary folder.
@@ -62,9 +61,9 @@ def score(
 ) -> Scoring | None:
     """Score part of `task`; of processes that share the work only the first scores, others return None.
 
-    A resumed run passes the same `store`. `data_file` is a local .jsonl or .csv in place of the data
-    set that the task names on the Hub, `definition` a task of the recipe's own (`recovery.own`). The
-    run's `seed` and the settings of the `sampler` are conditions of the comparison.
+    `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub, `definition` a
+    task of the recipe's own (`recovery.own`). The run's `seed` and the settings of the `sampler` are
+    conditions of the comparison.
 
     Raises:
         ValueError: the task is unknown, or has no documents.
@@ -165,7 +164,6 @@ def _hashed(row: Row) -> Row:
 def _manager(
     task: str, definition: Definition | None, data_file: Path | None, folder: Path
 ) -> TaskManager:
-    """Return a manager of this one task, reading `data_file` where one is given."""
     override = {**(definition or {"include": list(map(str, files_of(task)))}), "task": task}
     if data_file is not None:
         override |= {
@@ -260,7 +258,6 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -
 def _conditions(
     task: str, results: dict[str, Any], seed: int, sampler: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the conditions that must be equal for the scores of two models to be compared."""
     config = results["configs"][task]
     return {
         "task": task,

@@ -1,8 +1,7 @@
 """Reaches a verdict early: up to five looks at a run, with the error rates of a single one.
 
-Looking often and stopping at the first small p-value errs more often than stated. So the level
-alpha is spent over the looks (Lan and DeMets 1983), of O'Brien and Fleming's type: at information
-fraction t
+Looking often and stopping at the first small p-value errs more often than stated. So the level alpha is
+spent over the looks (Lan and DeMets 1983), of O'Brien and Fleming's type: at information fraction t
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
@@ -92,10 +91,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The questions in the order in which looks take them: one of the seed alone.
-
-        Among more questions under the same seed these come in the same order.
-        """
+        """The order in which looks take the questions; of more of them these keep their order."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -216,10 +212,7 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
     levels = nominal_levels(fractions, 1 - last.confidence)
 
     def over_looks(parts: Sequence[Any], *keys: str) -> Any:
-        """Return the last look's part with p-values of all looks, None where one has none.
-
-        A look that lacks the part decided nothing.
-        """
+        """Return the last look's part with p-values of all looks; one without the part counts as 1."""
         values = {key: [getattr(part, key, 1.0) for part in parts] for key in keys}
         return replace(
             parts[-1],
@@ -264,8 +257,8 @@ def until_decided(
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain.
 
-    Looks that an earlier run took count: their answers are there. `ask` has a task's first so many
-    looks answered by both models, none for 0; it returns how many are complete, and what they show.
+    `ask` lets both models answer a task's first so many looks, none for 0; it returns how many are
+    complete, those of an earlier run included, and what they show.
 
     Returns:
         Task -> number of looks taken, and task -> what they show, None where none was.

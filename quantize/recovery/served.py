@@ -5,8 +5,6 @@
 The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
 A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time
 in `Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
-Several requests are in flight at once, at several servers of one model if there are, and each is stored
-when it is finished.
 
 A server of block diffusion must encode a finished canvas as plain embeddings; one that does names it in
 a header of its responses (`COMMIT_PASS`). vLLM 0.24 to 0.33 does not, unless a plugin repairs it.
@@ -100,7 +98,6 @@ class Server:
             ) from error
 
     def _listed(self, name: str | None) -> dict[str, Any]:
-        """Return the server's entry for a model, for its first one without a name."""
         reply = self._ask("models", None)
         try:
             found = [dict(entry) for entry in reply["data"] if name in (None, entry["id"])]
@@ -138,9 +135,7 @@ class Server:
 
 
 class Servers:
-    """Several servers of one model; a request goes to whichever is free.
-
-    Each has `in_flight` requests at once; `settings` are further arguments of `Server`.
+    """Several servers of one model, each with `in_flight` requests; `settings` are `Server`'s.
 
     Raises:
         ServerError: one of the servers cannot be reached.

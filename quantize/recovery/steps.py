@@ -8,9 +8,8 @@ how much it moves when a question is left out, squared and summed over questions
 (n - 1) / n, which is too narrow for five questions). The interval and the one-sided p-value of "the
 inflation is at most the limit" are Student's.
 
-Where each question is answered several times and looks add repeats, questions stay the units: what one
-look adds is then less than the motion that `sequential` reckons with, and looks err on the side of
-saying nothing. Simulated error rates: docs/evaluation.md.
+Where looks add repeats, questions stay the units: a look then adds less than `sequential` reckons with,
+and errs on the side of saying nothing. Simulated error rates: docs/evaluation.md.
 """
 
 import math
