@@ -1,8 +1,8 @@
 """Writes judged sampler settings into a run's checkpoint, so that servers serve what was judged.
 
-`generation_config.json` becomes the source's with the settings of an operating point that passed. It is
-verified with the other files again, and the report says which point the checkpoint states; answers and
-replay stand, since both were made under settings that are noted beside them.
+`generation_config.json` becomes the source's with the settings of an operating point that passed. The
+checkpoint is verified and reported again; answers and replay stand, since the settings under which they
+were made are noted beside them.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,6 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
 
 
 def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
-    """Return the settings of the point of that name, or of the fastest that passes."""
     report = read_json(run.folder.report_json, "operating_points", "tasks")
     points = report["operating_points"]
     if not points:

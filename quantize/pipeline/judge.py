@@ -1,11 +1,9 @@
 """Judges a quantized checkpoint that was built elsewhere: NVIDIA's, RedHatAI's, a fine-tuned one's.
 
-It does what `quantize run` does behind conversion, in a run folder of its own: in place of
-verification, which needs our plan, the checkpoint is inspected, and its weights are compared with the
-BF16 model's (`stages.verify.against_source`) unless it was fine-tuned. Then it is replayed, scored,
-reported and gated against that model. The recipe gives tasks, limits and gate; what it says of
-quantization is not read. BF16's samples lie beside the folder, as those of runs do, so the same --out
-gives a checkpoint of ours the same questions, and `quantize compare` pairs the two.
+It does what `quantize run` does behind conversion, in a run folder of its own. Verification needs our
+plan; in its place the checkpoint is inspected, and its weights are compared with the BF16 model's
+(`stages.verify.against_source`) unless it was fine-tuned. The recipe gives tasks, limits and gate; its
+section on quantization is not read. `quantize compare` pairs such a folder with a run of ours.
 """
 
 from collections.abc import Generator, Sequence
@@ -53,8 +51,7 @@ def judging(
     """Open the judgement of a checkpoint as a run, which `advance` judges; hold it for the block.
 
     `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
-    for the bundled one. `tasks`, `limit` and `options` are those of `started`. With
-    `fine_tuned` weights differ from BF16's on purpose, and the report says so.
+    for the bundled one. `tasks`, `limit` and `options` are those of `started`.
 
     Raises:
         InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
@@ -75,8 +72,7 @@ def judging(
     instead["plan"] = lambda run: write_plan(run.folder, run.recipe, run.targets)
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
-    bundled = against is None
-    run = Run(folder, recipe, source, targets, bundled, options, instead=instead)
+    run = Run(folder, recipe, source, targets, against is None, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
         Console().print(inspection_table(found))
@@ -90,7 +86,6 @@ def _link(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def _verify(checkpoint: Checkpoint, found: Inspection, fine_tuned: bool, run: Run) -> None:
-    """Write the inspection's findings, and what weights are like, in the form of a verification."""
     check = {"name": "inspect", "looked_at": found.tensors, "passed": not found.problems}
     content: dict[str, Any] = {"checks": [check | {"faults": found.problems}], "relative_error": {}}
     if fine_tuned:
@@ -104,7 +99,6 @@ def _verify(checkpoint: Checkpoint, found: Inspection, fine_tuned: bool, run: Ru
 
 
 def _targets(found: Inspection, source: Inspection) -> list[Target]:
-    """Return one entry for each class of modules, with its bytes in both checkpoints."""
     before: dict[str, int] = {}
     for row in source.rows:
         before[row.kind] = before.get(row.kind, 0) + row.nbytes

@@ -4,10 +4,9 @@
     calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions a task
     project seconds, memory and disk of the whole run from what was measured
 
-Nothing that is found ends the rehearsal: it goes on with whatever can still be tried, so that once is
-enough to see all that would have ended a run of days. rehearsal.json, in the run folder, holds
-versions, hardware, seconds and findings, and neither questions nor answers: it can be sent back. It
-says nothing of quality: so few answers decide nothing.
+Nothing that is found ends the rehearsal: one try shows all that would have ended a run of days.
+rehearsal.json, in the run folder, holds versions, hardware, seconds and findings, and neither questions
+nor answers: it can be sent back. It says nothing of quality: so few answers decide nothing.
 """
 
 import json
@@ -76,11 +75,10 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
         path = run.folder.path / RESULT
         write_json(path, _without_home(content))
         rows = [(each.name, each.found, each.finding or "") for each in tried]
+        heads = ("stage", "time", "by this machine's rates")
         Console().print(
             _table("rehearsal", ("", "here", "would end a run"), rows),
-            _table(
-                "the whole run, at most", ("stage", "time", "by this machine's rates"), _rows(found)
-            ),
+            _table("the whole run, at most", heads, _rows(found)),
         )
         say(f"rehearse: {path} says the same, and what it was done on")
     return next((each.exit_code for each in tried if each.finding), 0)
@@ -142,7 +140,6 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
 
 
 def _tasks(run: Run, recipe: Recipe) -> dict[str, int]:
-    """Return task -> answers of each model."""
     from quantize.stages.evaluate.tasks import open_tasks
 
     found = open_tasks(recipe.evaluation, recipe.gate, run.options.get("data_dir"))
@@ -171,7 +168,6 @@ def _staged(run: Run, stage: Stage) -> Tried:
 
 
 def _tried(run: Run, name: str, attempt: Check) -> Tried:
-    """Return what an attempt saw, or what would end a run there."""
     try:
         with unexpected_in(run.folder.log):
             return Tried(name, attempt())
@@ -188,7 +184,6 @@ def _tried(run: Run, name: str, attempt: Check) -> Tried:
 
 
 def _measured(run: Run, stage: Stage) -> str:
-    """Return what the manifest says that a stage took."""
     facts = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     peaks = {"peak_rss_bytes": "of memory", "peak_gpu_bytes": "of the GPU's"}
     taken = [f"{size(facts[key])} {what}" for key, what in peaks.items() if facts.get(key)]
@@ -199,8 +194,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return seconds of every stage of the whole run, and its disk; None where nothing was measured.
 
     Calibration and replay grow with prompts and canvases, evaluation with answers, each of as many
-    tokens as here; the rest is measured as a whole. Loading is counted as often as the work grows, and
-    all answers are counted, so this is an upper bound.
+    tokens as here. Loading grows with them and all answers count, so this is an upper bound.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)
@@ -219,10 +213,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return rates measured now, and what `quantize plan` estimates with them in place of stated ones.
-
-    On a GPU: seconds of every stage of the whole run at most, where the GPU's other rates are known.
-    """
+    """Return bytes/s measured now, and by them each stage's most seconds, as `quantize plan` does."""
     rates: dict[str, float | None] = {"disk": disk_rate(run.folder.path), "link": None}
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)
@@ -271,7 +262,6 @@ def _largest(stages: Mapping[str, Any], key: str) -> int | None:
 
 
 def _about(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return what the rehearsal was done with and on."""
     manifest = read_json(run.folder.manifest_json, "versions", "hardware", "stages")
     source = {key: manifest["source"][key] for key in ("model", "commit", "fingerprint", "bytes")}
     facts = {key: manifest[key] for key in ("began", "tool", "versions", "hardware", "stages")}
@@ -283,7 +273,6 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def _without_home(value: Any) -> Any:
-    """Return a JSON value in which the user's home is a tilde."""
     home = json.dumps(str(Path.home()))[1:-1]
     return value if home == "/" else json.loads(json.dumps(value).replace(home, "~"))
 

@@ -3,9 +3,8 @@
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
-fingerprint, so the same run finds itself again. Stages (listed in `stages`) know nothing of each
-other: they meet in the files of the run folder. The manifest records versions, hardware, seconds
-and peak memory per stage; nothing that must be equal between two runs depends on it.
+fingerprint, so the same run finds itself again. The manifest records versions, hardware, seconds and
+peak memory of each stage; nothing that must be equal between two runs depends on it.
 """
 
 from collections.abc import Generator, Sequence
@@ -200,10 +199,9 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
 
 
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
-    """Run every stage up to `until` that is not done or stale; return the exit code.
+    """Run every stage up to `until` that is not done or stale; return the exit code, 0 or 4.
 
-    0 means done and gate passed, 4 inconclusive or not comparable. Data that cannot be read is found
-    before the first stage, not after hours of others' work.
+    Data that cannot be read is found before the first stage, not after hours of others' work.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
@@ -224,7 +222,6 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
 
 
 def _saved(run: Run, failed: Stage) -> str:
-    """Return what a message adds of the work that a run saves by ending before evaluation."""
     names = [stage.name for stage in STAGES]
     if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
         return ""

@@ -9,9 +9,8 @@ taken to add up:
     minimise it under  sum of bytes <= N, or bytes under KL <= X     exactly: quantize.pipeline.knapsack
 
 The choice is then measured whole, beside its prediction, and written as a recipe. Weights are rounded
-to nearest here, whatever the recipe's `rounding`. Milliseconds are arithmetic (`runtime.fused.cost`),
-and never decide. One BF16 model is in memory, and beside it the layers that hold a quantized group. A
-search that was killed goes on.
+to nearest here, whatever the recipe's `rounding`. One BF16 model is in memory, and beside it the layers
+that hold a quantized group. A search that was killed goes on.
 
 Bytes alone never choose NVFP4, whose activations have 4 bits, over NVFP4A16 of the same size: name the
 schemes (`--scheme`) where FP4 matrix units are wanted.
@@ -94,10 +93,10 @@ def search(
 ) -> Path:
     """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
 
-    `recipe_name` gives calibration, `ignore`, activations and everything that is not searched; `out`
-    gets the search's own folder, `search-RECIPE-HASH`. The checkpoint may have `nbytes`, or the
-    predicted KL be `kl` nats, at most. `schemes` are those of a group beside BF16; milliseconds are
-    estimated for `gpu`, None for the one that is here. `gpu_memory` is in bytes, None for what is free.
+    `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`. The
+    checkpoint may have `nbytes`, or the predicted KL be `kl` nats, at most. `schemes` are those of a
+    group beside BF16; milliseconds are estimated for `gpu`, None for the one that is here. `gpu_memory`
+    is in bytes, None for what is free.
 
     Raises:
         InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
@@ -121,12 +120,7 @@ def search(
 
 
 class _Search:
-    """The groups of a model, and what each option of them costs.
-
-    Attributes:
-        options: group -> its options, those that differ in nothing left in.
-        fixed_bytes: bytes of everything that has no option.
-    """
+    """The groups of a model, the options of each, and the bytes of everything that has no option."""
 
     def __init__(
         self,
@@ -208,7 +202,6 @@ class _Search:
         return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
 
     def _quantized(self, targets: Sequence[Target], folder: Path) -> FusedEngine:
-        """Return the engine of the model with these targets quantized; their files are then read."""
         checkpoint = partly_quantized(self.source, targets, self._scales, self.recipe, folder)
         mode = self.recipe.evaluation.activations
         layers = {_group(target)[0] for target in targets}
@@ -251,10 +244,9 @@ def partly_quantized(
     recipe: Recipe,
     folder: Path,
 ) -> Checkpoint:
-    """Return the checkpoint in which only some targets are quantized, by rounding to nearest.
+    """Return the checkpoint in which only `targets`, whole groups, are quantized, to nearest.
 
-    `targets` are whole groups, whose tensors are written to `folder`; the files of `source` hold
-    everything else. `scales` are input global scales by module, of calibrated schemes.
+    Their tensors are written to `folder`. `scales` are input global scales by module.
     """
     observer = recipe.quantization.observer
     pieces = Quantizer(source, observer, scales).plan(targets)
@@ -364,7 +356,6 @@ def _milliseconds(
 
 
 def _table(chosen: Mapping[Group, Option], title: str) -> Table:
-    """Return a table of a choice: a row a layer."""
     table = Table("layer", *PATHS, "KL alone x 1000", title=title, title_justify="left")
     for layer in sorted({layer for layer, _ in chosen}):
         own = {kind: chosen[layer, kind] for kind in PATHS if (layer, kind) in chosen}

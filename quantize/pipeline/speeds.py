@@ -28,10 +28,7 @@ CONTEXT = 1024  # tokens before the first canvas, as `quantize bench` has them
 def measure_speeds(
     run: RunDir, source: Path, points: Mapping[str, OperatingPoint], place: Placement
 ) -> None:
-    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating points.
-
-    The points have been scored; `source` is the folder of the BF16 checkpoint.
-    """
+    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its scored operating points."""
     served: dict[tuple[Path, ActivationMode | None], list[str]] = {(source, None): [BASELINE]}
     served[run.checkpoint, None] = [CANDIDATE]
     for name, point in points.items():
@@ -52,9 +49,7 @@ def measure_speeds(
 
 
 def _steps(run: RunDir, model: str) -> list[int]:
-    """Return the steps of all canvases of a model's answers."""
-    files = [
-        task for task in scored_tasks(run) if (run.evaluation / model / f"{task}.jsonl").exists()
-    ]
-    rows = [row for task in files for row in read_scoring(run.evaluation / model, task).rows]
+    folder = run.evaluation / model
+    tasks = [task for task in scored_tasks(run) if (folder / f"{task}.jsonl").exists()]
+    rows = [row for task in tasks for row in read_scoring(folder, task).rows]
     return [steps for row in rows for steps in row.denoising_steps]

@@ -2,10 +2,9 @@
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
-A record says everything about a stage once: its name and command, the file or folder that it leaves,
-the stages whose results it reads, its work and its exit code. `pipeline` runs the list, the command
-line makes its commands and `--until` from it. Work functions import what they need when they are
-called, so reading the list is cheap.
+A record says everything about a stage once. `pipeline.run` runs the list; the command line makes its
+commands and `--until` from it. Work functions import what they need when they are called, so reading
+the list is cheap.
 """
 
 import shlex
@@ -50,9 +49,9 @@ class Machine:
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `options` are `Machine`'s, and those of its stages: verify's `full`, fidelity's `modes`, those of
-    `evaluate_more`, the report's `hourly_price`. `instead` has what is done in place of stages' own
-    work; a stage that has None there is left out.
+    `options` are `Machine`'s and the stages': verify's `full`, fidelity's `modes`, those of
+    `evaluate_more`, the report's `hourly_price`. `instead` has what replaces stages' own work; None
+    there leaves a stage out.
     """
 
     folder: RunDir
@@ -77,12 +76,13 @@ class Run:
 
     def __post_init__(self) -> None:
         """Refuse a limit on denoising steps, which no server reports, before anything is done."""
+        gate = self.recipe.gate
         limits = {
-            "max_step_inflation": self.recipe.gate.max_step_inflation,
-            "health_pp.never_stopped": self.recipe.gate.health_pp.get("never_stopped"),
+            "max_step_inflation": gate.max_step_inflation,
+            "health_pp.never_stopped": gate.health_pp.get("never_stopped"),
         }
-        for name, most in limits.items():
-            if self.options.get("servers") and most is not None:
+        for name, most in limits.items() if self.options.get("servers") else ():
+            if most is not None:
                 raise InputError(
                     f"recipe {self.recipe.name}: gate.{name}, {most:g}, cannot be judged, since "
                     f"servers report no denoising steps; run a recipe that says "
@@ -141,17 +141,15 @@ def _plan(run: Run) -> None:
 def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate.calibrate import calibrate
 
-    out = run.folder.calibration
-    calibrate(run.source.folder, run.recipe, out, place=run.machine.place, scratch=run.recording)
+    out, place = run.folder.calibration, run.machine.place
+    calibrate(run.source.folder, run.recipe, out, place, scratch=run.recording)
 
 
 def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
-    out, scratch = run.folder.rounding, run.recording
-    round_weights(
-        run.source, run.targets, run.recipe, out, place=run.machine.place, scratch=scratch
-    )
+    out, place = run.folder.rounding, run.machine.place
+    round_weights(run.source, run.targets, run.recipe, out, place, scratch=run.recording)
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -192,9 +190,8 @@ def _verify(run: Run) -> None:
 
 def _verified(run: Run) -> int:
     path = run.folder.verification_json
-    result = read_json(path, "checks", "passed")
-    faults = [fault for check in result["checks"] for fault in check["faults"]]
-    if not result["passed"]:
+    if not (result := read_json(path, "checks", "passed"))["passed"]:
+        faults = [fault for check in result["checks"] for fault in check["faults"]]
         raise GateError(f"{path}: {faults[0] if faults else 'a check looked at nothing'}")
     return 0
 
@@ -254,9 +251,8 @@ def evaluate_more(
 ) -> None:
     """Score what is not scored yet, with activation modes besides the recipe's.
 
-    `operating_points` scores those of the recipe, `steps` one for each limit of steps besides; on a GPU
-    tokens/s of all of them are measured too. `batch_size` overrules the recipe's. `models` are fields
-    of `ModelOptions`.
+    `operating_points` scores those of the recipe, `steps` one for each limit of steps; a GPU measures
+    their tokens/s too. `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES
@@ -269,10 +265,8 @@ def evaluate_more(
         raise InputError(
             f"recipe {run.recipe.name}: no evaluation.operating_points; write some, or use --steps"
         )
-    points |= {
-        f"t{count}": OperatingPoint.model_validate({"max_denoising_steps": count})
-        for count in steps
-    }
+    for count in steps:
+        points[f"t{count}"] = OperatingPoint.model_validate({"max_denoising_steps": count})
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
     digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]

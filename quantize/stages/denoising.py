@@ -1,9 +1,9 @@
 """The denoising of a recipe's calibration prompts: calibrate observes it, round goes through it again.
 
-What enters the first layer is recorded on scratch where GPTQ will need it (`fused.recording`). The
-recording is calibrate's; round records again what is missing or damaged, and removes it when it is
-done. A batch is part of what results depend on, so memory never changes it: where it does not fit, the
-run is refused. Where weights are streamed, batches denoise in lockstep.
+Calibrate records what enters the first layer on scratch where GPTQ will need it (`fused.recording`);
+round records again what is missing or damaged, and removes it when it is done. Results depend on the
+batch, so memory never changes it: where it does not fit, the run is refused. Where weights are
+streamed, batches denoise in lockstep.
 """
 
 import hashlib
@@ -47,15 +47,9 @@ class Denoising:
     """
 
     def __init__(
-        self,
-        source: Path,
-        settings: Calibration,
-        place: Placement,
-        *,
-        held_out: bool = False,
+        self, source: Path, settings: Calibration, place: Placement, *, held_out: bool = False
     ) -> None:
-        self._source, self._settings = source, settings
-        self._place = place
+        self._source, self._settings, self._place = source, settings, place
         self._held_out = HELD_OUT if held_out else 0
         self._prompts = load_prompts(source, settings, settings.prompts + self._held_out)
         self.sampler = Sampler.from_checkpoint(source)

@@ -1,10 +1,9 @@
 """The device that weights are quantized and verified on: the CPU, or a GPU that threads use in turns.
 
-Many threads read a checkpoint, on a GPU into pinned memory, which torch keeps and hands out again. A
-few at a time copy what they have read to the GPU, compute there and copy the result back. Launching is
-Python's work, of which more threads do no more; and so a GPU holds the temporaries of TURNS threads
-only, however many cores there are. For the same reason a GPU gets several experts of the 26B model at a
-time, where a CPU gets one.
+Many threads read a checkpoint, for a GPU into pinned memory. TURNS of them at a time copy what they
+read to the GPU, compute there and copy the result back: more threads launch no faster, and so the GPU
+holds the temporaries of TURNS threads only. To have fewer launches, a GPU gets several experts of the
+26B model at a time, where a CPU gets one.
 """
 
 import os

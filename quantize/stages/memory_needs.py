@@ -1,9 +1,8 @@
 """Computes the memory that every stage asks of a GPU.
 
 It is known before anything is loaded: from the headers, or the config, of the BF16 model and the plan
-of the quantized one. Prompts and answers count at their longest; a run that has read its prompts asks
-for less. `convert` and `verify` hold a few pieces of weights, by arithmetic less than 1 GB beside the
-CUDA context; fidelity, which every run has, needs more, so they are not listed.
+of the quantized one. Prompts and answers count at their longest. `convert` and `verify` are not listed:
+by arithmetic they hold less than 1 GB beside the CUDA context, and fidelity needs more.
 """
 
 import math
@@ -114,14 +113,13 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
     """Return the bytes that GPTQ takes at any number of experts [out, inputs], and for each of them.
 
-    Of each it holds, in float32, its Hessian, the factor and six copies of its weight, beside it in
-    BF16; and seven matrices of float64 while one Hessian is factored.
+    For each it holds, in float32, its Hessian, the factor and six copies of its weight, which also
+    stands in BF16; while one Hessian is factored, seven matrices of float64.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 
 
 def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:
-    """Return a tensor's bytes once packed, as `memory.packed_sizes` of a checkpoint that is there."""
     if target.scheme is None:
         return target.bytes_after
     layout = repacked(target.scheme, target.modules[0], mode, hopper=hopper)

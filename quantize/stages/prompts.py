@@ -2,10 +2,9 @@
 
 A row becomes a chat that ends with its last user message, so that the model answers it. Chats of a
 local file may show pictures: {"type": "image", "path": "a.png"} among the parts of a message, the path
-relative to the file. Rows are
-drawn in turn from the recipe's datasets; the thinking channel is on for the recipe's share of them,
-spread evenly. The same recipe gives the same prompts: local files are shuffled by the recipe's seed,
-Hub datasets are read from their first row on.
+relative to the file. Rows are drawn in turn from the recipe's datasets; the thinking channel is on for
+the recipe's share of them, spread evenly. The same recipe gives the same prompts: local files are
+shuffled by the recipe's seed, Hub datasets are read from their first row on.
 """
 
 import json
@@ -37,10 +36,8 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
     prompts: list[Prompt] = []
     for messages in (each for turn in zip_longest(*chats) for each in turn if each is not None):
-        share, index = calibration.thinking, len(prompts)
-        thinking = int((index + 1) * share) > int(
-            index * share
-        )  # spread evenly: every second for 0.5
+        before, after = (int(n * calibration.thinking) for n in (len(prompts), len(prompts) + 1))
+        thinking = after > before  # spread evenly: every second for 0.5
         ids, images = encode_chat(tokenizer, messages, thinking=thinking), None
         if paths := _pictures(messages):
             from quantize.checkpoints.layout import model_config
@@ -59,7 +56,6 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
 
 
 def _pictures(messages: list[Message]) -> list[Path]:
-    """Return the pictures that a chat shows, in their order."""
     contents = (message["content"] for message in messages)
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return [Path(part["path"]) for part in parts if part["type"] == "image"]
@@ -94,8 +90,7 @@ def chat_of(row: Mapping[str, Any], folder: Path | None = None) -> list[Message]
     Pictures are looked up in `folder`; without one a row may show none.
 
     Raises:
-        TypeError, KeyError, AttributeError: the row is no object, or its chat not one of texts and
-            pictures.
+        TypeError, KeyError, AttributeError: the row is no object, or no chat of texts and pictures.
     """
     messages = row.get("messages")
     if isinstance(messages, list):
@@ -117,7 +112,6 @@ def _text(value: Any) -> str:
 
 
 def _content(content: Any, folder: Path | None) -> str | list[dict[str, str]]:
-    """Return a message's text, or its parts where it has some."""
     if not isinstance(content, list) or folder is None:
         return _text(content)
     parts: list[dict[str, str]] = []

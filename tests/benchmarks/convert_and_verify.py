@@ -215,7 +215,7 @@ def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str) -> None:
             f"{name}: {what}",
             lambda: verify(written, bf16, targets, recipe, run, device=device, full=full),  # noqa: B023
         )
-        print(f"  {checked.summary()}", flush=True)
+        print(f"  {[check.as_json() for check in checked.checks.values()]}", flush=True)
     shutil.rmtree(run.path)
 
 

@@ -132,7 +132,7 @@ def verify(folder: Path, name: str) -> Facts:
     run.path.mkdir(exist_ok=True)
     found = verify_checkpoint(Checkpoint.open(folder / name), source, targets, recipe, run)
     return {
-        "summary": found.summary(),
+        "faults": [fault for check in found.checks.values() for fault in check.faults],
         "looked_at": {check.name: check.looked_at for check in found.checks.values()},
         "worst_relative_error": max(
             error for error in found.relative_error.values() if error is not None

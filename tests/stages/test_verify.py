@@ -71,7 +71,7 @@ def test_what_convert_wrote_passes(
 ) -> None:
     shutil.copy(artifact.with_suffix(".json"), RunDir(tmp_path).conversion_json)
     found = run_verify(artifact, tiny_checkpoint, scheme, tmp_path, as_written=False)
-    assert found.passed, found.summary()
+    assert found.passed, found.checks
     assert re.search(r"verify: (\d+) parts of tensors done in", capsys.readouterr().err)
     assert all(check.looked_at > 0 for check in found.checks.values())
     assert len(found.relative_error) == 6 * 2 + 6 * 3 + 6 * 4 - 1
@@ -158,7 +158,7 @@ def test_damage_is_found_by_its_check(
     save_file(tensors, folder / "model.safetensors")
     found = run_verify(folder, tiny_checkpoint, scheme, tmp_path)
     assert not found.passed
-    assert found.checks[check].faults, found.summary()
+    assert found.checks[check].faults, found.checks
     assert all(fault and "\n" not in fault for fault in found.checks[check].faults)
 
 
@@ -231,7 +231,7 @@ def test_wrong_scales_of_nvfp4_are_found(
     save_file(tensors, folder / "model.safetensors")
     found = run_verify(folder, tiny_checkpoint, "nvfp4", tmp_path)
     assert not found.passed
-    assert found.checks[check].faults, found.summary()
+    assert found.checks[check].faults, found.checks
     assert read_json(tmp_path / "verification.json")["passed"] is False
 
 
@@ -286,7 +286,7 @@ def test_without_convert_s_record_nothing_is_verified(
     fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     found = run_verify(fp8_artifact, tiny_checkpoint, "fp8", tmp_path, as_written=False)
-    assert "conversion.json is missing" in found.summary()
+    assert "conversion.json is missing" in found.checks["unchanged"].faults[0]
 
 
 def test_config_and_tokenizer_are_checked_by_themselves(
@@ -357,7 +357,7 @@ def test_the_parts_of_a_tensor_add_up(
     for device in ("cpu", "cuda"):
         monkeypatch.setitem(PIECE_BYTES, device, 1)
     parts = run_verify(nvfp4_artifact, tiny_checkpoint, "nvfp4", tmp_path)
-    assert parts.passed, parts.summary()
+    assert parts.passed, parts.checks
     assert parts.relative_error == pytest.approx(whole.relative_error)
     assert parts.checks["kept"].looked_at > 2 * whole.checks["kept"].looked_at
     assert parts.checks["experts"].looked_at == whole.checks["experts"].looked_at

@@ -1,24 +1,21 @@
 """Calibrates the input scales of NVFP4 modules in the BF16 model's own denoising loop.
 
 An NVFP4 module's activations share one calibrated number, input_global_scale = 448 * 6 / amax (FP32
-[1]), amax being the largest |x| that ever enters the module. What enters it depends on where in the
-denoising loop it runs: the causal encoder reads clean text, the decoder reads canvases that are noise
-at first, with self-conditioning after the first step. So the real loop runs here, encoder passes,
-every step, every canvas, and the model's own sampler and stopping.
+[1]), amax being the largest |x| that ever enters the module. The causal encoder reads clean text, the
+decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
+loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping.
 
 An engine's `watching` shows every input, of both towers under one name, as vLLM's single backbone
 sees them; experts see only the tokens routed to them. An expert with fewer than
 `min_tokens_per_expert` takes the largest amax of its layer, and is listed.
 
-Why not llm-compressor's oneshot, which the tests compare with: its `basic` pipeline shows the decoder
-one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales, no
-error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
+llm-compressor's oneshot, which the tests compare with, does not do: its `basic` pipeline shows the
+decoder one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales,
+no error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
 The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
 
-A recipe that rounds by GPTQ also has what enters the first layer recorded, for the stage `round`.
-
-Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each. Every batch is what
-one process would have made of it and maxima are pooled exactly: the files are those of one process.
+Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each; maxima are pooled
+exactly, so the files are those of one process.
 """
 
 from collections.abc import Mapping
@@ -51,10 +48,9 @@ def calibrate(
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
-    The recipe needs a `calibration` section and NVFP4 among its schemes. `out` appears when it is
-    whole: input_scales.safetensors, coverage.json, trajectories.safetensors, trajectories.json. The
-    same inputs give the same bytes. `scratch` is the folder for what GPTQ goes through again, if the
-    recipe rounds with it; None for one beside `out`.
+    `out` appears when it is whole: input_scales.safetensors, coverage.json, trajectories.safetensors,
+    trajectories.json. The same inputs give the same bytes. `scratch` is the folder for what GPTQ goes
+    through again, if the recipe rounds with it; None for one beside `out`.
 
     Raises:
         InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a

@@ -1,8 +1,8 @@
 """Streams a BF16 checkpoint, by its plan and input scales, into a compressed-tensors one.
 
-This is the one place where weights are quantized. Every output header follows from the plan; weights
-are read by byte range in pieces of 8 to 64 MB, quantized by several threads and written in source
-order (`checkpoints.shards`), so memory is a few pieces whatever the size of the model. The result has
+Every output header follows from the plan; weights are read by byte range in pieces of 8 to 64 MB,
+quantized by several threads and written in source order (`checkpoints.shards`), so memory is a few
+pieces whatever the size of the model. The result has
 
   - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
     the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
@@ -11,9 +11,8 @@ order (`checkpoints.shards`), so memory is a few pieces whatever the size of the
   - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files as they are.
 
-Threads on all cores read, hash and write. A GPU does the arithmetic where there is one, a piece at a
-time, with the CPU's bytes: maxima, quotients rounded as IEEE 754 says and casts are exact on both. Sums
-and powers are not, so what the observer memoryless_mse finds is found on the CPU.
+A GPU does the arithmetic where there is one, with the CPU's bytes: maxima, casts, and quotients rounded
+as IEEE 754 says are exact on both. Sums and powers are not, so the observer memoryless_mse has the CPU.
 """
 
 import importlib.metadata
@@ -181,13 +180,11 @@ def _positive(reader: Checkpoint, name: str) -> float:
 
 
 def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return name, size in bytes and time of change in ns of every file."""
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def _carry_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, processor, chat template, generation config and licences as they are."""
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
             if file.suffix == ".json":
@@ -198,10 +195,9 @@ def _carry_files(source: Path, folder: Path) -> None:
 def quantized_config(
     config: dict[str, Any], targets: list[Target], recipe: Recipe
 ) -> dict[str, Any]:
-    """Return the artifact's config.json: the source's, and how its Linears are quantized.
+    """Return the artifact's config.json: the source's, and one config group a scheme.
 
-    There is one config group a scheme; `ignore` has names on disk; the format is mixed-precision when
-    the groups' formats differ, by compressed-tensors' rule.
+    `ignore` has names on disk; by compressed-tensors' rule differing formats are mixed-precision.
     """
     quantization = recipe.quantization
     groups = [

@@ -1,7 +1,6 @@
 """Makes the pieces of a quantized checkpoint: source bytes to output bytes.
 
-Every tensor of the plan becomes one or more pieces, each from so much input as a device takes at a
-time, in source order:
+Every tensor of the plan becomes one or more pieces, in source order, each as much as a device takes:
 
   kept             its bytes, in runs of rows
   fused experts    some experts a piece, one Linear after the other; an expert's gate and up share
@@ -181,7 +180,6 @@ def _one_scheme(unit: list[Target]) -> Scheme | None:
 
 
 def _layout(target: Target, scheme: Scheme, first: int = 0, end: int | None = None) -> Layout:
-    """Return the tensors of a target's Linears `first` to `end`, by name."""
     tensors = specs(scheme.compressed, *linear_shape(target.shape, target.modules))
     modules = target.modules[first:end]
     return {f"{module}.{suffix}": tensors[suffix] for module in modules for suffix in tensors}
@@ -198,5 +196,4 @@ def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> Inp
 
 
 def _unusable(ranges: torch.Tensor) -> str:
-    """Return what makes the ranges that `_bad` found unusable."""
     return f"a weight above {LARGEST:g}" if ranges.isfinite().all() else "NaN or infinity"

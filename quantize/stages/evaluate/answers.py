@@ -56,10 +56,7 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Say how many looks each task took, for the report and for later runs, which see what is left.
-
-        Then put the scores where they stand, and remove the samples that they are made of.
-        """
+        """Write how many looks each task took, move the scores to their place, remove their samples."""
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
         left = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": left, "looks": looks}
@@ -80,9 +77,8 @@ class Answers:
             for task in tasks:
                 if (standing := self._standing(model, task)) is None:
                     continue
-                for key, before, now in islice(
-                    differing(standing.made_with, made_with(model, task)), 1
-                ):
+                differs = differing(standing.made_with, made_with(model, task))
+                for key, before, now in islice(differs, 1):
                     say(
                         f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is "
                         f"asked again; what stands stays until the new scores are whole, and then in "
@@ -128,7 +124,7 @@ class Answers:
     ) -> None:
         """Let models answer all that the first so many looks at each task cover; `title` names them.
 
-        What is done already is not asked again. A first question takes all parts at once, where
+        What is done already is not asked again. A task without answers takes all parts at once, where
         samples do not depend on their batch: so fewer slots wait for the last of a part.
         """
         for model in self.there_first(models):
@@ -167,9 +163,8 @@ class Answers:
                 return
             whole = more if scored is None else scored.and_more(more)
             if scored is None and (before := self._standing(model, task)):
-                write_scoring(
-                    self._run.path / EARLIER / key_of(before.made_with) / model.name, before
-                )
+                earlier = self._run.path / EARLIER / key_of(before.made_with)
+                write_scoring(earlier / model.name, before)
             write_scoring(self.folder / model.name, whole)
             if model.name != BASELINE and len(whole.rows) == task.samples:
                 self._whole.append(store)

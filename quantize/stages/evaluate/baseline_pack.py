@@ -3,13 +3,11 @@
 BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack holds
 those of a run's tasks, as its store `.bf16/` has them: gzip of JSON lines, the first of them the
 origin, what each task's answers were made with, and a sha256 over everything. An answer is known by the
-hash of its request; of private tasks the extracted answer alone is kept, and no question of any task
-is in it.
+hash of its request; private tasks keep the extracted answer alone, and no pack has a question.
 
 Answers are used where everything that they depend on is equal but for MAY_DIFFER: what changes the
-order of sums and so the last bits, what only reads files, and how much was planned, since an answer is
-one of its request. Weights, tokenizer, sampler, dtype, engine, our and transformers' version, task,
-data and seed must be equal. A pack is trusted as its giver is: the sha256 finds damage, not forgery.
+order of sums and so the last bits, what only reads files, and how much was planned. A pack is trusted
+as its giver is: the sha256 finds damage, not forgery.
 """
 
 import gzip
@@ -79,8 +77,7 @@ class Pack:
 class ImportedBaseline:
     """The baseline where its answers came in a pack: it is never asked.
 
-    `made_with` is everything that an answer asked here would depend on; the candidate's sampler has the
-    same settings.
+    `made_with` is what answers made here would depend on.
     """
 
     batch_size = 1
@@ -232,7 +229,6 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
 
 
 def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -> str | None:
-    """Return why a pack's answers to a task cannot stand for those made here."""
     if pack is None:
         return f"it has no answers to {task}"
     for key, theirs, ours in differing(pack, here):

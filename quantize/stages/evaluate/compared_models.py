@@ -29,9 +29,7 @@ class Backend(Protocol):
 
     sampler_settings: dict[str, Any]
     made_with: dict[str, Any]  # everything besides their requests that its samples depend on
-    batch_size: (
-        int  # requests that are answered as one batch; 1 where samples depend on nothing else
-    )
+    batch_size: int  # requests of a batch; 1 where samples depend on nothing else
     loading_seconds: float  # how long the model has taken to load so far
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
@@ -46,8 +44,8 @@ class Backend(Protocol):
 class ServedModel:
     """A model behind servers; requests go to whichever is free, `in_flight` to each at once.
 
-    They should serve the checkpoint with the fingerprint `digest`; the user names the `revision` of
-    those that report no fingerprint.
+    `digest` is the fingerprint of the checkpoint that they should serve, `revision` the user's name of
+    what servers without a fingerprint serve.
 
     Raises:
         InputError: one serves other weights, they differ, or neither they nor the user name theirs.

@@ -2,20 +2,17 @@
 
 Tasks come one after the other, the cheapest first. Each is asked in at most five parts, and after each
 part the two are compared (`recovery.sequential`): a task that passes is asked no further, a run that
-fails ends. What was planned is a condition of every score, noted before the first answer. Models that
-are not judged answer the same questions.
+fails ends. What was planned is a condition of every score, noted before the first answer. Ungated
+models answer the same questions.
 
 A part is done when a model's rows have its answers and its conditions file names the model and the
 settings of this run. A finished evaluation stays as it is until what is scored beside it is whole, and
-scores that other conditions replace are kept in evaluation-earlier/. Finished samples are kept beside
-the rows until all that was planned is there. The baseline's scores do not depend on the recipe, so runs
-share its samples in `.bf16/` beside the runs, under a hash of everything they depend on. A model is
-loaded when it is first asked, and released when the other one's turn comes; the one that is there goes
-first.
+scores that other conditions replace are kept in evaluation-earlier/. The baseline's scores do not
+depend on the recipe, so runs share its samples in `.bf16/` beside the runs. One model is loaded at a
+time; the one that is there goes first.
 
-Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each where there
-are GPUs (recovery.samples.Share); every batch is what one process would have made of it, so the scores
-are the same. The first process writes what they have found, and decides for all.
+Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each, with the
+scores of one process (recovery.samples.Share). The first process writes them, and decides for all.
 """
 
 from collections.abc import Sequence
@@ -63,8 +60,7 @@ def evaluate(
     """Score the recipe's tasks on every model; write evaluation/<model>/<task>.jsonl.
 
     `digest` is the fingerprint of the BF16 checkpoint `source`; `data_dir` has <task>.jsonl or .csv
-    files in place of data sets on the Hub. With `go_on` everything that is planned is asked, although
-    the verdict is certain.
+    files in place of data sets on the Hub. `go_on` asks all that is planned, whatever the verdict.
 
     Returns:
         Model -> samples, tokens and seconds of this process, loading excluded.
@@ -110,7 +106,6 @@ def evaluate(
 def _imported(
     folder: Path, weights: str, seed: int, tasks: Sequence[Task], candidate: Backend
 ) -> ImportedBaseline | None:
-    """Return the baseline whose answers came in a pack, where one of this model was imported."""
     made = candidate.made_with | {"model": {"weights": weights, "activations": "none"}}
     here = {task.name: conditions(made, seed, task) for task in tasks}
     if (pack := find_pack(folder, weights, here)) is None:
@@ -126,7 +121,6 @@ def _imported(
 
 
 def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate) -> None:
-    """Print the most samples and tokens to do, and the tasks that cannot PASS."""
     for task in tasks:
         shares = ", ".join(f"{look.fraction:.0%}" for look in task.plan.looks)
         say(
@@ -135,10 +129,8 @@ def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate
         )
         if sentence := out_of_reach(task.name, task.plan, gate.terms(task.name)):
             say(sentence)
-    tokens = len(models) * sum(task.cost for task in tasks)
-    say(
-        f"at most {tokens:,} tokens over {len(models)} models, were no answer to end before its limit"
-    )
+    tokens, count = len(models) * sum(task.cost for task in tasks), len(models)
+    say(f"at most {tokens:,} tokens over {count} models, were no answer to end before its limit")
 
 
 def _ask_until_decided(
@@ -188,7 +180,6 @@ def _ask_points(
 def _leave_for_the_report(
     answers: Answers, judged: Sequence[ComparedModel], tasks: Sequence[Task]
 ) -> None:
-    """Write the questions of every task, and record canvases of those that differ."""
     folder = answers.folder
     requests = {
         task.name: leave_questions(folder, task.name, task.data, task.own) for task in tasks

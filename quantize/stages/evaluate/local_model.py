@@ -1,10 +1,8 @@
 """Lets a checkpoint answer evaluation's requests in this process.
 
-The engine is batch-invariant: a sample does not depend on who is denoised beside it, and slots are
+The engine is batch-invariant: a sample does not depend on what is denoised beside it, and slots are
 refilled as samples end. Activations are rounded as asked, so the accuracy of W4A4 can be scored without
-a Blackwell GPU. Both models compute in BF16.
-
-`ExportedAnswerer` answers with llama.cpp: a GGUF file of the checkpoint, our prompts and noise.
+a Blackwell GPU.
 """
 
 import time
@@ -33,7 +31,7 @@ RECORDED_CANVASES = 2
 
 
 class Answerer:
-    """A model, its tokenizer and sampler.
+    """A model, its tokenizer and sampler, as a `Backend`.
 
     Args:
         folder: the checkpoint.
@@ -44,11 +42,7 @@ class Answerer:
         capacity: samples of a pass, at most; None for `recipe.AT_ONCE`. Where weights are streamed
             several passes go in lockstep.
 
-    Attributes:
-        batch_size: requests of a batch: 1, since a sample does not depend on other requests.
-        made_with: everything that a sample depends on besides its request.
-        announce: called with numbers of samples and tokens made before their batch is finished.
-        loading_seconds: seconds that loading the model has taken so far.
+    `announce` is called with numbers of samples and tokens made before their batch is finished.
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -123,11 +117,7 @@ class Answerer:
                     f"{self.folder}: {context:,} positions leave room for {self.capacity} samples at "
                     f"once, {planned} were planned; --batch-size {self.capacity} plans for so many"
                 )
-        return open(
-            self.folder,
-            self._place,
-            batch_invariant=True,
-        )
+        return open(self.folder, self._place, batch_invariant=True)
 
     def release(self) -> None:
         """Free the model's memory until it is asked again."""
@@ -142,19 +132,19 @@ class Answerer:
         requests = [request for batch in batches for request in batch]
         prompts, engine, budget = self._ready(requests)
         seeds = [request.seed for request in requests]
+
+        def announce(_: int, sample: Sample) -> None:
+            new = sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
+            self.announce(0, new)
+
         done = each_completed(
             engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler,
-            on_canvas=lambda _, sample: self.announce(0, self._tokens_of_the_last(sample)),
+            on_canvas=announce,
         )  # fmt: skip
         for index, sample in done:
             yield [requests[index]], [_completion(self.tokenizer, sample)]
 
-    def _tokens_of_the_last(self, sample: Sample) -> int:
-        """Return the new tokens of a sample's last canvas."""
-        return sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
-
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
-        """Return the prompts, an engine with room for the answers, and their token limit."""
         prompts = [_encode(self.tokenizer, request) for request in requests]
         budget = max(request.max_new_tokens for request in requests)
         config = Checkpoint.open(self.folder).config
@@ -166,8 +156,7 @@ class Answerer:
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return how the first canvases of some samples were denoised, for the viewer.
 
-        Args:
-            requests: the first of them, as many as are denoised together, are recorded.
+        The first requests are recorded, as many as are denoised together.
 
         Returns:
             `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
@@ -200,14 +189,10 @@ class Answerer:
 
 
 class ExportedAnswerer:
-    """A checkpoint's GGUF file in llama.cpp, with the prompts, noise and sampler of the baseline.
+    """A GGUF file in llama.cpp, with the prompts, noise and sampler of the baseline `base`.
 
-    Args:
-        folder: the checkpoint, whose tokenizer and template are used.
-        digest: its fingerprint.
-        file: the GGUF file that `quantize export` made from it.
-        program: llama.cpp's `llama-diffusion-gemma-server`.
-        base: the baseline, whose sampler is used.
+    `folder` is the checkpoint with the fingerprint `digest` that `quantize export` made `file` from,
+    `program` llama.cpp's `llama-diffusion-gemma-server`.
 
     Raises:
         InputError: the file was made from another checkpoint, or there is no such program.

@@ -1,9 +1,8 @@
 """Writes questions, and canvases of those that differ, for the report's table and viewer.
 
 Both models answer a question once more to show its canvases, from the seed of the answer that was
-scored. On a CPU that is another batch, whose sums may round to another answer: each recording
-holds the answer that it ended with, and the report says whether that was scored. A private task
-leaves nothing.
+scored. On a CPU that is another batch, whose sums may round to another answer: each recording holds the
+answer that it ended with, and the report says whether that was scored. A private task leaves nothing.
 """
 
 import hashlib
@@ -44,9 +43,9 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record how differing answers were denoised by `models`; an equal one where none differ.
+    """Record how `models` denoised differing answers to an open task; an equal one where none differ.
 
-    `folder` has the scores of both models, `requests` each question's request; the task is not private.
+    `folder` has the scores of both models, `requests` each question's request.
     """
     sides = {side: read_scoring(folder / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())

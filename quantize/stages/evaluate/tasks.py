@@ -20,19 +20,15 @@ BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One task: its local data, how much of it is planned, and the longest answer in tokens.
-
-    `own` defines a task of the recipe's own, and `digest` is a hash over that definition.
-    `prompt_tokens` is the room that prompts longer than a question need.
-    """
+    """One task of an evaluation."""
 
     name: str
-    data: Path | None
-    plan: Plan
-    token_limit: int
-    own: Definition | None = None
-    digest: str | None = None
-    prompt_tokens: int = 0
+    data: Path | None  # its local file
+    plan: Plan  # how much of it is planned
+    token_limit: int  # the most tokens of an answer
+    own: Definition | None = None  # what defines a task of the recipe's own
+    digest: str | None = None  # a hash over `own`
+    prompt_tokens: int = 0  # the room that prompts longer than a question need
 
     @property
     def samples(self) -> int:

@@ -2,7 +2,7 @@
 
 It replays recorded BF16 trajectories, teacher-forced: at every step both models read the canvas BF16
 read, behind the tokens BF16 committed, with the self-conditioning logits BF16 computed; each encodes
-the prefix itself. So a step's distance is its own: without sampling noise or accumulated errors.
+the prefix itself. So a step's distance has no sampling noise and no errors of earlier steps.
 
     KL      sum_v p log(p / q), nats per canvas position; p BF16, q quantized, both of the
             temperature-divided logits the sampler draws from
@@ -12,9 +12,9 @@ the prefix itself. So a step's distance is its own: without sampling noise or ac
     routing share of the top-k experts that both routers choose, by layer
 
 Every quantized Linear is also compared alone, on the inputs that BF16 gives it, and every router's
-tensors bit for bit: `linears`. Routing therefore has no limit of its own, and none would do: on the
-bundled model sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16 activations),
-where two experts swapped leave 0.92 and two rows of a router swapped 0.90.
+tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell: on the bundled model
+sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16 activations), two experts
+swapped leave 0.92 and two rows of a router swapped 0.90.
 
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
@@ -22,11 +22,9 @@ errors then add up over the steps of a canvas, as they do while serving.
 BF16 runs first and alone, and what it found stays on the host (`reference_cache`): the models need not
 fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
 
-KL stands by kind of prompt too: text, past the sliding window, with pictures.
-
 Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
-independent), fixed seed. The gate: a mean KL above the recipe's `gate.max_kl_nats` of its mode, or a
-Linear that is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
+independent), fixed seed. A mean KL above the recipe's `gate.max_kl_nats` of its mode, or a Linear that
+is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,11 +81,9 @@ def fidelity(
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
-    Weights alone are replayed first: wiring faults stand out there most. `calibration` has the
-    recorded trajectories; where it is no folder, fresh ones are recorded. `activations` says how they
-    are rounded while serving, `limits` has the largest mean KL in nats by activation mode: a mode
-    that has one is replayed and judged, those of `more` are replayed. A batch may be smaller than
-    REPLAYED where it does not fit.
+    `calibration` has the recorded trajectories; where it is no folder, fresh ones are recorded. The
+    mode `none`, that of serving (`activations`), those with a largest mean KL in nats (`limits`), which
+    are judged, and those of `more` are replayed. A batch is smaller than REPLAYED where it must be.
 
     Raises:
         InputError: a mode means nothing to the checkpoint.

@@ -11,10 +11,9 @@ the quantized weight W' of that Linear:
 Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8),
 another expert's weights one of about 1.4. A range is at fault only beyond a factor of 8 in either
 direction, since held-out activations are not those that calibration saw, and an expert that few tokens
-reached has its layer's range. An error that checkpoint and calibration share shows here too.
+reached has its layer's range.
 
-The router's tensors are compared as well: routers stay BF16, so on equal inputs they choose the same
-experts if their tensors are equal. One expert's row in another's place also moves the logits little.
+The router's tensors, which stay BF16, are compared as well: equal ones choose equal experts.
 """
 
 import math
@@ -185,14 +184,13 @@ class InputRanges:
             layers[kind] = max(layers.get(kind, 0.0), amax)
         faults: list[str] = []
         for module, (limit, amax, count, clipped) in seen.items():
+            largest = layers[EXPERT.sub(r"\1.\3", module)]
             if clipped / count > MAX_CLIPPED:
                 faults.append(
                     f"{module}: its input scale clips {clipped / count:.2%} of held-out activations, "
                     f"above {MAX_CLIPPED:.2%}"
                 )
-                continue
-            largest = layers[EXPERT.sub(r"\1.\3", module)]
-            if not amax / RANGE_FACTOR <= limit <= largest * RANGE_FACTOR:
+            elif not amax / RANGE_FACTOR <= limit <= largest * RANGE_FACTOR:
                 faults.append(
                     f"{module}: its input scale stands for a range of {limit:.4g}, and held-out "
                     f"activations reach {amax:.4g}; calibrate again"

@@ -1,8 +1,8 @@
 """Keeps on the host what a model decoded along trajectories, so that its weights can leave the GPU.
 
-Of a canvas' step stay the rows that logits are made of, 1.4 MB of the real model, and the chosen
-experts, 0.25 MB; of the model its vocabulary. `Remembered` stands for it in a replay: its logits are
-the same, bit for bit, since the same rows meet the same vocabulary.
+A canvas' step leaves the rows that logits are made of, 1.4 MB for the 26B model, and the chosen
+experts, 0.25 MB; the model leaves its vocabulary. `Remembered` stands for it in a replay, with the same
+logits, bit for bit.
 """
 
 from collections import deque

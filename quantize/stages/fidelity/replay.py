@@ -1,11 +1,9 @@
 """Replays recorded trajectories, teacher-forced, through several models beside their maker.
 
 At every step all models read the canvas the reference read, behind the tokens it committed; each
-encodes the prefix itself. They run in lockstep, one step of all models at a time, and their logits are
-compared in pieces of whole canvases: of a step only the next one's conditioning is kept.
-
-Nothing that a compared model does changes what the reference does. So it may run alone, before the
-others (`remember`), and models that do not fit a GPU together need not be streamed.
+encodes the prefix itself. They take each step together, and their logits are compared in pieces of
+whole canvases; only the next step's conditioning is kept. The reference may also run alone, before the
+others (`remember`), so that models that do not fit a GPU together need not be streamed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,9 +55,8 @@ def replay(
     """Replay `trajectories` of `reference` through other models.
 
     The reference, the BF16 model that made them, runs once for all models; it may be what `remember`
-    returned for the same trajectories and batches. An engine may be compared twice, with and without
-    its own conditioning. At most the engines' capacity fits a batch. Processes share the batches as
-    one process makes them; all return all distances.
+    returned for the same trajectories and batches. A batch is at most the engines' capacity. Processes
+    share the batches as one process makes them; all return all distances.
 
     Returns:
         For each of `compared` its distances in the order of trajectory, canvas and step.
@@ -123,8 +120,8 @@ class _Batch:
         self._names = list(trajectories)
         self._trajectories = list(trajectories.values())
         prompts = [item.prompt.ids for item in self._trajectories]
-        engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
         images = [item.prompt.images for item in self._trajectories]
+        engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
         self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
         self._own = [item.own_conditioning for item in compared]

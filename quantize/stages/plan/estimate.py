@@ -4,9 +4,8 @@
 
 The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`); the factors,
 seconds over the floor, were measured on one H200 at the 26B shape, and are taken to hold elsewhere.
-Canvases are taken to need all their steps while calibrating, so that time is an upper bound. How long
-answers are nobody knows before they are given: evaluation is a range, from answers of typical length
-that end when the verdict is certain to all answers at their limits.
+Calibrating counts all steps of each canvas, so its time is an upper bound. Evaluation is a range: from
+answers of typical length that end when the verdict is certain, to all answers at their limits.
 """
 
 import os
@@ -112,10 +111,7 @@ def planned(
     targets: Sequence[Target],
     machine: Machine,
 ) -> list[Row]:
-    """Return what each stage of a recipe takes on a machine with a GPU.
-
-    `config` and `tensors` are the BF16 model's, `targets` its plan.
-    """
+    """Return what each stage of a recipe takes; `config`, `tensors` and `targets` are BF16's."""
     stages = _Stages(recipe, config, targets, machine)
     return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
 

@@ -97,10 +97,7 @@ def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
 def gpu_table(
     targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu", mode: ActivationMode
 ) -> Table:
-    """Return a table of the kernels that run each part of a recipe, with an estimate of their time.
-
-    `mode` is the recipe's.
-    """
+    """Return a table of the kernels that run each part of a recipe, with an estimate of their time."""
     from quantize.runtime.fused.gpus import verdict
 
     units = gpu.fp4 and mode == "per_layer"

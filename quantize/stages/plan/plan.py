@@ -1,12 +1,10 @@
-"""Plans what a recipe would do to a model, by headers: module groups, schemes, bytes.
+"""Plans what a recipe would do to a model: module groups, schemes, bytes.
 
-A model is planned from the headers of its shards, or from its config.json alone when the weights are
-missing: the class that transformers builds from the config gives every name and shape.
+A model is planned from the headers of its shards, or from its config.json where weights are missing.
 """
 
 import csv
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +27,6 @@ from quantize.host.files import write_text
 from quantize.host.units import size
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
-
-BF16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,7 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 
 
 def config_of_known(model: str) -> dict[str, Any] | None:
-    """Return the config that `model` names: a config.json, or a published model whose config ships.
-
-    Return None when `model` is neither; the weights then have to be found.
-    """
+    """Return the config that `model` names, a config.json or a published model's, else None."""
     if model.endswith(".json"):
         return read_json_object(Path(model))
     return None if Path(model).is_dir() else known_config(model)
@@ -92,11 +85,10 @@ def described(
 
 def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
     """Return the tensors that a BF16 checkpoint with this config would hold; no file is read."""
-    tensors: dict[str, TensorInfo] = {}
-    for name, spec in bf16_layout(config).items():
-        count = BF16_BYTES * math.prod(spec.shape)
-        tensors[name] = TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, count)
-    return tensors
+    return {
+        name: TensorInfo(name, spec.dtype, spec.shape, Path("config.json"), 0, spec.nbytes)
+        for name, spec in bf16_layout(config).items()
+    }
 
 
 def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:

@@ -41,8 +41,7 @@ def show_plan(
 ) -> None:
     """Print what a recipe would do to a model, from the config alone where that is enough.
 
-    What its stages take is shown for `gpu`, else the GPU that is here, else an H200; of its memory
-    `gpu_memory` bytes may be used.
+    Stages are estimated for `gpu`, else the GPU that is here, else an H200, and `gpu_memory` bytes.
 
     Raises:
         InputError: no GPU or task has that name.
@@ -161,7 +160,6 @@ def recipes_table(
 
 
 def _made(found: Sequence[Row]) -> str:
-    """Return how long the stages that make a checkpoint take, or why they cannot."""
     making = [*takewhile(lambda row: row.stage != "fidelity", found)]
     if lacking := [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]:
         return lacking[0]

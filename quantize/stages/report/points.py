@@ -89,8 +89,5 @@ def settings_served(
 
 
 def _judged(noted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were judged, those that are not noted at their defaults.
-
-    A server's own are not known.
-    """
+    """Return the settings that were judged, at their defaults where not noted; {} of a server's."""
     return {key: noted.get(key, CONTROLS[key].default) for key in sorted(JUDGED) if noted}

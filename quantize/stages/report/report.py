@@ -1,8 +1,7 @@
 """Writes a run's report, report.json and files that show it, and the verdict that gates a release.
 
-`quantize/reports/report.schema.json` says what every key of report.json holds. report.md, report.html
-and junit.xml are rendered from it; where $GITHUB_STEP_SUMMARY names a file, report.md is appended to
-it (docs/ci.md).
+`quantize/reports/report.schema.json` says what every key of report.json holds; the other files are
+rendered from it. report.md is appended to the file that $GITHUB_STEP_SUMMARY names (docs/ci.md).
 """
 
 import hashlib
@@ -150,7 +149,6 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
 
 
 def _evidence(run: RunDir) -> dict[str, str]:
-    """Return the sha256 of the recipe and of all scores, by path in the run."""
     scores = (file for file in run.evaluation.glob("*/*") if ".partial" not in file.name)
     files = [file for file in (run.recipe_yaml, *sorted(scores)) if file.is_file()]
     return {
@@ -185,7 +183,6 @@ def _is_scored(run: RunDir, model: str, task: str) -> bool:
 def _entry(
     run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare a model with the baseline on one task, for the report and for the gate."""
     terms, at_point = recipe.gate.terms(task), name.startswith(AT_POINT)
     if at_point:  # fewer steps are what it is for
         terms = replace(terms, max_step_inflation=None)
@@ -194,7 +191,6 @@ def _entry(
 
 
 def _both(run: RunDir, task: str, name: str = CANDIDATE) -> tuple[Scoring, Scoring]:
-    """Return the baseline's scores of a task, and another model's."""
     base, other = (read_scoring(run.evaluation / model, task) for model in (BASELINE, name))
     return base, other
 
@@ -232,16 +228,13 @@ def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[
     found: list[dict[str, Any]] = []
     for index, own in sorted(layers.items()):
         before, after = sum_bytes(own)
-        by_class = _by_class(
-            {t.name: relative_error[t.name] for t in own if t.name in relative_error}
-        )
-        means = {kind: mean(errors.values()) for kind, errors in by_class.items()}
+        errors = {t.name: relative_error[t.name] for t in own if t.name in relative_error}
+        means = {kind: mean(each.values()) for kind, each in _by_class(errors).items()}
         found.append({"layer": index, "bytes_before": before, "bytes_after": after, "error": means})
     return found
 
 
 def _by_class(relative_error: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return class of weights -> its tensors' errors by name, sorted."""
     found: dict[str, dict[str, float]] = {}
     for name, error in relative_error.items():
         found.setdefault(module_class(name), {})[name] = error

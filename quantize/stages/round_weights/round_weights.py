@@ -3,17 +3,15 @@
     recorded passes --layer by layer--> H = mean x x^T of every Linear's inputs
     weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
 
-The denoising is that of calibrate, with its prompts and seeds: encoder passes and every denoising step
-are seen, each token counting alike. Calibrate recorded what entered the first layer; the recorded
-passes go through one layer after the other (`fused.layer_by_layer`), so that weights and Hessians of
-one layer are there at a time, and every GPU makes the same bytes at any budget. Where the recording is
-gone or damaged it is made again; it is removed when all layers are rounded.
+The denoising is that of calibrate, with its prompts and seeds; encoder passes and every denoising step
+are seen, and each token counts alike. The passes that calibrate recorded go through one layer after the
+other (`fused.layer_by_layer`), so that weights and Hessians of one layer are there at a time, and every
+GPU makes the same bytes at any budget.
 
-While a layer is rounded, the next one's weights are read and the last one's file is written. A file
-is written aside and renamed, so a run that was killed goes on behind the last finished layer, with the
-same bytes: passes go through finished layers without Hessians. An expert's Hessian of few tokens is
-drawn to its layer's mean (`gptq.shrunk`); an expert whose Hessian has no factor is rounded to nearest
-and counted in rounding.json.
+While a layer is rounded, the next one's weights are read and the last one's file is written. A run that
+was killed goes on behind the last finished layer, with the same bytes. An expert's Hessian of few
+tokens is drawn to its layer's mean (`gptq.shrunk`); an expert whose Hessian has no factor is rounded to
+nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -133,10 +131,7 @@ def experts_at_once(experts: int, out: int, inputs: int) -> int:
 
 
 def _pieces(unit: Unit, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return a piece of a file for each suffix: a unit's rows among its modules, as they lie in memory.
-
-    Each module has a copy of what they share.
-    """
+    """Return a piece of a file for each suffix; each module has a copy of what they share."""
     modules = [module for target in unit.targets for module in target.modules]
     rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
     pieces: list[Piece] = []
@@ -174,9 +169,8 @@ def round_weights(
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
 
-    `targets` is the plan of the BF16 checkpoint; the recipe's `calibration` section names the prompts.
-    `out` gets layer-NN.safetensors and rounding.json, and appears when it is complete. `scratch` is the
-    folder of the recording that calibrate left; None for one beside `out`.
+    `targets` is the plan of the BF16 checkpoint. `out` gets layer-NN.safetensors and rounding.json, and
+    appears when it is complete. `scratch` has calibrate's recording; None for one beside `out`.
 
     Raises:
         InputError: there is nothing to round, or no calibration section.

@@ -6,9 +6,9 @@
   length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`: all scales a tenth too large would
           raise an NVFP4 matrix' error by a third only
 
-How the other tool rounded is not known. On 126 matrices of the bundled model, in every scheme, GPTQ on
-strongly correlated inputs left at most 1.37 times the error of rounding to nearest, shrunk ranges less
-than it, and both a length within 0.016 of 1; block scales that were moved by a row left 3.5 times.
+The limits leave room for other ways of rounding. On 126 matrices of the bundled model, in every scheme,
+GPTQ on strongly correlated inputs left at most 1.37 times the error of rounding to nearest, shrunk
+ranges less, and both a length within 0.016 of 1; block scales moved by a row left 3.5 times.
 """
 
 from collections.abc import Iterator
@@ -125,10 +125,9 @@ class _Comparer:
     device: Device
 
     def check(self, part: PartOf) -> list[Likeness | str]:
-        """Compare a part of one of BF16's tensors.
+        """Return what each Linear is like, or a sentence where it cannot be read.
 
-        Return what each Linear is like, or a sentence where it cannot be read; of a kept tensor a
-        sentence where it differs, else "".
+        A kept tensor has a sentence where it differs from BF16's, else "".
         """
         target, start, stop = part
         rows = self.source.read_rows(target.name, start, stop)

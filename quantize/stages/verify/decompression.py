@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
 16 Linears of a source tensor are compared as a whole and some rows of every other, since
-compressed-tensors takes a CPU nine times as long for NVFP4 as `schemes.rounding`. A GPU's time goes to
-calls of torch, so one call gets rows of several Linears, each row with the global scale of its Linear.
+compressed-tensors takes a CPU nine times as long for NVFP4 as `schemes.rounding`. Calls of torch take a
+GPU's time, so one call gets rows of several Linears, each row with the global scale of its Linear.
 """
 
 from collections import defaultdict
@@ -65,9 +65,8 @@ class Decompressor:
         for group, chosen in groups.items():
             own = _rows(mine, chosen)
             counts = [len(range(*rows.indices(mine.shape[1]))) for rows in chosen.values()]
-            of_row = (
-                torch.tensor(list(chosen)).repeat_interleave(torch.tensor(counts)).to(own.device)
-            )
+            of_row = torch.tensor(list(chosen)).repeat_interleave(torch.tensor(counts))
+            of_row = of_row.to(own.device)
             stored = {  # a scale of a whole matrix is repeated for each of its rows
                 suffix: _rows(tensor, chosen) if tensor.dim() == 3 else tensor[of_row][:, :, None]
                 for suffix, tensor in tensors.items()
@@ -91,7 +90,6 @@ def compared_rows(index: int, modules: int, out: int) -> slice:
 
 
 def _rows(tensor: Tensor, chosen: Mapping[int, slice]) -> Tensor:
-    """Join rows of matrices [n, out, ...], chosen by index: [R, ...]."""
     parts = [tensor[index, rows] for index, rows in chosen.items()]
     if len(parts) == 1:
         return parts[0]

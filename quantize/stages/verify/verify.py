@@ -1,12 +1,11 @@
 """Checks statically that the artifact is what the plan said, and close to its source.
 
-Every check counts what it looked at; a check that looked at nothing fails. Weights are read in parts
-of about 8 MB, by one thread a core, so memory stays at a few parts whatever the size of the model.
+A check that looked at nothing fails. Weights are read in parts of about 8 MB, by one thread a core, so
+memory stays at a few parts whatever the size of the model.
 
-There are two forms. The full one compares all values with the source. The short one stands behind a
-convert of the same code, source and recipe, whose `witness` did that in memory: it compares every
-part on disk with what was in memory, and a sample with the source. Names, files and scales are
-always checked.
+The full form compares all values with the source. The short one stands behind a convert of the same
+code, source and recipe, whose `witness` did that in memory: it compares every part on disk with what
+was in memory, and a sample with the source. Names, files and scales are always checked.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with its schemes
@@ -77,14 +76,6 @@ class Verification:
     def passed(self) -> bool:
         """Whether every check passed."""
         return all(check.passed for check in self.checks.values())
-
-    def summary(self) -> str:
-        """Return one line that says what failed first, or that all passed."""
-        for check in self.checks.values():
-            if not check.passed:
-                fault = check.faults[0] if check.faults else "it looked at nothing"
-                return f"{check.name}: {fault}"
-        return f"{len(self.checks)} checks passed"
 
 
 def verify(
@@ -213,7 +204,6 @@ def _check_scales(
 
 
 def _check_calibrated(written: dict[str, float], path: Path, check: Check) -> None:
-    """Compare every input scale with the one that calibration found."""
     try:
         reader = Checkpoint(path.parent, {}, read_header(path))
     except InputError as error:

@@ -1,9 +1,8 @@
 """Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
 See `verify` for what each check says. A part is some rows (experts) of a source tensor. Its tensors
-come from files, or from memory while convert has them there (`witness`). Linears of a part are
-checked together, on a GPU where there is one, since calls of torch are what takes time. Kept
-weights are compared on the CPU.
+come from files, or from memory while convert has them there (`witness`). Linears of a part are checked
+together, on a GPU where there is one; kept weights are compared on the CPU.
 """
 
 import math
@@ -253,7 +252,6 @@ class Comparer:
 
 
 def _unsound(module: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return which tensor of a Linear holds what none may hold."""
     bad = [s for s, tensor in tensors.items() if not sound_each({s: tensor[None]}).item()]
     return f"{module}.{bad[0]} holds NaN or infinity, or is not above 0"
 

@@ -1,12 +1,11 @@
 """Checks what convert encodes while it is in memory, so that verify need not read all of BF16 again.
 
-convert hands every part to `Witness.check` when it is encoded and not yet written. The witness
-reads the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their
-digest (XXH3, 128 bits). `verify` behind it takes the digest of every part on disk, found through
-the headers: bytes that a writer lost, mixed up, wrote twice or elsewhere have another one. It also
-compares a share of the parts on disk with the source. A record that is missing, incomplete (convert
-was interrupted) or of another checkpoint, source, recipe or code is not trusted: then verify
-compares everything.
+convert hands every part to `Witness.check` when it is encoded and not yet written. The witness reads
+the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their digest
+(XXH3, 128 bits). `verify` behind it takes the digest of every part on disk, found through the headers:
+bytes that a writer lost, mixed up, wrote twice or elsewhere have another one. It also compares a share
+of the parts on disk with the source. A record that is missing, incomplete (convert was interrupted) or
+of another checkpoint, source, recipe or code is not trusted: then verify compares everything.
 """
 
 import hashlib
