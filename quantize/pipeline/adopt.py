@@ -21,10 +21,8 @@ from quantize.runs.manifest import checksums
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
     """Write the settings of an operating point, then verify and report again; return the exit code.
 
-    Args:
-        path: folder of a run whose report judged operating points.
-        name: the point, None for the fastest that passes.
-        own: write the model's own settings in its place.
+    `path` is the folder of a run, `name` the point, None for the fastest that passes. `own` writes the
+    model's own settings in its place.
 
     Raises:
         InputError: a result is stale, no such point was judged, or it has activations of its own.

@@ -58,10 +58,9 @@ def started(
     taken as it is. `options` are those of `Run`.
 
     Raises:
-        InputError: the run exists and `resume` is off, recipe or model are wrong, no folder can be made
-            there, or torchrun started several processes.
-        ResourceError: another process works in the run, a stage does not fit the GPU, or more of it is
-            asked for than is free.
+        InputError: the run exists and `resume` is off, recipe, model or folder are wrong, or torchrun
+            started several processes.
+        ResourceError: another process works in the run, or a stage does not fit the GPU.
     """
     refuse_several("run")
     named = recipe if isinstance(recipe, str) else recipe.name

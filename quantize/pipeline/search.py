@@ -100,7 +100,7 @@ def search(
 
     Raises:
         InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
-            bound, or the recipe has no calibration though a scheme needs it.
+            bound, or a calibration that a scheme needs is missing.
     """
     if (nbytes is None) == (kl is None):
         raise InputError("name one bound: --bytes N, or --kl X")

@@ -36,9 +36,9 @@ class Server:
     """Answers requests through a server.
 
     `url` may end in /v1. `model` is the server's name of the model, None for its first one; `about` is
-    its entry there. `timeout` are seconds for one answer, which is asked for `attempts` times at most;
-    `first_wait` seconds pass before the second attempt, twice as many before each further one.
-    `commit_pass` is how the server says it encodes finished canvases, None when it does not.
+    its entry there. An answer may take `timeout` seconds and `attempts`, the second after `first_wait`
+    seconds, each further one after twice as many. `commit_pass` is how the server says that it encodes
+    finished canvases, None when it does not.
 
     Raises:
         ServerError: the server cannot be reached.

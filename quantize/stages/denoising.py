@@ -34,13 +34,9 @@ SCRATCH = "scratch"  # folder beside a stage's result
 
 
 class Denoising:
-    """The calibration prompts of a BF16 checkpoint, and how they are denoised.
+    """The calibration prompts of the BF16 checkpoint in a folder, and how they are denoised.
 
-    Args:
-        source: folder of the checkpoint.
-        settings: the recipe's section.
-        place: where the model runs.
-        held_out: whether the prompts that are not observed come along.
+    `held_out` says whether the prompts that are not observed come along.
 
     Raises:
         InputError, ResourceError: the prompts or the checkpoint are wrong or missing.

@@ -120,8 +120,8 @@ def fall_back(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Give experts of fewer than `minimum` tokens their layer's largest amax, its smallest scale.
 
-    `scales` are input_global_scale by module, `tokens` those of each expert, by `<layer>.experts`.
-    Return the scales, and the names `<layer>.experts.<expert>` that fell back.
+    `scales` are by module, `tokens` by `<layer>.experts`. Return the scales, and the names
+    `<layer>.experts.<expert>` that fell back.
 
     Raises:
         QuantizeError: no expert of a layer has seen a token.

@@ -152,9 +152,8 @@ def open_models(
 ) -> list[ComparedModel]:
     """Return the models, baseline and candidate first; no weights are loaded.
 
-    `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions that the
-    longest prompt and answer may take. `imported` returns what stands for a local baseline beside a
-    candidate, if anything does.
+    `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions of the longest
+    prompt and answer. `imported` returns what stands for a local baseline beside a candidate, or None.
 
     Raises:
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.

@@ -31,18 +31,12 @@ RECORDED_CANVASES = 2
 
 
 class Answerer:
-    """A model, its tokenizer and sampler, as a `Backend`.
+    """The checkpoint in `folder`, with the fingerprint `digest`, as a `Backend`.
 
-    Args:
-        folder: the checkpoint.
-        digest: its fingerprint.
-        sampler: the settings that it denoises with.
-        place: where the model runs and how activations are rounded; `max_context` counts the positions
-            of the longest prompt and answer, where that is known.
-        capacity: samples of a pass, at most; None for `recipe.AT_ONCE`. Where weights are streamed
-            several passes go in lockstep.
-
-    `announce` is called with numbers of samples and tokens made before their batch is finished.
+    `place` says where it runs and how activations are rounded; its `max_context` counts the positions
+    of the longest prompt and answer, where that is known. `capacity` is the most samples of a pass,
+    None for `recipe.AT_ONCE`; streamed weights serve several passes in lockstep. `announce` is called
+    with numbers of samples and tokens made before their batch is finished.
 
     Raises:
         ResourceError: not one sample fits the GPU.

@@ -221,9 +221,7 @@ def _file(layer: int) -> str:
 def round_layers(
     folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Iterable[Hessians]
 ) -> None:
-    """Round layer after layer, while the next one's weights are read and the last one's file written.
-
-    `folder` gets a file a layer; `hessians` are of each layer that `units` are of, in order.
+    """Round layer after layer into `folder`; `hessians` are of each layer of `units`, in order.
 
     Raises:
         QuantizeError: an input saw no token, or one that was not finite.
