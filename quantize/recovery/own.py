@@ -1,7 +1,6 @@
 """Tasks that a recipe brings along: a local file of questions, or an lm-eval task of its own.
 
-Both become fields of an lm-eval task, a `Definition`, which `recovery.scoring` takes in place of a task
-that ships. Their errors are found here, before a model is loaded.
+Both become the fields of an lm-eval task, a `Definition`, and are checked before a model is loaded.
 """
 
 import json

@@ -193,10 +193,7 @@ def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) 
 def frontier(
     points: Sequence[tuple[float, float]], chosen: float, predicted: float, measured: float
 ) -> str:
-    """Plot the least KL at each size as an SVG file of its own, a choice's two KL hollow and filled.
-
-    Sizes are per cent of BF16's bytes, KL is in nats.
-    """
+    """Return an SVG file: KL in nats by size in per cent of BF16, the least and the choice's."""
     x = _Scale(points[0][0], points[-1][0], 44)
     y = _Scale(0, max(measured, predicted, *(kl for _, kl in points)) * 1.05, 150, 8)
     body = _axes(y, [(x(tick), f"{tick:g} %") for tick in x.ticks()], "bytes, of BF16")

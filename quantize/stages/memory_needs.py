@@ -37,10 +37,7 @@ def needs(
     *,
     hopper: bool,
 ) -> list[Need]:
-    """Return the needs of those of calibrate, round, fidelity and evaluate that the recipe has.
-
-    On a Hopper GPU the experts of the mode `fp8` stay in 4 bits, elsewhere they take 8.
-    """
+    """Return the stages' needs; the mode `fp8` holds experts in 4 bits on Hopper, else in 8."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:

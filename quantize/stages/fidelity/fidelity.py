@@ -200,10 +200,7 @@ def held_out_trajectories(
 def summarize(
     distances: Sequence[StepDistance], kinds: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return what fidelity.json holds for one replay: means with intervals, by step, by entropy.
-
-    If `kinds` names the kind of every trajectory's prompt, there are means by kind too.
-    """
+    """Return what fidelity.json holds for one replay; `kinds` are those of trajectories' prompts."""
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
     entropy = torch.cat([d.entropy for d in distances])

@@ -72,7 +72,7 @@ def check_linears(
 class Errors:
     """Compares the products of BF16 and quantized weights with the same inputs, on their device.
 
-    The experts of a layer are read by all cores: at the real size there are 11,520 of their Linears.
+    All cores read a layer's experts: the 26B model has 11,520 of their Linears.
     """
 
     def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:

@@ -54,10 +54,7 @@ def serving_table(
     context: int,
     clients: int,
 ) -> Table:
-    """Return a row for BF16 and each shipped recipe's checkpoint, 80 columns wide at most.
-
-    What fits is what `quantize serve --max-num-seqs CLIENTS --max-context CONTEXT` will hold.
-    """
+    """Return a row for BF16 and each shipped recipe's checkpoint, 80 columns wide at most."""
     table = narrow_table(
         f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
         f"{context:,} positions each",

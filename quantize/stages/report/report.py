@@ -81,7 +81,7 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
     """Judge a run once more, from its scores, and compare with its report.
 
     Raises:
-        InputError: report.json differs from what the run's files give, or is older.
+        InputError: report.json differs from what the run's files give.
     """
     judged, _ = judge_run(run, recipe)
     stands = read_json(run.report_json, *judged)

@@ -85,10 +85,7 @@ def check_weights(
     checks: dict[str, Check],
     device: Device,
 ) -> dict[str, float | None]:
-    """Check the values of every tensor, part by part, read by all cores.
-
-    Return the relative error of every quantized source tensor, None where it is no number.
-    """
+    """Check the values of every tensor; return relative errors by source tensor, None for no number."""
     comparer = Comparer(source, recipe, device, Decompressor(artifact.config))
 
     def check(part: PartOf) -> Part:
@@ -165,10 +162,7 @@ def ratio(distance: float, norm: float) -> float:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares parts of an artifact with its source; threads share it.
-
-    Without a `decompressor` nothing is decompressed by compressed-tensors, whose import takes seconds.
-    """
+    """Compares parts of an artifact with its source; threads share it. `decompressor` is optional."""
 
     source: Checkpoint
     recipe: Recipe
@@ -272,7 +266,7 @@ def _alive(weight: Tensor) -> Tensor:
 def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n].
 
-    They are norms squared: float32's, unless one overflows.
+    Norms are taken in float32, unless one overflows.
     """
     found = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
     for block in blocks(weight):

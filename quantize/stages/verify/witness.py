@@ -45,10 +45,7 @@ BEHIND_CONVERT = ("as encoded", "read back")
 
 
 class Witness:
-    """Checks parts as they are encoded; convert's threads share it.
-
-    `config` is the config.json that convert writes; the recipe gives the limits of errors.
-    """
+    """Checks parts as they are encoded; convert's threads share it. `config` is what convert writes."""
 
     def __init__(
         self, source: Checkpoint, config: dict[str, Any], recipe: Recipe, device: str = "cpu"
@@ -108,10 +105,7 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Compare every part on disk with its digest, and a sample of them with the source.
-
-        It adds to `checks`, and returns the relative error of every quantized source tensor.
-        """
+        """Compare parts on disk with digests, a sample with the source; return relative errors."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()
