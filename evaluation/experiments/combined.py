@@ -402,6 +402,7 @@ def main(
     until += time.time()
     split = Split(f"tell-{commit}" if on == "tell" else "choose", trajectories)
     work, results = Work(out.resolve(), device, split, until), results or out
+    results.mkdir(parents=True, exist_ok=True)
     file = results / f"{split.name}.jsonl"
     chosen = {name: ARMS[name] for name in arms or ARMS}
     copies = max(max(own.copies, own.learn.copies if own.learn else 1) for own in chosen.values())

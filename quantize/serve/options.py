@@ -18,7 +18,7 @@ COUNT = click.IntRange(min=1)
 
 
 def _setting(
-    default: Any, says: str | None = None, kind: click.ParamType[Any] | None = None
+    default: Any, says: str | None = None, kind: "click.ParamType[Any] | None" = None
 ) -> Any:
     """Declare a setting that an option of its name sets."""
     flag = {"is_flag": True} if default is False else {}
