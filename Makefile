@@ -1,4 +1,5 @@
 # make test       lint, types, import contracts and tests; does all its own set-up from a fresh clone
+# make test-compile  compile every kernel for every target, where `make test` reads a record of it
 # make test-cpus  its tests that compute, as other CPUs would run them: CELLS=2 draws two of the matrix
 # make run        quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
 # make release    check version, changelog and tag, build wheel and sdist into dist/; uploads nothing
@@ -11,7 +12,7 @@ READY := $(VENV)/.ready
 # Else every process of the tests would compile all of its modules, and pytest rewrite all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint test-gpu test-cpus test-versions release clean
+.PHONY: run test lint test-compile test-gpu test-cpus test-versions release clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
@@ -29,6 +30,11 @@ lint: $(READY)
 # The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
 test-cpus: $(READY)
 	$(BIN)/python tests/support/cpus.py $(CELLS)
+
+# All that tests/data/compiled.json says is compiled anew and compared with it.
+test-compile: $(READY)
+	OMP_NUM_THREADS=1 QUANTIZE_TEST_COMPILE=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 4 \
+		tests/fused_dequant/test_compile.py
 
 # The tests that need an NVIDIA GPU, with whatever Python has torch and triton there.
 test-gpu:

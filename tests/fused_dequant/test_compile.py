@@ -6,12 +6,23 @@ least shared memory of both, and here once a kernel and format; slow tests compi
 checked: shared memory within a block's limit, no spill above SPILLED, the target's tensor cores in the
 number format it was chosen for. Where the instruction budget decides the speed, instructions a weight
 are counted too.
+
+What machine code takes is read from tests/data/compiled.json where nothing changed (`compile_check`):
+
+    QUANTIZE_TEST_COMPILE=1 python -m pytest tests/fused_dequant/test_compile.py
+
+compiles all of it, as CI does, and QUANTIZE_TEST_COMPILE=record also records it.
 """
 
 import importlib
+import json
+import os
 import pkgutil
+import random
+import subprocess
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import fused_dequant
@@ -19,7 +30,16 @@ import pytest
 import triton
 from fused_dequant import attention, matmul, nvfp4_hopper
 from fused_dequant.targets import TARGETS, Capability, name_of
-from kernels_support.compile_check import Size, assembles, compile_for, size
+from kernels_support.compile_check import (
+    COMPILE,
+    RECORD,
+    Size,
+    asked,
+    assembles,
+    compile_for,
+    size,
+    write_record,
+)
 from kernels_support.launches import HEADS, TOKENS, Launch, launch_layer, launches, noted_on
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import KernelInterface
@@ -297,3 +317,28 @@ def test_instructions_a_weight_on_hopper(case: Case) -> None:
     assert report.stack == report.spills == 0
     weights = case.constants["BN"] * case.constants["BK"] / (case.options["num_warps"] * 32)
     assert 0 < report.loop_instructions / weights <= case.per_weight
+
+
+def test_two_are_compiled_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is what this Triton makes: of other launches at each commit."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, check=True).stdout
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for multiplies in (True, False):
+        chosen = random.Random(head).choice(list(compiled((9, 0), multiplies).values()))
+        told = size(chosen)
+        monkeypatch.setenv(COMPILE, "1")
+        assert size(chosen) == told
+        monkeypatch.delenv(COMPILE)
+    assert list(tmp_path.iterdir())
+
+
+def test_the_record_holds_what_was_compiled() -> None:
+    """Behind the other tests of this process, which asked."""
+    if os.environ.get(COMPILE) == "record":
+        write_record()
+    record = json.loads(RECORD.read_text())
+    if record["triton"] != triton.__version__:
+        pytest.skip("the record is of another Triton")
+    assert asked
+    differing = [key for key, told in asked.items() if record["found"].get(key) != told]
+    assert not differing, f"{len(differing)} of {len(asked)}: record them, as said above"
