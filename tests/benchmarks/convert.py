@@ -194,7 +194,9 @@ def main(
         print(json.dumps(astuple(measured(WORK[work](folder, out)))))
         return
     from quantize.checkpoints.reader import Checkpoint
-    from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
+
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from synthetic import synthetic_config, write_synthetic
 
     source = write_synthetic(folder / "bf16", synthetic_config(2, experts, 1, 4096))
     gigabytes = Checkpoint.open(source).nbytes / 1e9

@@ -1,6 +1,6 @@
 """Where the seconds of convert and verify go: one run of each on a checkpoint that is there already.
 
-    python -m quantize.checkpoints.synthetic /dev/shm/bf16
+    python tests/support/synthetic.py /dev/shm/bf16
     python tests/benchmarks/convert_and_verify.py /dev/shm/bf16 /dev/shm/out --recipe nvfp4a16
 
 Prints what the machine does by itself (reading and writing files, sha256, the link), then for each

@@ -1,6 +1,6 @@
 """Export a checkpoint as GGUF: seconds, memory, and whether the `gguf` package reads all of it.
 
-    python -m quantize.checkpoints.synthetic BF16      # or with --layers 2 --vision-layers 1
+    python tests/support/synthetic.py BF16      # or with --layers 2 --vision-layers 1
     python tests/benchmarks/export.py BF16 SCRATCH_FOLDER
 
 The BF16 checkpoint is exported as BF16 and as Q8_0; then it is quantized to NVFP4A16 (whose files hold

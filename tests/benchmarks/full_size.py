@@ -87,7 +87,8 @@ def shipped(name: str) -> Recipe:
 
 def write(folder: Path, layers: int, vocabulary: int, experts: int = 128) -> Facts:
     """Write the synthetic BF16 checkpoint."""
-    from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
+    from synthetic import synthetic_config, write_synthetic
 
     vision = 27 if layers == 30 else 1
     config = synthetic_config(layers, experts, vision, vocabulary)

@@ -1,6 +1,6 @@
 """A server under 1, 4, 16 and 64 clients, and two behind one port, on a machine of two GPUs.
 
-    python -m quantize.checkpoints.synthetic /dev/shm/bf16
+    python tests/support/synthetic.py /dev/shm/bf16
     python -m quantize run --recipe nvfp4a16 --model /dev/shm/bf16 --until convert --out /dev/shm/run
     PYTHONPATH=tests/support python tests/benchmarks/serve_load.py /dev/shm/run/*/checkpoint \\
         REPORT.json --one-token --plan-check /dev/shm/bf16

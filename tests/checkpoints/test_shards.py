@@ -17,6 +17,7 @@ import pytest
 import torch
 from conversions import recipe_for, run
 from safetensors.torch import load_file
+from synthetic import synthetic_config, write_synthetic
 
 import quantize.checkpoints.reader
 import quantize.checkpoints.shards
@@ -31,7 +32,6 @@ from quantize.checkpoints.shards import (
     write_pieces,
     write_shards,
 )
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.errors import InputError, ResourceError
 
 LENGTH = 1000

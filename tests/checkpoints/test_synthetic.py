@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from synthetic import (
+    _piece,
+    _write_tokenizer,
+    main,
+    synthetic_config,
+    write_synthetic,
+)
 from tiny import tiny_config
 from transformers import AutoTokenizer
 
@@ -14,13 +21,6 @@ from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.shards import plan_shards
-from quantize.checkpoints.synthetic import (
-    _piece,
-    _write_tokenizer,
-    main,
-    synthetic_config,
-    write_synthetic,
-)
 from quantize.errors import InputError
 
 REAL = {"tensors": 1047, "bytes": 51_647_562_456, "shards": 11}  # google/diffusiongemma-26B-A4B-it

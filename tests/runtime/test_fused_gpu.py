@@ -17,11 +17,11 @@ from fused_dequant.targets import FORCE
 from modules_oracle.passes import decode_canvas, encode_prompts
 from modules_oracle.simulated import load_rounding
 from PIL import Image
+from synthetic import synthetic_config, write_synthetic
 
 from quantize.bench.one_token import Continuation
 from quantize.bench.steps import profile_step
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler

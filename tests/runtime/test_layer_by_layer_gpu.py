@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from synthetic import synthetic_config, write_synthetic
 
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.recipe.sections import Calibration
 from quantize.runtime.fused import shuttle
 from quantize.runtime.fused.engine import FusedEngine

@@ -18,6 +18,7 @@ from fused_dequant.canvas import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic import GENERATION
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
     EntropyBoundSampler,
@@ -26,7 +27,6 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from quantize.bundled import CHECKPOINT
-from quantize.checkpoints.synthetic import GENERATION
 from quantize.errors import InputError
 from quantize.runtime import Sample
 from quantize.runtime.engine import complete

@@ -12,9 +12,9 @@ import pytest
 import torch
 from fused_dequant import cases, linear
 from fused_dequant import weights as kernel_weights
+from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler

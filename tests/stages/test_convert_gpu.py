@@ -8,8 +8,8 @@ import pytest
 import torch
 from conversions import recipe_for, run
 from safetensors.torch import load_file, save_file
+from synthetic import synthetic_config, write_synthetic
 
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.errors import InputError
 from quantize.recipe.sections import load_recipe, shipped_recipes
 from quantize.schemes.records import SCHEMES, Scheme

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from synthetic import synthetic_config
 
 from quantize.checkpoints.reader import known_config
-from quantize.checkpoints.synthetic import synthetic_config
 from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import run
+from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.synthetic import synthetic_config, write_synthetic
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
