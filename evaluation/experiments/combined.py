@@ -28,7 +28,7 @@ from torch import Tensor
 
 from experiments.damage import Model, Rows, distances, kl_of, rows_of
 from experiments.folding import folded
-from experiments.learned import Split, averaged, share
+from experiments.learned import Split, averaged, beside_kl, share
 from experiments.learning import Learning, Student, bf16_model, dequantized, key_of, observed
 from experiments.pairs import Weighing, forget, install, rounded_by, weights_in
 from experiments.rounding import Variant, differing, recipe_of
@@ -359,11 +359,9 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
         ratio = share(*both) if (both := paired(name, "w4a4"))[0] else ""
         less = differing(*both, 1000) if (both := paired(name, "nvfp4"))[0] else ""
         each = ", ".join(f"{1000 * mean(one['kl']):.2f}" for one in own)
-        rest = [mean(averaged(own, key)) for key in ("flips", "jaccard", "commits")]
         lines.append(
             f"| {name} | {1000 * mean(average(seeds)):.2f} | {each} | {ratio} | {less} "
-            f"| {100 * rest[0]:.2f} | {rest[1]:.3f} | {100 * rest[2]:.2f} "
-            f"| {max(one['error'] for one in own):.3f} |"
+            f"| {beside_kl(own)} | {max(one['error'] for one in own):.3f} |"
         )
     return lines
 

@@ -401,13 +401,18 @@ def table(folder: Path, base: str = "w4a4", default: str = "nvfp4") -> list[str]
         ratio = share(kl, averaged(found[base], "kl")) if base in found else ""
         less = differing(kl, averaged(found[default], "kl"), 1000) if default in found else ""
         seeds = ", ".join(f"{1000 * mean(each['kl']):.2f}" for each in own)
-        rest = [mean(averaged(own, key)) for key in ("flips", "jaccard", "commits")]
         lines.append(
             f"| {name} | {len(own)} | {1000 * mean(kl):.2f} | {seeds} | {ratio} | {less} "
-            f"| {100 * rest[0]:.2f} | {rest[1]:.3f} | {100 * rest[2]:.2f} "
+            f"| {beside_kl(own)} "
             f"| {inflation(folder / 'free', name)} | {max(each['error'] for each in own):.3f} |"
         )
     return lines
+
+
+def beside_kl(own: Sequence[dict[str, Any]]) -> str:
+    """Return the cells of flips in %, Jaccard, and equal commits in %."""
+    flips, jaccard, commits = (mean(averaged(own, key)) for key in ("flips", "jaccard", "commits"))
+    return f"{100 * flips:.2f} | {jaccard:.3f} | {100 * commits:.2f}"
 
 
 def averaged(own: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -14,22 +14,31 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine import BatchEngine, DrawingPasses, Observer
 from quantize.runtime.fused.passes import Pass
+from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.images import Images
-
-if TYPE_CHECKING:
-    from quantize.runtime.fused.engine import FusedEngine
 
 T = TypeVar("T")
 
 
-def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+class LaneEngine(BatchEngine, Protocol):
+    """The engine whose slots are cut into lanes."""
+
+    model: FusedModel
+    lanes: int
+
+    @property
+    def passes_from(self) -> Callable[..., DrawingPasses]:
+        """Encodes prompts as `passes` does, in a lane's slots."""
+
+
+def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
     """Do works, each with a batch of its own, in as many lanes as the engine has."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
@@ -76,7 +85,7 @@ class Lane(Generic[T]):
     """
 
     def __init__(
-        self, engine: "FusedEngine", index: int, number: int, work: Callable[[BatchEngine], T]
+        self, engine: LaneEngine, index: int, number: int, work: Callable[[BatchEngine], T]
     ) -> None:
         self.index, self.number = index, number
         self.capacity, self.canvas_length = engine.capacity, engine.canvas_length
@@ -137,6 +146,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: "FusedEngine") -> tuple[Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
     """Return what shows a batch's passes to observers: each lane has its own."""
     return engine.model.inputs, engine.model.on_pass
