@@ -1,10 +1,9 @@
 """Looks at what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
 
-Package versions are held to the installed distribution's own metadata, so this list cannot fall behind
-pyproject.toml. The GPU is asked through torch; the driver through nvidia-smi, where there is one.
+What is needed stands in the installed distribution's own metadata. torch tells of GPUs, nvidia-smi of
+the driver.
 """
 
-import importlib
 import os
 import platform
 import shutil
@@ -17,12 +16,14 @@ from pathlib import Path
 import psutil
 from platformdirs import user_cache_dir
 
+from quantize import __version__
 from quantize.host.resources import free_memory
 from quantize.host.units import size
 
 DISTRIBUTION = "diffusiongemma-quantize"
 EXTRAS = {"serve": "quantize serve", "sign": "push --sign"}
 MODEL_BYTES = 52_000_000_000  # BF16 weights of the 26B model; a run writes at most as much again
+COMPILERS = ("cc", "gcc", "clang")
 NEEDED, WANTED = "needed", "wanted"
 
 
@@ -41,7 +42,7 @@ class Finding:
 
 def findings(out: Path) -> Iterator[Finding]:
     """Yield what is found of this machine; `out` is the folder that runs are written to."""
-    yield Finding("quantize", f"{metadata.version(DISTRIBUTION)} in {Path(__file__).parents[1]}")
+    yield Finding("quantize", f"{__version__} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
     yield from _compiler()
@@ -62,42 +63,30 @@ def _packages() -> Iterator[Finding]:
         yield Finding("packages", "not installed as a package", "pip install -e .", NEEDED)
         return
     fine: list[str] = []
-    for extra in ("", *EXTRAS):
-        command = f"{DISTRIBUTION}[{extra}]" if extra else DISTRIBUTION
-        level = WANTED if extra else NEEDED
-        for need in needed:
-            stands, always = (
-                need.marker is None or need.marker.evaluate({"extra": own}) for own in (extra, "")
-            )
-            if not stands or (extra and always):
-                continue
-            found = _version(need.name)
-            if found is not None and need.specifier.contains(found, prereleases=True):
-                fine.append(f"{need.name} {found}")
-                continue
-            asked = f"{need.name}{need.specifier}" + (f", for {EXTRAS[extra]}" if extra else "")
-            yield Finding(asked, found or "missing", f"pip install '{command}'", level)
+    for need in needed:
+        extras = ("", *EXTRAS) if need.marker else ("",)
+        stands = (e for e in extras if not need.marker or need.marker.evaluate({"extra": e}))
+        if (extra := next(stands, None)) is None:
+            continue
+        found = next((d.version for d in metadata.distributions(name=need.name)), None)
+        if found is not None and need.specifier.contains(found, prereleases=True):
+            fine.append(f"{need.name} {found}")
+            continue
+        asked = f"{need.name}{need.specifier}" + (f", for {EXTRAS[extra]}" if extra else "")
+        command = f"pip install '{DISTRIBUTION}{f'[{extra}]' if extra else ''}'"
+        yield Finding(asked, found or "missing", command, WANTED if extra else NEEDED)
     yield Finding("packages", ", ".join(fine))
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _compiler() -> Iterator[Finding]:
-    found = (
-        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    )
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
     advice = None if found else "install a C compiler (Debian: apt install gcc): Triton needs one"
     yield Finding("C compiler", found or "none", advice)
 
 
 def _gpus() -> Iterator[Finding]:
     try:
-        torch = importlib.import_module("torch")
+        import torch
     except ImportError:
         return  # said among the packages
     if not torch.cuda.is_available():

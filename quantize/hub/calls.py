@@ -92,7 +92,6 @@ def _explain(where: str, error: BaseException) -> QuantizeError:
 
 
 def _short(error: BaseException) -> str:
-    """Return the error's text on one line, without the token and without signatures."""
     text = QUERY.sub(r"\1", " ".join(str(error).split()))
     if token := get_token():
         text = text.replace(token, "(token)")
@@ -100,7 +99,7 @@ def _short(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error stands for, if any."""
+    """Return the HTTP status of the response that an error came with, if any."""
     response = getattr(error, "response", None)
     return response.status_code if isinstance(response, httpx.Response) else None
 

@@ -69,25 +69,23 @@ class Plan:
 
 
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Check, show, ask and publish, as `quantize push` does; return the exit code.
+    """Check, show, ask by `confirm` and publish, as `quantize push` does; return the exit code.
 
-    `dry_run` shows what can be known, even without a token or a network, and writes nothing. `confirm`
-    asks the user whether to go on.
+    `dry_run` shows what can be known, even without a token or a network, and writes nothing.
     """
     if dry_run:
-        return show(run, request)
+        return _show(run, request)
     release = prepare(run, request)
     hub = Hub(request.repo)
-    plan = look(hub, release, request)
-    Console().print(preview(plan, release, request))
+    plan = _look(hub, release, request)
+    Console().print(_preview(plan, release, request))
     if not confirm():
         raise InputError("push: not confirmed; nothing was written")
-    say(f"push: done, {publish(hub, run, release, request, plan)}")
+    say(f"push: done, {_publish(hub, run, release, request, plan)}")
     return 0
 
 
-def show(run: RunDir, request: Request) -> int:
-    """Show what a push would do, and say what could not be checked for want of the Hub."""
+def _show(run: RunDir, request: Request) -> int:
     unchecked: dict[str, ResourceError] = {}
 
     def base(source: dict[str, Any], recipe: Recipe) -> str | None:
@@ -105,42 +103,35 @@ def show(run: RunDir, request: Request) -> int:
         if unchecked:  # the Hub is not asked twice
             unchecked[what] = next(iter(unchecked.values()))
         else:
-            plan = look(Hub(request.repo), release, request)
+            plan = _look(Hub(request.repo), release, request)
     except ResourceError as error:
         unchecked[what] = error
-    Console().print(preview(plan, release, request))
+    Console().print(_preview(plan, release, request))
     for thing, error in unchecked.items():
         say(f"push: not checked: {thing} ({error})")
     say("push: dry run; nothing was written")
     return 0
 
 
-def look(hub: Hub, release: Release, request: Request) -> Plan:
-    """Compare a release with what is on the Hub; write nothing.
-
-    Raises:
-        InputError: the tag exists and stands for other files.
-    """
-    account = hub.account()
-    there = hub.look()
+def _look(hub: Hub, release: Release, request: Request) -> Plan:
+    """Compare a release with what is on the Hub; InputError if the tag stands for other files."""
+    account, there = hub.account(), hub.look()
     # A pull request is compared with main: when main holds everything, none is needed.
     revision = MAIN if request.to == PULL_REQUEST else request.to
-    remote: dict[str, RepoFile] = {}
-    if there is not None:
-        start = revision if revision in there.branches else MAIN
-        remote = hub.files(start) if start in there.branches else {}
-    changes = find_changes(release, remote)
+    branches = there.branches if there else {}
+    start = revision if revision in branches else MAIN
+    changes = _find_changes(release, hub.files(start) if start in branches else {})
     if there and request.tag in there.tags:
-        commit = None if changes else there.branches.get(revision)
+        commit = None if changes else branches.get(revision)
         hub.check_tag(request.tag, there.tags[request.tag], commit)
     return Plan(account, there, revision, changes)
 
 
-def find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
-    """Compare a release with the files at one commit; checksums decide.
+def _find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
+    """Compare a release with the files at one commit, by checksums.
 
-    Weights that are no part of this release are deleted, since loaders may take them. So is a card
-    beside weights that it does not describe; the new one follows in a commit of its own.
+    Weights of no part of the release are deleted, since loaders may take them. So is the card of other
+    weights; the new one follows in a commit of its own.
     """
     weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
     card = [file for file in release.card if not file.is_at(remote.get(file.path))]
@@ -156,8 +147,7 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
 
 
-def preview(plan: Plan, release: Release, request: Request) -> Table:
-    """Return a table of what would be uploaded, to where, for whom, under which account."""
+def _preview(plan: Plan, release: Release, request: Request) -> Table:
     seen = "exists" if plan.there else "new" if plan.account else "not looked at"
     if plan.account:
         seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
@@ -182,12 +172,11 @@ def preview(plan: Plan, release: Release, request: Request) -> Table:
     return table
 
 
-def publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
-    """Carry out the plan and return the address of the result.
+def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
+    """Carry out the plan and return the address of the result; after an error the same call goes on.
 
-    Raises:
-        GateError: the Hub holds other bytes than we sent. ResourceError: there is no access or no
-            network, or somebody else committed meanwhile. After any of them the same call goes on.
+    GateError: the Hub holds other bytes than we sent. ResourceError: there is no access or no network,
+    or somebody else committed meanwhile.
     """
     if request.to == PULL_REQUEST and not plan.changes:
         say(f"push: {request.repo} holds this release already; no pull request is needed")
@@ -233,13 +222,15 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
     parent = seen or hub.head(revision)
     commit = _upload(hub, release, revision, parent)
     if number is not None:
-        hub.open_draft(number)
+        stands = hub.ask("read it", hub.api.get_discussion_details, number).status
+        if stands == "draft":
+            hub.ask("open it", hub.api.change_discussion_status, number, new_status="open")
     return revision, commit
 
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
     """Commit weights, check them, commit the card, skipping what is there; return the commit."""
-    changes = find_changes(release, hub.files(parent))
+    changes = _find_changes(release, hub.files(parent))
     if changes.weights or changes.deleted:
         size = sum(file.size for file in changes.weights)
         say(f"push: {len(changes.weights)} files, {size:,} bytes, to {revision}")
@@ -247,7 +238,7 @@ def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
         parent = hub.commit(revision, parent, changes.weights, changes.deleted, message)
     hub.verify(parent, release.weights)
     say(f"push: checksums of {len(release.weights)} files agree at {parent[:12]}")
-    if card := find_changes(release, hub.files(parent)).card:
+    if card := _find_changes(release, hub.files(parent)).card:
         parent = hub.commit(revision, parent, card, [], f"Model card of {release.name}")
     hub.verify(parent, [*release.weights, *release.card])
     return parent

@@ -72,13 +72,14 @@ class Release:
 
 
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
-    """Check that a run may be released, hash its files and write its card (not to disk).
+    """Check that a run may be released, hash its files and make its card; nothing is written.
 
-    All results of the run are up to date (`pipeline.run.reported`). `base` replaces `find_base`.
+    The run's results must be up to date (`pipeline.run.reported`). `base` replaces `find_base`.
 
     Raises:
-        InputError: the checkpoint is not the one that was verified and scored. GateError: verification
-            or the gate failed. UndecidedError: the verdict is neither PASS nor FAIL.
+        InputError: the checkpoint is not the one that was verified and scored.
+        GateError: verification or the gate failed.
+        UndecidedError: the verdict is neither PASS nor FAIL.
     """
     recipe = read_recipe(run.recipe_yaml)
     _check_artifact(run)
@@ -92,15 +93,14 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
             text = json.dumps(shareable(read_json(path)), indent=2)
             texts[f"{EVIDENCE}/{path.name}"] = f"{text}\n"
         texts[BILL] = signing.extra("quantize.hub.bom").bill(run, recipe, request.repo, found)
-        texts[README] += how_to_verify(request.repo, request.sign)
+        texts[README] += _how_to_verify(request.repo, request.sign)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     if request.sign:
         cards.append(_signature(run, request.sign, [*weights, *cards]))
     return Release(run.path.resolve().name, weights, cards, override)
 
 
-def how_to_verify(repo: str, sign: str) -> str:
-    """Return the part of a model card that says how its signature is checked."""
+def _how_to_verify(repo: str, sign: str) -> str:
     name = repo.split("/")[-1]
     by, options = "an account, by Sigstore", "--identity ACCOUNT --issuer URL"
     if sign != signing.SIGSTORE:
@@ -128,7 +128,6 @@ def _signature(run: RunDir, sign: str, files: Sequence[File]) -> File:
 
 
 def _check_artifact(run: RunDir) -> None:
-    """Refuse a checkpoint that is damaged, unverified, or not the one that was verified and scored."""
     artifact = Checkpoint.open(run.checkpoint)
     if not artifact.is_quantized:
         raise InputError(f"{run.checkpoint}: not quantized")
@@ -143,8 +142,8 @@ def _check_artifact(run: RunDir) -> None:
             f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
             f"`evaluate` and `report` again"
         )
-    asked = read_json(run.evaluation / "done.json", "tasks")["tasks"]
-    for task in asked:  # not all of the recipe's, where a failure was certain before
+    # Not all tasks of the recipe were scored where a failure was certain before.
+    for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
         path = run.evaluation / CANDIDATE / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
         # A server may tell no fingerprint; the card then says so.
@@ -184,13 +183,11 @@ def _listed_files(run: RunDir) -> list[File]:
 
 
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id of the BF16 model when its config and weights are those of the Hub's revision.
+    """Return the Hub id of the BF16 model if the Hub has its config and weights, by their checksums.
 
-    A manifest or a folder may be called anything, so the Hub's checksums decide. When they differ, or
-    the Hub has no such revision, return None and print why.
+    If they differ, or the Hub has no such revision, print why and return None.
     """
-    name = base_model(source, recipe)
-    if name is None:
+    if (name := base_model(source, recipe)) is None:
         return None
     revision = source.get("commit") or recipe.model.revision or MAIN
     hub, folder = Hub(name), Path(source["folder"])

@@ -117,29 +117,16 @@ class Hub:
 
     def pull_request(self, title: str, description: str, account: str) -> int:
         """Return the number of our pull request with this title, opened as a draft if there is none."""
-        for found in self.ask(
-            "list pull requests",
-            lambda repo: list(
-                self.api.get_repo_discussions(repo, author=account, discussion_type="pull_request")
-            ),
-        ):
+        listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
+        doing = "list pull requests"
+        for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):
             if found.title == title and found.status in ("draft", "open"):
                 return found.num
         create, doing = self.api.create_pull_request, "open a pull request"
         return self.ask(doing, create, title, description=description).num
 
-    def open_draft(self, number: int) -> None:
-        """Take a pull request out of its draft state."""
-        if self.ask("read it", self.api.get_discussion_details, number).status == "draft":
-            change = self.api.change_discussion_status
-            self.ask("open it", change, number, new_status="open")
-
     def tag(self, name: str, commit: str) -> None:
-        """Tag a commit.
-
-        Raises:
-            InputError: somebody else gave another commit that name meanwhile.
-        """
+        """Tag a commit; InputError if somebody else gave another one that name meanwhile."""
         create = self.api.create_tag
         self.ask(f"tag {name}", create, tag=name, revision=commit, exist_ok=True)
         refs = self.ask("refs", self.api.list_repo_refs)
@@ -163,10 +150,8 @@ class Hub:
     ) -> str:
         """Upload files and commit them on top of `parent`; return the commit.
 
-        An interrupted upload goes on: bytes that the Hub has stored are not sent again.
-
-        Raises:
-            ResourceError: `revision` no longer points to `parent`, or the Hub cannot be reached.
+        Bytes that the Hub has stored are not sent again. ResourceError: `revision` no longer points to
+        `parent`, or the Hub cannot be reached.
         """
         additions: list[CommitOperationAdd] = []
         # Files go one by one: a shard is large, and the bar counts files.
@@ -174,10 +159,9 @@ class Hub:
             addition = CommitOperationAdd(path_in_repo=file.path, path_or_fileobj=file.content)
             addition.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading it once more
             additions.append(addition)
+            send_ahead = partial(self.api.preupload_lfs_files, self.repo, [addition])
             with explained(f"{self.repo}: cannot upload {file.path}"):
-                self.api.preupload_lfs_files(
-                    self.repo, [addition], revision=revision, free_memory=False
-                )
+                send_ahead(revision=revision, free_memory=False)
         operations = [*additions, *(CommitOperationDelete(path) for path in deleted)]
 
         def send(repo: str) -> str:
@@ -208,11 +192,7 @@ class Hub:
         return wrong + [f"{path} (still there)" for path in deleted if path in remote]
 
     def verify(self, revision: str, files: Sequence[File]) -> None:
-        """Compare the Hub's checksums with ours.
-
-        Raises:
-            GateError: a file on the Hub is missing or has other bytes than the local one.
-        """
+        """Raise GateError where a file on the Hub is missing or has other bytes than the local one."""
         if wrong := self.differing(revision, files):
             raise GateError(
                 f"{self.repo} at {revision}: checksum verification failed for {', '.join(wrong[:3])}"

@@ -38,9 +38,9 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
     if key is not None:
         fingerprint(key)  # says in one line what is wrong with a key
         config.use_elliptic_key_signer(private_key=key).sign(folder, written)
-        return written
-    with _sigstore():  # as the account that CI is logged in as; else a browser asks
-        config.use_sigstore_signer(use_ambient_credentials=True).sign(folder, written)
+    else:
+        with _sigstore():  # as the account that CI is logged in as; else a browser asks
+            config.use_sigstore_signer(use_ambient_credentials=True).sign(folder, written)
     return written
 
 
@@ -60,9 +60,7 @@ def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
 def verify(
     folder: Path, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> int:
-    """Check a folder's signature; return how many files it stands for.
-
-    The signature must be a public key's, or an account's (`identity` at `issuer`).
+    """Check a folder's signature, a public key's or an account's; return how many files it stands for.
 
     Raises:
         GateError: there is no signature, it is another's, or a file differs from what was signed.
@@ -71,7 +69,11 @@ def verify(
     signature = folder / SIGNATURE
     if not signature.is_file():
         raise GateError(f"{signature}: missing; this folder is not signed")
-    signed = _signed_files(signature)
+    try:
+        payload = json.loads(signature.read_bytes())["dsseEnvelope"]["payload"]
+        signed = len(json.loads(base64.b64decode(payload))["predicate"]["resources"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise GateError(f"{signature}: cannot be read as a signature ({_line(error)})") from None
     config = extra("model_signing.verifying").Config().set_hashing_config(_hashing())
     who = str(key or f"{identity} at {issuer}")
     if key is None:
@@ -95,11 +97,7 @@ def verify(
 
 
 def fingerprint(key: Path) -> str:
-    """Return the sha256 of the public half of a private key, in DER, as hex.
-
-    Raises:
-        InputError: there is no such key, or it cannot sign.
-    """
+    """Return the sha256 of the public half, in DER, as hex; InputError if no such key can sign."""
     if not key.is_file():
         raise InputError(f"{key}: no such private key")
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
@@ -122,23 +120,18 @@ def _sigstore() -> Generator[None]:
         raise ResourceError(f"Sigstore: {_line(error)}") from None
 
 
-def _signed_files(signature: Path) -> int:
-    """Return how many files a signature names, whether it is right or not."""
-    try:
-        payload = json.loads(signature.read_bytes())["dsseEnvelope"]["payload"]
-        return len(json.loads(base64.b64decode(payload))["predicate"]["resources"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise GateError(f"{signature}: cannot be read as a signature ({_line(error)})") from None
+DIFFERENCES = {  # what the package says of files that are not as signed
+    "changed": r"Hash mismatch for '(.+?)':",
+    "added": r"Extra files found in model '.*?': (.+?)[\"'](?:, [\"']|\])",
+    "gone": r"Missing files in model '.*?': (.+?)[\"'](?:, [\"']|\])",
+}
 
 
 def _differences(text: str) -> str:
     """Return which files differ, without the digests."""
     text = text.replace("\\'", "'")
-    changed = re.findall(r"Hash mismatch for '(.+?)':", text)
-    added = re.findall(r"Extra files found in model '.*?': (.+?)[\"'](?:, [\"']|\])", text)
-    gone = re.findall(r"Missing files in model '.*?': (.+?)[\"'](?:, [\"']|\])", text)
-    found = (("changed", changed), ("added", added), ("gone", gone))
-    return "; ".join(f"{what} {', '.join(names)}" for what, names in found if names) or text[:300]
+    found = {what: ", ".join(re.findall(said, text)) for what, said in DIFFERENCES.items()}
+    return "; ".join(f"{what} {names}" for what, names in found.items() if names) or text[:300]
 
 
 def _hashing() -> Any:
@@ -148,11 +141,7 @@ def _hashing() -> Any:
 
 
 def extra(module: str) -> Any:
-    """Return a module that the extra `sign` brings, or that needs it.
-
-    Raises:
-        ResourceError: it is not installed.
-    """
+    """Return a module that the extra `sign` brings, or needs; ResourceError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
