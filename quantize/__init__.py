@@ -9,20 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantize.api import (
-        Run,
-        compare,
-        convert,
-        evaluate,
-        fidelity,
-        judge,
-        load,
-        open,
-        plan,
-        report,
-        run,
-        search,
-    )
+    from quantize.api import *
 
 __version__ = "0.2.0"
 __all__ = [

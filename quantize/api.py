@@ -61,10 +61,8 @@ def plan(
 ) -> list[Target]:
     """Return what a recipe would do with every tensor of a model: scheme or reason, bytes.
 
-    Google's model is planned from its config, which ships: nothing is downloaded.
-
-    Raises:
-        InputError: recipe or model are wrong, or the recipe matches nothing of it.
+    Google's model is planned from its config, which ships: nothing is downloaded. InputError: recipe or
+    model are wrong, or the recipe matches nothing of it.
     """
     loaded = load_recipe(recipe)
     _, tensors = described(model, revision)
@@ -82,8 +80,8 @@ def convert(
 ) -> Conversion:
     """Write the quantized checkpoint of a BF16 model to the new folder `out`; nothing is calibrated.
 
-    Model and recipe are named as in `run`. NVFP4 with calibrated activations needs `input_scales`, the
-    file `calibration/input_scales.safetensors` of a run.
+    Model and recipe are named as in `run`. NVFP4 with calibrated activations needs `input_scales`, a
+    run's calibration/input_scales.safetensors.
 
     Raises:
         InputError: `out` exists, or input scales are missing.
@@ -117,11 +115,7 @@ def fidelity(
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare the quantized models of two runs, question by question; A in the place of BF16.
-
-    Raises:
-        InputError: a run has no finished scores.
-    """
+    """Compare two runs' quantized models by question, A as BF16; InputError: a run lacks scores."""
     return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
 
 
@@ -182,6 +176,5 @@ def report(run: str | Path) -> dict[str, Any]:
 
 
 def _again(run: str | Path, name: str, **options: Any) -> None:
-    """Run one stage of a run again; what fails the gate stands in its result."""
     with opened(Path(run), **options) as found, suppress(GateError):
         run_alone(found, stage(name))

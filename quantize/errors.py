@@ -1,7 +1,6 @@
 """The errors a user may meet, each with the exit code the command line ends with.
 
-0 means done and gate passed. A message is one line that says what is wrong, where (file, tensor, key),
-and what to do next.
+A message is one line that says what is wrong, where (file, tensor, key), and what to do next.
 """
 
 import os

@@ -5,9 +5,9 @@
     model = AutoModelForMultimodalLM.from_pretrained("outputs/nvfp4-.../checkpoint")
 
 By itself transformers fills the experts of such a folder with random numbers and only warns (FP8), or
-ends with an AttributeError (NVFP4). With this import `DiffusionGemmaForBlockDiffusion.from_pretrained`,
-which the Auto classes call, hands quantized folders to `quantize.checkpoints.load`: weights dequantized
-to BF16, every tensor accounted for. Everything else it hands on as before.
+ends with an AttributeError (NVFP4). This import replaces `DiffusionGemmaForBlockDiffusion`'s
+from_pretrained, which the Auto classes call: `quantize.checkpoints.load` loads quantized folders, with
+weights dequantized to BF16 and every tensor accounted for. All else is loaded as before.
 """
 
 from pathlib import Path

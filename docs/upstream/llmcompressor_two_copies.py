@@ -8,6 +8,7 @@ counts the tensors of its first layer under both names, and compares one weight 
 """
 
 import tempfile
+from collections import ChainMap
 from pathlib import Path
 
 import llmcompressor
@@ -15,18 +16,14 @@ import torch
 import transformers
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from quantize.bundled import CHECKPOINT
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a folder."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return found
+    return dict(ChainMap(*map(load_file, folder.glob("*.safetensors"))))
 
 
 def error(right: torch.Tensor, name: str) -> str:

@@ -7,6 +7,7 @@ writes experts too), loads it by the Auto class, and compares each tensor with t
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +19,8 @@ with tempfile.TemporaryDirectory() as scratch:
     folder = Path(scratch, "fp8")
     quantize.convert(None, folder, "fp8_dynamic")
     right = quantize.load(folder, dtype=torch.float32).state_dict()
-    runs = [
-        transformers.AutoModelForMultimodalLM.from_pretrained(
-            folder, dtype=torch.float32
-        ).state_dict()
-        for _ in range(2)
-    ]
+    load = partial(transformers.AutoModelForMultimodalLM.from_pretrained, dtype=torch.float32)
+    runs = [load(folder).state_dict() for _ in range(2)]
 
 print(f"transformers {transformers.__version__}, torch {torch.__version__}")
 for name in (name for name in right if ".layers.0." in name and "experts" in name):

@@ -48,7 +48,6 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write each group with the whole first sentences of its commands."""
         width = max(map(len, COMMANDS))
         for title, names in GROUPS.items():
             found = [(name, self.get_command(ctx, name)) for name in names]
@@ -58,7 +57,6 @@ class _Commands(click.Group):
                 )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of that name from the file of its group."""
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # a shell completes the line: there is nothing to say
                 return None
@@ -138,8 +136,7 @@ def _going_on() -> str:
 
 
 def _misused(error: click.ClickException) -> int:
-    """Print in one line what is wrong with a command; `quantize` alone shows the help."""
-    if type(error).__name__ == "NoArgsIsHelpError":
+    if type(error).__name__ == "NoArgsIsHelpError":  # `quantize` alone shows the help
         error.show()
         return 2
     message = " ".join(error.format_message().split())

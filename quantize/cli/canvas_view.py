@@ -40,11 +40,8 @@ def watch(
 ) -> None:  # fmt: skip
     """Generate the answer to a prompt; options are those of `quantize generate`.
 
-    `write` takes the answer without thoughts and special tokens: whole, or in pieces with `plain`,
-    which draws nothing.
-
-    Raises:
-        InputError: a checkpoint or picture cannot be loaded, or the prompt is too long for the model.
+    `write` takes the answer, without thoughts, whole or (`plain`) in pieces. InputError: a checkpoint
+    or picture cannot be loaded, or the prompt is too long.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
@@ -95,7 +92,6 @@ class _Output:
         self.write, self.aside = write, aside
 
     def add(self, sample: Sample, *, ended: bool = False) -> None:
-        """Write what a new canvas made certain; the rest too, and a line's end, where it has ended."""
         begun, self.answer.sample = bool(self.answer.reasoning), sample
         self.answer.finish = "stop" if ended else None
         delta = self.answer.delta()
@@ -103,17 +99,14 @@ class _Output:
             self.aside(delta.reasoning if begun else f"thoughts: {delta.reasoning}")
         if delta.content:
             self.write(delta.content)
-        if ended and self.answer.reasoning and not self.answer.reasoning.endswith("\n"):
-            self.aside("\n")
         if ended:
+            if self.answer.reasoning and not self.answer.reasoning.endswith("\n"):
+                self.aside("\n")
             self.write("\n")
 
 
 class _Drawing:
-    """Draws finished canvases and, below them, the one that is being denoised.
-
-    The run of EOS that fills a canvas behind its answer is left out; an EOS before it is a dot.
-    """
+    """Draws finished canvases and the one being denoised, without the EOS that fill its end."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int], live: Live) -> None:
         self.tokenizer, self.eos, self.live = tokenizer, eos, live
@@ -121,8 +114,7 @@ class _Drawing:
         self.canvas = 0
 
     def draw(self, _slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
-        """Draw one denoising step; step 1 begins a canvas."""
-        if step == 1:
+        if step == 1:  # a canvas begins
             self.canvas, self.finished = self.canvas + 1, self.finished + self.last
         self.last = self.tokenizer.decode(list(takewhile(lambda t: t not in self.eos, tokens)))
         text = Text(self.finished)

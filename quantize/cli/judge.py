@@ -7,7 +7,6 @@ import click
 
 from quantize.cli.options import with_options
 
-BUNDLES = click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 
 
@@ -130,7 +129,7 @@ def nemo() -> None:
 
 @nemo.command("export")
 @with_options("run")
-@BUNDLES
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def nemo_export(run: Path, folder: Path) -> None:
     """Write the scores of a run to FOLDER/bf16 and FOLDER/quantized, without any text."""
     from quantize.reports.nemo import export

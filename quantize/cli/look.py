@@ -60,7 +60,6 @@ def tasks(recipe: str | None, rate: float | None) -> None:
 
 
 def _costs(task: Mapping[str, Any], repeats: int, rate: float) -> list[str]:
-    """Return questions, tokens of an answer, and tokens and hours of all of them at most."""
     count, length = task["metadata"].get("questions"), task["generation_kwargs"]["max_gen_toks"]
     if not count:
         return ["?", f"{length:,}", "?", "?"]

@@ -18,7 +18,7 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as `write_bytes` does."""
+    """Write a file as `write_bytes` does, in UTF-8."""
     write_bytes(path, text.encode())
 
 
@@ -66,8 +66,7 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
 def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generator[Path]:
     """Yield a temporary folder beside `final`; rename it to `final` when the block ends well.
 
-    `final` does not appear on an error. With `keep_partial` the temporary folder of an interrupted
-    try is handed on, for a stage that can use the finished files in it; else it starts empty.
+    With `keep_partial` the folder that an interrupted try left is used again; else it starts empty.
     """
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
     if temporary.exists() and not keep_partial:
@@ -84,7 +83,7 @@ def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generato
 
 
 def sync_file(path: Path) -> None:
-    """Force a file's bytes, or a folder's entries, to disk."""
+    """Force a file's bytes, or the entries of a folder but not its files, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,5 +91,4 @@ def sync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-# A folder is opened and synced like a file; then its entries, not its files, reach the disk.
 sync_folder = sync_file

@@ -30,11 +30,12 @@ class Clock:
     capped: bool
 
 
+@dataclass(frozen=True)
 class Gauge:
     """What the driver knows of one GPU, by a handle of NVML's."""
 
-    def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
-        self._library, self._handle = library, handle
+    _library: Any
+    _handle: ctypes.c_void_p
 
     @classmethod
     def of(cls, device: torch.device) -> "Gauge | None":
@@ -53,10 +54,8 @@ class Gauge:
 
     def joules(self) -> float | None:
         """Return the joules taken since the driver was loaded; None if it does not say."""
-        millijoules = ctypes.c_ulonglong()
-        failed = self._library.nvmlDeviceGetTotalEnergyConsumption(
-            self._handle, ctypes.byref(millijoules)
-        )
+        millijoules, read = ctypes.c_ulonglong(), self._library.nvmlDeviceGetTotalEnergyConsumption
+        failed = read(self._handle, ctypes.byref(millijoules))
         return None if failed else millijoules.value / 1e3
 
     def busy(self) -> float | None:

@@ -16,9 +16,7 @@ from quantize.host.processes import is_alone, is_first
 
 @contextmanager
 def locked(file: Path, what: str) -> Generator[None]:
-    """Hold the lock `file` on `what` while the block runs.
-
-    Of the processes that torchrun started for one command the first holds it for all.
+    """Hold the lock `file` on `what` while the block runs; of torchrun's processes the first holds it.
 
     Raises:
         ResourceError: another process holds it; its pid is named. There is no waiting.

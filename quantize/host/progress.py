@@ -40,10 +40,9 @@ def say(message: str) -> None:
 
 
 class Meter:
-    """Counts what a loop has done, and what is known of the part that is under way.
+    """Counts what a loop has done: units of `total`, None if that is not known, and their tokens.
 
-    `unit` is what is counted, in the plural, `total` how many, None where it is not known; `item`
-    names what is under way, where units have names.
+    `unit` is the units' plural; `item` names the one under way, where units have names.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
@@ -96,10 +95,9 @@ def track(
     unit: str = "",
     name: Callable[[T], str] = lambda _: "",
 ) -> Iterator[T]:
-    """Yield `items` while showing how many are done and how long the rest will take.
+    """Yield `items`, each called `name(item)`, while showing how many are done and what is left.
 
-    An item is done when the next one is asked for. `total` is len(items) when it is not given, if that
-    is known. `name` says what an item is called.
+    An item is done when the next one is asked for. `total` is len(items) by default, if that is known.
     """
     if total is None and isinstance(items, Sized):
         total = len(items)
@@ -168,7 +166,6 @@ def noted(file: Path) -> Generator[None]:
 
 @contextmanager
 def _every(seconds: float, work: Callable[[], None]) -> Generator[None]:
-    """Do some work on a thread of its own, again and again while the block runs."""
     over = threading.Event()
 
     def keep() -> None:
@@ -192,7 +189,6 @@ class _Status(ProgressColumn):
         self.meter = meter
 
     def render(self, task: Task) -> Text:
-        """Return the meter's words."""
         task.completed = self.meter.made
         return Text("; ".join([self.meter.status(), *_inner(self.meter)]))
 

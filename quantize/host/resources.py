@@ -99,5 +99,4 @@ def _gpu_bytes(*, reset: bool = False) -> int | None:
         return None
     if reset:
         _cuda().reset_peak_memory_stats()
-        return _cuda().memory_allocated()
     return _cuda().max_memory_allocated()

@@ -1,11 +1,9 @@
 """Formats numbers for people: bytes and seconds in the units that fit them."""
 
-UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
 
 def size(count: float) -> str:
     """Return a number of bytes with three significant digits: "13.9 MB", "1.63 GB", "512 B"."""
-    for unit, name in UNITS:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= 0.9995 * unit:
             value = count / unit
             digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
