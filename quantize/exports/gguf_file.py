@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ from quantize.host.locks import locked
 from quantize.runs.manifest import fingerprint
 from quantize.runtime.llama_cpp import FINGERPRINT
 
-STRETCH_BYTES = 1e9
-
 
 @dataclass(frozen=True)
 class Exported:
@@ -47,12 +45,7 @@ class Exported:
 
 
 def export_gguf(
-    source: Checkpoint,
-    out: Path,
-    *,
-    name: str,
-    kept_as: KeptAs = "BF16",
-    stretch: float = STRETCH_BYTES,
+    source: Checkpoint, out: Path, *, name: str, kept_as: KeptAs = "BF16", stretch: float = 1e9
 ) -> Exported:
     """Write a checkpoint, BF16 or with NVFP4 Linears, as the new GGUF file `out`.
 
@@ -129,16 +122,13 @@ def _stretches(
     name: str, header: bytes, tensors: Sequence[GGUFTensor], stretch: float
 ) -> list[Shard]:
     """Cut the file into stretches of whole tensors; the first one holds the header."""
-    groups: list[list[Piece]] = [[]]
+    shards = [Shard(name, header, (), 0)]
     for piece in map(_piece, tensors):
-        if sum(each.nbytes for each in groups[-1]) >= stretch:
-            groups.append([])
-        groups[-1].append(piece)
-    shards: list[Shard] = []
-    begin = 0
-    for group in groups:
-        shards.append(Shard(name, b"" if shards else header, tuple(group), begin))
-        begin += shards[-1].nbytes
+        last = shards[-1]
+        if sum(each.nbytes for each in last.pieces) >= stretch:
+            shards.append(Shard(name, b"", (piece,), last.begin + last.nbytes))
+        else:
+            shards[-1] = replace(last, pieces=(*last.pieces, piece))
     return shards
 
 

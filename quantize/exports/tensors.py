@@ -76,17 +76,13 @@ class GGUFTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor's blocks."""
+        """The bytes of all blocks."""
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // values * size
 
 
-def gguf_name(name: str) -> str | None:
-    """Return the GGUF name of a tensor of the BF16 layout, or None for the vision tower's.
-
-    Raises:
-        InputError: llama.cpp has no name for the tensor.
-    """
+def _gguf_name(name: str) -> str | None:
+    """Return the GGUF name of a tensor of the BF16 layout, or None for the vision tower's."""
     if name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision.")):
         return None
     tree, layer, plain = found.groups() if (found := NAME.fullmatch(name)) else ("", None, name)
@@ -105,11 +101,10 @@ def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     The layout of `source` has been checked. What it has in BF16 becomes `kept_as` in the file.
 
     Raises:
-        InputError: GGUF cannot hold a scheme or a width.
+        InputError: GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)
-    refused = [(m, scheme) for m, scheme in schemes.items() if scheme.codes is not E2M1_GROUPS]
-    if refused:
+    if refused := [(m, each) for m, each in schemes.items() if each.codes is not E2M1_GROUPS]:
         module, scheme = refused[0]
         raise InputError(
             f"{source.folder}: {module} is {scheme} ({len(refused)} Linears in all), which GGUF cannot "
@@ -128,7 +123,7 @@ class _Planner:
     def tensors(self) -> Iterator[GGUFTensor]:
         yield self._rope_freqs()
         for name, spec in bf16_layout(self.source.config).items():
-            target = gguf_name(name)
+            target = _gguf_name(name)
             modules = [m for m in linear_modules(name, spec.shape) if m in self.schemes]
             if target is None:
                 continue
@@ -186,10 +181,10 @@ class _Planner:
         """Yield gate and up, or down, of all experts of a layer."""
         each = len(modules) // shape[0]
         separate = (shape[0], *linear_shape(shape, tuple(modules)))
-        parts = ("gate", "up") if each == 2 else ("down",)
-        for index, part in enumerate(parts):
-            part_target = target.replace("gate_up", part)
-            yield from self._linears(part_target, separate, modules[index::each])
+        for index, part in enumerate(("gate", "up")[:each]):  # a name without gate_up stays
+            yield from self._linears(
+                target.replace("gate_up", part), separate, modules[index::each]
+            )
 
     def _read_blocks(self, modules: Sequence[str]) -> torch.Tensor:
         read, blocks = self.source.read, list[torch.Tensor]()
@@ -204,10 +199,11 @@ class _Planner:
         found: list[torch.Tensor] = []
         for module in modules:
             inverse = f"{module}.weight_scale_2"  # ModelOpt's
-            theirs = inverse in self.source.tensors
-            name = inverse if theirs else f"{module}.weight_global_scale"
-            scale = read_finite(self.source, name).reshape(1)
-            found.append(scale if theirs else 1 / scale)
+            if inverse in self.source.tensors:
+                found.append(read_finite(self.source, inverse).reshape(1))
+            else:
+                scale = read_finite(self.source, f"{module}.weight_global_scale")
+                found.append(1 / scale.reshape(1))
         scales = torch.cat(found)
         if modules[0].endswith(FIRST_DOWN):
             router = modules[0].replace(FIRST_DOWN, ROUTER_SCALE)
@@ -216,10 +212,7 @@ class _Planner:
 
 
 def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the bytes [n] of codes [..., in / 2] U8 and block scales [..., in / 16] e4m3.
-
-    `in` is a multiple of 64; the scales have no sign.
-    """
+    """Return bytes [n] of codes [..., in / 2] U8 and unsigned block scales [..., in / 16] e4m3."""
     pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
     low, high = codes.split(GROUP // 2, dim=-1)
@@ -239,5 +232,4 @@ def _check_width(name: str, shape: tuple[int, ...], kind: GGMLType) -> None:
 def _runs(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Split rows of `nbytes` in all into ranges (start, stop) of about TASK_BYTES each."""
     step = max(1, rows * TASK_BYTES // nbytes)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))

@@ -28,9 +28,9 @@ BUNDLED_PATTERN = r"\d|\n| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s"
 MARKED = ("channel", "tool_call", "tool_response")
 VISIBLE = {'<|"|>'} | {mark for name in MARKED for mark in (f"<|{name}>", f"<{name}|>")}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-SPECIAL = ("bos", "eos", "unk", "pad", "mask")
+# Special tokens -> GGUF's names of them.
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not start without one
-NAMES = {"unk": "unknown", "pad": "padding"}  # GGUF's names of special tokens
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
@@ -40,8 +40,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
         InputError: there is no tokenizer or chat template, llama.cpp has no name for the tokenizer, or
             a token lies outside of the embedding.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not (path := folder / "tokenizer.json").is_file():
         raise InputError(f"{path}: missing; a GGUF file carries the tokenizer, {FIX}")
     stated = read_json_object(path)
     try:
@@ -51,9 +50,8 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{path}: not a tokenizer.json ({error!r}); {FIX}") from error
     keys: dict[str, Any] = {"model": model, "pre": pre, "merges": merges}
-    keys |= {"tokens": texts, "token_type": types}
-    keys["add_bos_token"] = True  # that runtime drops the one that the template writes
-    keys["add_space_prefix"] = False
+    # That runtime drops the BOS that the template writes.
+    keys |= {"tokens": texts, "token_type": types, "add_bos_token": True, "add_space_prefix": False}
     if model == "gemma4":
         keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
     keys |= _special_ids(folder, texts)
@@ -82,8 +80,7 @@ def _tokens(path: Path, stated: dict[str, Any], size: int) -> tuple[list[str], l
     """Return texts and GGUF token types of a vocabulary, by id."""
     added = {token["content"]: token for token in stated.get("added_tokens") or []}
     ids: dict[str, int] = stated["model"]["vocab"] | {t: each["id"] for t, each in added.items()}
-    by_id = {index: text for text, index in ids.items()}
-    if len(by_id) != len(ids):
+    if len(by_id := {index: text for text, index in ids.items()}) != len(ids):
         raise InputError(f"{path}: two of its tokens have the same id; {FIX}")
     if outside := sorted(index for index in by_id if not 0 <= index < size):
         raise InputError(
@@ -115,20 +112,19 @@ def _special_ids(folder: Path, texts: list[str]) -> dict[str, int]:
     path = folder / "tokenizer_config.json"
     stated = read_json_object(path) if path.is_file() else {}
     found: dict[str, int] = {}
-    for name in SPECIAL:
+    for name, theirs in SPECIAL.items():
         token = stated.get(f"{name}_token", DEFAULT.get(name))
         text = token.get("content") if isinstance(token, dict) else token
         if text is None or (text not in texts and f"{name}_token" not in stated):
             continue
         if text not in texts:
             raise InputError(f"{path}: {name}_token {text!r} is no token of tokenizer.json; {FIX}")
-        found[f"{NAMES.get(name, name)}_token_id"] = texts.index(text)
+        found[f"{theirs}_token_id"] = texts.index(text)
     return found
 
 
 def _chat_template(folder: Path) -> str:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
+    if (path := folder / "chat_template.jinja").is_file():
         return path.read_text("utf-8")
     config = folder / "tokenizer_config.json"
     stated = read_json_object(config).get("chat_template") if config.is_file() else None
