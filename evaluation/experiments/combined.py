@@ -3,9 +3,12 @@
     PYTHONPATH=evaluation:tests/support python -m experiments.combined OUT [--on tell --commit HASH]
 
 Sets of trajectories are `learned`'s. Every arm is made and replayed in one process, without a
-checkpoint on disk. A line of JSON an arm and seed is written to OUT/SET.jsonl as soon as it is known:
-a run that was cut goes on, and `--until` begins nothing that would end later. Arms that learn are run
-with the first seed; then, best first, with the others.
+checkpoint on disk. A line of JSON an arm and seed is written to SET.jsonl as soon as it is known: a run
+that was cut goes on, and `--until` begins nothing that would end later. Arms of several copies of the
+prompts are run with the first seed; then, best first, with the others.
+
+Models lie in OUT/made, so that `tell` measures those that were chosen from. Which arms it compares
+with `w4a4` is said by `best` before it looks; then it measures all the others that were made.
 """
 
 import json
@@ -13,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import cycle
@@ -40,8 +44,10 @@ from quantize.schemes.rounding import E2M1_MAX, global_scale
 from quantize.stages.round_weights.round_weights import Done, Unit, units_of
 
 PROMPTS = 512  # that a seed records; an arm of fewer takes the first
+COPIES = 4  # noise seeds a prompt, of arms that learn
 BATCH = 32  # trajectories of a step of learning
 LAST = 15  # seconds that an arm takes behind its rounding or learning
+PACE = 30  # steps of learning after which its end is foretold
 DENSE = ("mlp.gate_proj", "mlp.down_proj")
 ALL = (*DENSE, "experts.gate_up_proj", "experts.down_proj")
 
@@ -54,14 +60,12 @@ class Learn:
         codes: as `learning.Arm.learn`; None where codes and scales stay.
         gains: whether norms, routers and scalars learn, which lie in BF16.
         steps: of Adam, 32 trajectories each.
-        copies: noise seeds a prompt that are learned from.
         rates: of log scales; of what is rounded, in steps; of gains, over their root mean square.
     """
 
     codes: Literal["scales", "kept", "both"] | None = "both"
     gains: bool = False
-    steps: int = 600
-    copies: int = 2
+    steps: int = 500
     rates: tuple[float, float, float] = (1e-3, 5e-3, 1e-3)
 
 
@@ -73,7 +77,7 @@ class Arm:
         attention: scheme of attention.
         how: rows and targets of GPTQ; None for rounding to nearest.
         prompts: to calibrate on.
-        copies: noise seeds a prompt whose rows are summed.
+        copies: noise seeds a prompt whose rows are summed, and learned from.
         fold: factors of channels that are folded into other weights: of down projections, of norms too,
             or of both without rounding them to powers of two.
         plain: names of inputs that stay in BF16.
@@ -92,43 +96,62 @@ class Arm:
 UNSURE = Weighing("unsure")
 PLAIN = Arm(prompts=256)
 BASE = Arm(how=UNSURE)
+MLP = replace(BASE, plain=DENSE)
 FP8 = Arm("FP8_DYNAMIC", how=UNSURE)
+FP8_MLP = replace(FP8, plain=DENSE)
+FOUR = {
+    "four": replace(BASE, copies=COPIES),
+    "mlp-four": replace(MLP, copies=COPIES),
+    "fp8-four": replace(FP8, copies=COPIES),
+    "fp8-mlp-four": replace(FP8_MLP, copies=COPIES),
+}
 LEARN = Learn(gains=True)
+GAINS = replace(LEARN, codes=None)
+SLOW = replace(LEARN, rates=(3e-4, 1.5e-3, 1e-3))
 ARMS = {
     "w4a4": Arm("NVFP4", how=None, prompts=256),
     "nvfp4": PLAIN,
-    "fp8": replace(PLAIN, attention="FP8_DYNAMIC"),
-    "512": Arm(),
     "base": BASE,
+    # The MLP's inputs in BF16 (NVFP4A16), and all inputs, which tells what activations cost.
+    "mlp": MLP,
     "fp8-base": FP8,
-    "aimed": replace(BASE, how=replace(UNSURE, aim=1.0)),
+    "fp8-mlp": FP8_MLP,
+    "512": Arm(),
+    "fp8": replace(PLAIN, attention="FP8_DYNAMIC"),
+    "weights": replace(BASE, plain=ALL),
+    # Rows by what their block's output is worth; weights that make up for rounded inputs.
     "relative": replace(BASE, how=replace(UNSURE, relative=True)),
     "gates": replace(BASE, how=replace(UNSURE, gates=True)),
     "gates-relative": replace(BASE, how=replace(UNSURE, gates=True, relative=True)),
+    "mlp-gates-relative": replace(MLP, how=replace(UNSURE, gates=True, relative=True)),
+    "aimed": replace(BASE, how=replace(UNSURE, aim=1.0)),
     "aimed-behind-half": replace(BASE, how=replace(UNSURE, aim=0.5, follow=True)),
     "aimed-behind": replace(BASE, how=replace(UNSURE, aim=1.0, follow=True)),
     # Channels evened out.
     "down": replace(BASE, fold="down"),
     "exact": replace(BASE, fold="exact"),
     "norms": replace(BASE, fold="norms"),
+    "mlp-down": replace(MLP, fold="down"),
     "fp8-down": replace(FP8, fold="down"),
-    # The MLP's inputs in BF16 (NVFP4A16), and all inputs, which tells what activations cost.
-    "mlp": replace(BASE, plain=DENSE),
-    "fp8-mlp": replace(FP8, plain=DENSE),
-    "weights": replace(BASE, plain=ALL),
     # Without GPTQ.
     "nearest": Arm(how=None),
     "nearest-down": Arm(how=None, fold="down"),
-    "twice": replace(BASE, copies=2),
-    # What learns from there.
-    "learn": replace(BASE, learn=LEARN),
-    "learn-slow": replace(BASE, learn=replace(LEARN, rates=(3e-4, 1.5e-3, 3e-4))),
-    "learn-fp8": replace(FP8, learn=LEARN),
-    "learn-kept": replace(BASE, learn=replace(LEARN, codes="kept")),
-    "learn-codes": replace(BASE, learn=Learn()),
-    "learn-gains": replace(BASE, learn=replace(LEARN, codes=None)),
-    "learn-fast": replace(BASE, learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
-    "learn-long": replace(BASE, learn=replace(LEARN, steps=1500)),
+    # More rows, and what learns from there.
+    **FOUR,
+    "learn-mlp": replace(FOUR["mlp-four"], learn=LEARN),
+    "learn": replace(FOUR["four"], learn=LEARN),
+    "learn-fp8-mlp": replace(FOUR["fp8-mlp-four"], learn=LEARN),
+    "learn-gains": replace(FOUR["four"], learn=GAINS),
+    "learn-fp8": replace(FOUR["fp8-four"], learn=LEARN),
+    "learn-slow": replace(FOUR["four"], learn=SLOW),
+    "learn-mlp-gains": replace(FOUR["mlp-four"], learn=GAINS),
+    "learn-mlp-slow": replace(FOUR["mlp-four"], learn=SLOW),
+    "learn-kept": replace(FOUR["four"], learn=replace(LEARN, codes="kept")),
+    "learn-codes": replace(FOUR["four"], learn=Learn()),
+    "learn-fp8-gains": replace(FOUR["fp8-four"], learn=GAINS),
+    "learn-gains-fast": replace(FOUR["four"], learn=replace(GAINS, rates=(0.0, 0.0, 3e-3))),
+    "learn-fast": replace(FOUR["four"], learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
+    "learn-mlp-long": replace(FOUR["mlp-four"], learn=replace(LEARN, steps=1500)),
 }  # fmt: skip
 
 
@@ -164,7 +187,7 @@ def learned_by(
     """Learn from rounded units on; return them, and the course of the loss.
 
     Raises:
-        TimeoutError: at the pace of the first steps it would end behind `until`.
+        TimeoutError: at its pace it would end behind `until`.
     """
     device = str(student.model.device)
     units = [Learning(own, dequantized(own), how.codes, device) for own in done if how.codes]
@@ -179,7 +202,7 @@ def learned_by(
     generator, losses, began = torch.Generator().manual_seed(0), list[Tensor](), time.time()
     torch.backends.cuda.matmul.allow_tf32 = True
     for step in range(how.steps):
-        if step == 30 and began + (time.time() - began) * how.steps / 30 > until - LAST:
+        if step and not step % PACE and foretold(began, step / how.steps) > until - LAST:
             raise TimeoutError
         chosen = torch.randperm(len(rows.tokens), generator=generator)[:BATCH].sort().values
         given(student, units, gains)
@@ -194,6 +217,11 @@ def learned_by(
         given(student, units, gains)
     tenths = torch.stack(losses).tensor_split(10)
     return [own.done() for own in units] or list(done), [own.mean().item() for own in tenths]
+
+
+def foretold(began: float, share: float) -> float:
+    """Return when what began then and has done a share will end, at its pace."""
+    return began + (time.time() - began) / share
 
 
 def given(student: Student, units: Sequence[Learning], gains: Gains | None) -> None:
@@ -237,6 +265,15 @@ def measured(work: Work) -> Rows:
     return rows_of(bf16_model(work.device), work.split.trajectories(work.out), sampler)
 
 
+def student_of(work: Work, arm: Arm, scales: dict[tuple[int, str], float]) -> Student:
+    """Return BF16 with inputs rounded on scales as an arm rounds them."""
+    recipe = recipe_of(Variant(attention=arm.attention, rounding="gptq"), arm.prompts)
+    units = units_of(plan_targets(Checkpoint.open(CHECKPOINT).tensors, recipe.quantization))
+    student = Student(units, scales, work.device)
+    forget(student, arm.plain)
+    return student
+
+
 def started(work: Work, arm: Arm, rows: Rows) -> tuple[Model, Student]:
     """Return BF16 with an arm's channels, and the same with inputs rounded on scales of a layer."""
     bf16 = bf16_model(work.device)
@@ -245,19 +282,16 @@ def started(work: Work, arm: Arm, rows: Rows) -> tuple[Model, Student]:
         exact, norms = arm.fold == "exact", arm.fold != "down"
         bf16 = folded(bf16, sums.sums, sums.counts, norms=norms, exact=exact)
         sums = observed(bf16, rows, "plain")
-    scales = {key: FP8_MAX * E2M1_MAX / own for key, own in sums.amax.items()}
-    recipe = recipe_of(Variant(attention=arm.attention, rounding="gptq"), arm.prompts)
-    units = units_of(plan_targets(Checkpoint.open(CHECKPOINT).tensors, recipe.quantization))
-    student = Student(units, scales, work.device)
+    student = student_of(
+        work, arm, {key: FP8_MAX * E2M1_MAX / own for key, own in sums.amax.items()}
+    )
     student.model.layers = [dict(own) for own in bf16.layers]
-    forget(student, arm.plain)
     return bf16, student
 
 
 def made(work: Work, arm: Arm, seed: int) -> tuple[Student, dict[str, Any]]:
     """Return an arm's model, and what is worth telling of how it came about."""
-    copies = max(arm.copies, arm.learn.copies if arm.learn else 1)
-    rows = fitted(seed, copies, work)
+    rows = fitted(seed, arm.copies, work)
     seen = rows.select(torch.arange(arm.prompts * arm.copies, device=work.device))
     bf16, student = started(work, arm, seen)
     if arm.how is None:
@@ -288,6 +322,21 @@ def error_of(model: Model, done: Done) -> float:
     return ((weight - dequantized(done)).norm(dim=(1, 2)) / weight.norm(dim=(1, 2))).max().item()
 
 
+def kept(work: Work, name: str, arm: Arm, seed: int) -> tuple[Student, dict[str, Any]]:
+    """Return an arm's model as it lies in OUT/made, which it is made into first where it does not."""
+    path = work.out / "made" / f"{name}-{seed}.pt"
+    if path.exists():
+        layers, scales, facts = torch.load(path, map_location=work.device)
+        student = student_of(work, arm, scales)
+        student.model.layers = layers
+        return student, facts
+    student, facts = made(work, arm, seed)
+    path.parent.mkdir(exist_ok=True)
+    torch.save((student.model.layers, student.scales, facts), path.with_suffix(".partial"))
+    path.with_suffix(".partial").replace(path)
+    return student, facts
+
+
 def run(work: Work, name: str, arm: Arm, seed: int) -> dict[str, Any]:
     """Make an arm's model and measure it on the work's split.
 
@@ -299,24 +348,22 @@ def run(work: Work, name: str, arm: Arm, seed: int) -> dict[str, Any]:
         raise TimeoutError
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False  # an arm that ran out of time may have left it on
-    student, facts = made(work, arm, seed)
+    torch.cuda.empty_cache()
+    student, facts = kept(work, name, arm, seed)
     found = distances(student.model, measured(work), Sampler.from_checkpoint(CHECKPOINT))
-    facts = {
+    return {
         "arm": name, "seed": seed, "seconds": round(time.time() - began, 1), **facts, **found
     }  # fmt: skip
-    del student
-    torch.cuda.empty_cache()
-    return facts
 
 
 def all_run(
     work: Work, tasks: Iterable[tuple[ProcessPoolExecutor, str, int]], file: Path
 ) -> dict[str, float]:
-    """Run arms and seeds that are not in the file yet; return the KL of each arm, by its last seed."""
-    kept = {(own["arm"], own["seed"]) for own in read(file)}
+    """Run arms and seeds that are not in the file yet; return the KL of each arm, over its seeds."""
+    known = {(own["arm"], own["seed"]) for own in read(file)}
     waiting = dict[Future[dict[str, Any]], tuple[str, int]]()
     for pool, name, seed in tasks:
-        if (name, seed) not in kept:
+        if (name, seed) not in known:
             waiting[pool.submit(run, work, name, ARMS[name], seed)] = name, seed
     for future in as_completed(waiting):
         if (failed := future.exception()) is not None:
@@ -324,15 +371,36 @@ def all_run(
             continue
         own = future.result()
         with file.open("a") as lines:
-            lines.write(json.dumps(own) + "\n")
+            lines.write(f"\n{json.dumps(own)}\n")  # a line that a kill cut stays by itself
         short = {key: round(mean(own[key]), 6) for key in ("kl", "flips", "jaccard", "commits")}
         print(json.dumps(own | short), flush=True)
-    return {own["arm"]: mean(own["kl"]) for own in read(file)}
+    return {name: mean(average(seeds)) for name, seeds in by_arm(read(file)).items()}
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file, none if it does not exist."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """Return the whole lines of a file, none if it does not exist."""
+    found = list[dict[str, Any]]()
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def by_arm(found: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
+    """Return what was measured by arm and seed."""
+    by: dict[str, dict[int, dict[str, Any]]] = {}
+    for own in found:
+        by.setdefault(own["arm"], {})[own["seed"]] = own
+    return by
+
+
+def best(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the arms of least KL over their seeds, of each attention and each kind of MLP's inputs."""
+    kl = {name: mean(average(seeds)) for name, seeds in by_arm(found).items()}
+    kl = {name: own for name, own in kl.items() if math.isfinite(own)}
+    groups = [(own, plain) for own in ("NVFP4A16", "FP8_DYNAMIC") for plain in ((), DENSE)]
+    alike = [[n for n in kl if (ARMS[n].attention, ARMS[n].plain) == group] for group in groups]
+    return [min(names, key=kl.__getitem__) for names in alike if names]
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -340,9 +408,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
 
     Ratios and differences are paired by trajectory, over the seeds that both arms have.
     """
-    by: dict[str, dict[int, dict[str, Any]]] = {}
-    for own in found:
-        by.setdefault(own["arm"], {})[own["seed"]] = own
+    by = by_arm(found)
     lines = [
         "| arm | KL x 1000 | by seed | of w4a4 | minus nvfp4 "
         "| flips, % | Jaccard | commits, % | error |",
@@ -401,9 +467,10 @@ def main(
     split = Split(f"tell-{commit}" if on == "tell" else "choose", trajectories)
     work, results = Work(out.resolve(), device, split, until), results or out
     results.mkdir(parents=True, exist_ok=True)
-    file = results / f"{split.name}.jsonl"
-    chosen = {name: ARMS[name] for name in arms or ARMS}
-    copies = max(max(own.copies, own.learn.copies if own.learn else 1) for own in chosen.values())
+    file, chosen = results / f"{split.name}.jsonl", read(results / "choose.jsonl")
+    told = on == "tell" and not arms
+    first = ["w4a4", "nvfp4", *best(chosen)] if told else list(arms or ARMS)
+    copies = max(ARMS[name].copies for name in first)
     fits = [Split(f"fit-{seed}-{copy}", PROMPTS) for copy in range(copies) for seed in seeds]
     context = get_context("spawn")
     with (
@@ -411,17 +478,23 @@ def main(
         ProcessPoolExecutor(learners, context) as few,
     ):
         shares = [(work.out, each, at) for each in (split, *fits) for at in each.shares()]
+        shares = [(own, each, at) for own, each, at in shares if not each.file(own, at).exists()]
         for future in [pool.submit(record, *own) for own, pool in zip(shares, cycle((many, few)))]:
             future.result()
-        print(f"recorded, {until - time.time():.0f} s left", flush=True)
-        learn = [name for name, own in chosen.items() if own.learn]
-        rest = [name for name in chosen if name not in learn]
+        print(f"recorded, {until - time.time():.0f} s left; first: {', '.join(first)}", flush=True)
+        pools = {name: few if ARMS[name].copies > 1 else many for name in first}
         found = all_run(work, [
-            *((few, name, seeds[0]) for name in learn),
-            *((many, name, seed) for seed in seeds for name in rest),
+            (pools[name], name, seed) for seed in seeds for name in first
+            if told or pools[name] is many or seed == seeds[0]
         ], file)  # fmt: skip
-        best = sorted((name for name in learn if name in found), key=found.__getitem__)
-        all_run(work, [(few, name, seed) for name in best for seed in seeds[1:]], file)
+        later = sorted((n for n in first if pools[n] is few and n in found), key=found.__getitem__)
+        all_run(work, [
+            (few, name, seed)
+            for part in (later[:6], later[6:]) for seed in seeds[1:] for name in part
+        ], file)  # fmt: skip
+        if told:
+            rest = {(own["arm"], own["seed"]): None for own in chosen}
+            all_run(work, [(pool, *own) for own, pool in zip(rest, cycle((many, few)))], file)
     lines = table(read(file))
     (results / f"{split.name}.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))

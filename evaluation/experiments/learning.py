@@ -222,7 +222,7 @@ class Student:
         self, units: Sequence[Unit], scales: dict[tuple[int, str], float], device: str
     ) -> None:
         self.model = Model(CHECKPOINT, device)
-        self.units = units
+        self.units, self.scales = units, scales
         for unit in units:
             key = key_of(unit.reads)
             self.model.round(key, unit.scheme, scales[key] if unit.scheme.calibrated else None)

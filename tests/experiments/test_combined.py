@@ -1,11 +1,15 @@
 """Pairs of inputs, factors of channels and what learns, each against its plain definition."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
-from experiments.combined import Gains, Learn, learned_by, nearest
+from experiments import combined
+from experiments.combined import Gains, Learn, all_run, best, learned_by, nearest, read
 from experiments.damage import Model, Rows, kl_of, rows_of
 from experiments.folding import factors, folded
 from experiments.learned import ARMS as LEARNED
@@ -142,3 +146,44 @@ def test_what_learns_lowers_the_divergence(codes: Literal["both", "kept"] | None
     ]
     assert any(moved) == (codes is not None)
     assert not any("down_proj" in name for _, name in Gains(student).moved)
+
+
+def measured(arm: str, seed: int, kl: float) -> dict[str, Any]:
+    values = {key: [kl] for key in ("kl", "flips", "jaccard", "commits")}
+    return {"arm": arm, "seed": seed, **values}
+
+
+def test_a_run_that_was_cut_goes_on_and_an_arm_that_fails_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[str]()
+
+    def run(_work: object, name: str, _arm: object, seed: int) -> dict[str, Any]:
+        begun.append(name)
+        if name == "gates":
+            raise TimeoutError
+        return measured(name, seed, 2.0)
+
+    monkeypatch.setattr(combined, "run", run)
+    file, work = tmp_path / "choose.jsonl", combined.Work(tmp_path, "cpu", combined.Split("", 0), 0)
+    file.write_text('{"arm": "mlp", "seed": 0, "kl": [4.0], "flips"')  # cut by a kill
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            found = all_run(work, [(pool, own, 0) for own in ("base", "gates", "mlp")], file)
+            assert found == {"base": 2.0, "mlp": 2.0}
+    assert begun == ["base", "gates", "mlp", "gates"]
+    assert [own["arm"] for own in read(file)] == ["base", "mlp"]
+
+
+@pytest.mark.parametrize(
+    ("kl", "wanted"),
+    [
+        ([("w4a4", 1.0), ("weights", 1.0), ("base", 3.0), ("four", 2.0)], ["four"]),
+        ([("base", 3.0), ("learn-fast", float("nan")), ("mlp", 4.0)], ["base", "mlp"]),
+        ([("base", 3.0), ("base", 1.0), ("four", 2.5), ("fp8-mlp", 4.0)], ["base", "fp8-mlp"]),
+    ],
+)
+def test_the_best_are_those_of_least_divergence_over_seeds(
+    kl: Sequence[tuple[str, float]], wanted: list[str]
+) -> None:
+    assert best([measured(name, seed, own) for seed, (name, own) in enumerate(kl)]) == wanted
