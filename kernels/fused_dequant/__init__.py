@@ -31,5 +31,6 @@ from fused_dequant.operations import (
     scaled_norm,
     soft_embedding,
     soft_embedding_of,
+    sparse_soft_embedding,
 )
 from fused_dequant.weights import Weight, require

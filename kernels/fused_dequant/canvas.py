@@ -41,10 +41,15 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Probabilities:
-    """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M]."""
+    """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M].
+
+    `statistics` f32 [M, 4, tiles of V] keeps what `look` leaves of its tiles, for
+    `sparse_soft_embedding`.
+    """
 
     p: torch.Tensor
     total: torch.Tensor
+    statistics: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

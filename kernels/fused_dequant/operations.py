@@ -4,6 +4,7 @@
     routed_experts      gated experts, before their sum
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
+    sparse_soft_embedding   the same of the few tokens that hold nearly all mass, where few do
     look                on Hopper lm_head and `sample` in one, and what `soft_embedding_of` multiplies
 
     begin               embeddings, and the first layer's input
@@ -187,6 +188,26 @@ def soft_embedding_of(
     from fused_dequant import vocabulary
 
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
+
+
+def sparse_soft_embedding(
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    out: torch.Tensor | None = None,
+    left: Probabilities | None = None,
+) -> torch.Tensor:
+    """Return `soft_embedding` within 1e-3 of the largest norm of a row of `embedding`.
+
+    A row of logits whose 64 most probable tokens hold less than 0.999 of the mass is multiplied whole.
+    `left`: what `look` left of these logits, with its statistics.
+    """
+    if kernels := kernels_of("vocabulary_sparse", logits.device):
+        return kernels.sparse_soft_embedding(
+            logits.contiguous(), embedding, inverse_temperature, out, left
+        )
+    soft = reference.sparse_soft_embedding(logits, in_float32(embedding), inverse_temperature)
+    return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
 
 @with_kernels("residual")

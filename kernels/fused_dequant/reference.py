@@ -86,6 +86,38 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
+LEFT_OUT, MOST = 1e-3, 64  # mass that a sparse row may leave out, and the tokens it may have
+
+
+def sparse_soft_embedding(
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Return `soft_embedding` of the most probable tokens that hold 1 - LEFT_OUT of a row's mass.
+
+    A row that needs more than MOST of them is multiplied whole: with all rows, so that its bits do not
+    depend on which others are.
+    """
+    p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
+    most, tokens = p.topk(min(MOST, p.shape[1]), -1)
+    before = most.cumsum(-1) - most
+    weights = torch.where(before < 1 - LEFT_OUT, most, 0)
+    sparse = most.sum(-1) >= 1 - LEFT_OUT
+    soft = torch.stack(
+        [own @ embedding[t].to(dtype) for own, t in zip(weights, tokens, strict=True)]
+    )
+    return soft if sparse.all() else torch.where(sparse[:, None], soft, p @ embedding.to(dtype))
+
+
+def tokens_needed(logits: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
+    """Return how many tokens of each row hold 1 - LEFT_OUT of its mass, more than 128 as 129: [M]."""
+    p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
+    held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
+    return (held < 1 - LEFT_OUT).sum(-1) + 1
+
+
 def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, dtype=torch.float32):
     """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`.
 

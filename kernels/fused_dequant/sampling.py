@@ -163,14 +163,22 @@ def draw_kernel(
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
     """See `operations.sample`; logits must be contiguous."""
     B, L, V = logits.shape
-    ranges = triton.cdiv(V, RANGE)
     width = min(RANGE, triton.next_power_of_2(V))
-    statistics = torch.empty(3, B * L, ranges, dtype=torch.float32, device=logits.device)
-    statistics_kernel[(B * L, ranges)](
-        logits, schedule, state.step, *statistics, L, V, len(schedule), ranges,
+    own = statistics(logits.view(B * L, V), schedule, state.step, L, width)
+    return draw(logits, own, width, state, schedule)
+
+
+def statistics(
+    logits: torch.Tensor, schedule: torch.Tensor, step: torch.Tensor, L: int, width: int
+) -> torch.Tensor:
+    """Return f32 [3, M, ranges of `width` tokens]: what `statistics_kernel` writes of logits [M, V]."""
+    (M, V), ranges = logits.shape, triton.cdiv(logits.shape[1], width)
+    found = torch.empty(3, M, ranges, dtype=torch.float32, device=logits.device)
+    statistics_kernel[(M, ranges)](
+        logits, schedule, step, *found, L, V, len(schedule), ranges,
         EVEN=V % width == 0, RANGE=width, num_warps=2, **chained(logits.device),
     )  # fmt: skip
-    return draw(logits, statistics, width, state, schedule)
+    return found
 
 
 def draw(

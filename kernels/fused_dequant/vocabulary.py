@@ -246,7 +246,7 @@ def look(x, w, cap, state, schedule, logits, probabilities):
     config = tuning.choose("lm_head", "bf16", M, V, H, x.device)
     config = config if "STAGES" in config else {"STAGES": 4}
     statistics = vocabulary_hopper.survey(
-        x, w, cap, schedule, state.step, logits, probabilities.p, config
+        x, w, cap, schedule, state.step, logits, probabilities.p, config, probabilities.statistics
     )
     rows = logits.view(*state.canvas.shape, V)
     return sampling.draw(
@@ -258,16 +258,8 @@ def soft_embedding(logits, embedding, inverse_temperature, out=None, config=None
     """See `operations.soft_embedding`."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device)
-    splits, length = _splits(V, config)
-    device = logits.device
-    p = torch.empty(M, V, dtype=embedding.dtype, device=device)
-    anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
-    exponential_kernel[(M, splits)](
-        logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
-        EIGHTS=256, num_warps=8, **chained(device),
-    )  # fmt: skip
-    partial = _multiply(p, embedding, config)
-    return _reduce(partial, anchors, total, inverse_temperature, out)
+    p, anchors, total = exponentials(logits, inverse_temperature, *split_lengths(V, config))
+    return reduce(_multiply(p, embedding, config), anchors, total, inverse_temperature, out)
 
 
 def soft_embedding_of(probabilities, embedding, out=None, config=None):
@@ -275,17 +267,32 @@ def soft_embedding_of(probabilities, embedding, out=None, config=None):
     p, total = probabilities.p, probabilities.total
     (M, V), H = p.shape, embedding.shape[1]
     config = config or tuning.choose("soft_embedding", "bf16", M, H, V, p.device)
-    return _reduce(_multiply(p, embedding, config), None, total, total, out)
+    return reduce(_multiply(p, embedding, config), None, total, total, out)
 
 
-def _splits(V: int, config: Config) -> tuple[int, int]:
+def exponentials(
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, splits: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return p bf16 [M, V], and of each range its anchors and sums f32 [splits, M]."""
+    (M, V), device = logits.shape, logits.device
+    p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
+    anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
+    exponential_kernel[(M, splits)](
+        logits, p, anchors, total, M, V, length, inverse_temperature, HARDWARE=device.type != "cpu",
+        EIGHTS=256, num_warps=8, **chained(device),
+    )  # fmt: skip
+    return p, anchors, total
+
+
+def split_lengths(V: int, config: Config) -> tuple[int, int]:
+    """Return the number of ranges that K = V is split into, and their length."""
     length = -(-V // (config["SPLITS"] * config["BK"])) * config["BK"]
     return -(-V // length), length
 
 
 def _multiply(p: torch.Tensor, embedding: torch.Tensor, config: Config) -> torch.Tensor:
     (M, V), H = p.shape, embedding.shape[1]
-    splits, length = _splits(V, config)
+    splits, length = split_lengths(V, config)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=p.device)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     split_k_kernel[(triton.cdiv(M, BM), triton.cdiv(H, BN), splits)](
@@ -296,7 +303,7 @@ def _multiply(p: torch.Tensor, embedding: torch.Tensor, config: Config) -> torch
     return partial
 
 
-def _reduce(
+def reduce(
     partial: torch.Tensor,
     anchors: torch.Tensor | None,
     total: torch.Tensor,

@@ -278,14 +278,16 @@ def survey(
     y: torch.Tensor,
     p: torch.Tensor,
     config: dict[str, int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write logits y and p bf16 [M, V] of B sequences at `step` int32 [B] of `schedule` f32 [N].
 
-    Returns f32 [4, M, ranges of 256 tokens]: maximum, sums, moments and sums of p.
+    Returns f32 [4, M, ranges of 256 tokens], in `out` if given: maximum, sums, moments and sums of p.
     """
     M, V = y.shape
     ranges = triton.cdiv(V, BN.value)
-    statistics = torch.empty(4, M, ranges, dtype=torch.float32, device=x.device)
+    statistics = torch.empty(M, 4, ranges, device=x.device) if out is None else out
+    statistics = statistics.view(4, M, ranges)
     own = (statistics, schedule, step)
     _launch(x, w, y, p, own, M // len(step), cap, config, surveyed=True)
     return statistics

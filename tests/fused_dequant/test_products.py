@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
 KERNELS = (
     "kernels", "denoising", "look", "attention", "residual", "simulated", "gptq_kernels", "w4a4",
+    "sparse",
 )  # fmt: skip
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
 
@@ -49,7 +50,7 @@ def interpreted(request: pytest.FixtureRequest) -> str:
 
 def test_every_kernel_in_the_interpreter(interpreted: str) -> None:
     """The GPU tests again, less those that need a GPU."""
-    assert interpreted.count(" PASSED ") >= 188
+    assert interpreted.count(" PASSED ") >= 193
 
 
 def test_hessians_in_the_interpreter(interpreted: str) -> None:

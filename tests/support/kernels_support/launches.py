@@ -227,7 +227,9 @@ def launch_layer(scheme: str, M: int) -> None:
 def _vocabulary(M: int) -> None:
     embedding = blank(VOCABULARY, HIDDEN)
     logits = fd.lm_head(blank(M, HIDDEN), embedding, 30.0)
-    fd.soft_embedding(logits, embedding, blank(M, dtype=torch.float32))
+    sharpness = blank(M, dtype=torch.float32)
+    fd.soft_embedding(logits, embedding, sharpness)
+    fd.sparse_soft_embedding(logits, embedding, sharpness)
 
 
 def _looks(B: int) -> None:

@@ -1,0 +1,227 @@
+"""The soft embedding where few tokens hold nearly all of a row's mass: only their embeddings are read.
+
+    S          the most probable tokens of a row, the lower of two alike first, until their mass is
+               at least 1 - LEFT_OUT; a row that needs more than MOST of them is multiplied whole
+    sparse     sum over S of p_i * E_i,   p_i = softmax(logits / T)_i, not normalised anew
+
+With eps <= LEFT_OUT the mass outside S and R the largest |E_i|, what is left out is a sum of p_j E_j:
+
+    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R, and the norm that
+                                          reads the result takes out any factor
+    |dense - exact|   <=  2^-9 |exact| + 2^-9 R     bf16's rounding of the result, and of dense's p
+
+so the first is at most about half of what the dense product may round. It is below the rounding of the
+result alone (2^-9 |exact|) only where |exact| > 0.51 R, which no model promises: sparse is a choice.
+
+MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB and 0.34 ms; 64 tokens of 256 rows
+are 92 MB, and finding them is 64 turns of a loop that ends at once where they cannot suffice.
+
+    1. `choose_kernel`    a row: S by the maxima and sums of tiles of 256 tokens, which lm_head's
+                          epilogue leaves on Hopper. A turn takes the best token of the best tile
+    2. `list_kernel`      rows to be multiplied whole, in order, and their number
+    3. `some_rows_kernel` their products, BM listed rows a program; programs beyond the list leave
+    4. `reduce_kernel`    of `vocabulary`, all rows; what it makes of the others is overwritten
+    5. `gather_kernel`    the sparse rows
+
+A row's bits do not depend on other rows: 1 and 5 read its own numbers alone; in 3 each element of a
+tile is summed over the same tokens in the same order wherever its row stands in the list, by the tiles
+of the dense product, whose bits it has.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fused_dequant import reference, sampling, tuning, vocabulary
+from fused_dequant.canvas import Probabilities
+from fused_dequant.chain import chained, follow
+from fused_dequant.tiles import LOG2_E, LOWEST
+
+TILE = 256  # tokens of a tile: `vocabulary_hopper`'s
+
+
+@triton.jit
+def choose_kernel(
+    logits,
+    tops,
+    sums,
+    inverse_temperature,
+    tokens,
+    weights,
+    counts,
+    V,
+    tiles,
+    CHAINED: tl.constexpr,
+    LEFT_OUT: tl.constexpr,
+    MOST: tl.constexpr,
+    TILES: tl.constexpr,  # `tiles` rounded up to a power of two
+    TILE: tl.constexpr,
+):
+    """Program `row` writes its tokens and weights, and their number, 0 if they do not suffice.
+
+    `tops` and `sums` [rows, tiles] are of 2^((logit - the tile's top) log2(e) / T). Tokens that were
+    taken are above the next one, or as high and before it.
+    """
+    follow(CHAINED)
+    row = tl.program_id(0)
+    sharpness = tl.load(inverse_temperature + row) * LOG2_E
+    tile, within = tl.arange(0, TILES), tl.arange(0, TILE)
+    exists = tile < tiles
+    top_of = tl.load(tops + row * tiles + tile, mask=exists, other=LOWEST)
+    sum_of = tl.load(sums + row * tiles + tile, mask=exists, other=0.0)
+    top = tl.max(top_of)
+    total = tl.sum(tl.exp2((top_of - top) * sharpness) * sum_of)
+    wanted = total * (1.0 - LEFT_OUT)
+    mass, count, last = total * 0.0, row * 0, row * 0 - 1
+    highest, weight = top, tl.exp2(top - top)
+    while (mass < wanted) & (mass + (MOST - count) * weight >= wanted):
+        best = tl.min(tl.where(top_of == highest, tile, TILES - 1))
+        token = best * TILE + within
+        place = logits + row.to(tl.int64) * V + token
+        values = tl.load(place, mask=token < V, other=float("-inf")).to(tl.float32)
+        taken = tl.min(tl.where((values == highest) & (token > last), token, V - 1))
+        tl.store(tokens + row * MOST + count, taken)
+        tl.store(weights + row * MOST + count, weight / total)
+        mass += weight
+        count += 1
+        left = (values < highest) | ((values == highest) & (token > taken))
+        top_of = tl.where(tile == best, tl.max(tl.where(left, values, LOWEST)), top_of)
+        following = tl.max(top_of)
+        last = tl.where(following == highest, taken, -1)
+        highest, weight = following, tl.exp2((following - top) * sharpness)
+    tl.store(counts + row, tl.where(mass >= wanted, count, 0))
+
+
+@triton.jit
+def list_kernel(counts, rows, M, CHAINED: tl.constexpr, ROWS: tl.constexpr):
+    """Write the rows whose count is 0, in order, and behind all places of `rows` their number."""
+    follow(CHAINED)
+    row = tl.arange(0, ROWS)
+    whole = tl.load(counts + row, mask=row < M, other=1) == 0
+    place = tl.cumsum(whole.to(tl.int32), 0)
+    tl.store(rows + place - 1, row, mask=whole)
+    tl.store(rows + M, tl.max(place))
+
+
+@triton.jit
+def some_rows_kernel(
+    p,
+    embedding,
+    partial,
+    rows,
+    M,
+    V,
+    H,
+    length,
+    CHAINED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Do what `vocabulary.split_k_kernel` does for the rows listed in `rows`, at their own places.
+
+    p is [M, V], `embedding` a descriptor; places of a tile behind the list repeat its first row.
+    """
+    follow(CHAINED)
+    count, first = tl.load(rows + M), tl.program_id(0) * BM
+    if first >= count:
+        return
+    n, split = tl.program_id(1) * BN, tl.program_id(2)
+    listed = first + tl.arange(0, BM)
+    listed = tl.where(listed < count, listed, first)
+    row = tl.load(rows + listed)
+    column = tl.arange(0, BK)
+    line = p + row.to(tl.int64)[:, None] * V + column[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(split * length, tl.minimum((split + 1) * length, V), BK):
+        own = tl.load(line + k) if EVEN else tl.load(line + k, (column < V - k)[None, :], 0.0)
+        acc = tl.dot(own, embedding.load([k, n]), acc)
+    column = n + tl.arange(0, BN)
+    place = partial + (split * M + row).to(tl.int64)[:, None] * H + column[None, :]
+    tl.store(place, acc, mask=(column < H)[None, :])
+
+
+@triton.jit
+def gather_kernel(
+    embedding,
+    tokens,
+    weights,
+    counts,
+    out,
+    H,
+    CHAINED: tl.constexpr,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block) adds up BLOCK columns of the row's tokens, the most probable first."""
+    follow(CHAINED)
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts + row)
+    if count == 0:
+        return
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for i in range(count):
+        token = tl.load(tokens + row * MOST + i).to(tl.int64)
+        values = tl.load(embedding + token * H + column, mask=column < H, other=0.0)
+        acc += tl.load(weights + row * MOST + i) * values.to(tl.float32)
+    place = out + row.to(tl.int64) * H + column
+    tl.store(place, acc.to(out.dtype.element_ty), mask=column < H)
+
+
+def sparse_soft_embedding(
+    logits: torch.Tensor,
+    embedding: torch.Tensor,
+    inverse_temperature: torch.Tensor,
+    out: torch.Tensor | None = None,
+    left: Probabilities | None = None,
+) -> torch.Tensor:
+    """See `operations.sparse_soft_embedding`."""
+    (M, V), H, device = logits.shape, embedding.shape[1], logits.device
+    config = tuning.choose("soft_embedding", "bf16", M, H, V, device)
+    splits, length = vocabulary.split_lengths(V, config)
+    if left is not None and left.statistics is not None:
+        p, anchors, total, statistics = left.p, None, left.total, left.statistics.view(4, M, -1)
+    else:
+        p, anchors, total = vocabulary.exponentials(logits, inverse_temperature, splits, length)
+        own_step = torch.arange(1, M + 1, dtype=torch.int32, device=device)
+        statistics = sampling.statistics(logits, 1 / inverse_temperature, own_step, 1, TILE)
+    counts, rows, tokens, weights = choose(logits, statistics, inverse_temperature)
+    partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
+    BM, BN, BK = config["BM"], config["BN"], config["BK"]
+    some_rows_kernel[(triton.cdiv(M, BM), triton.cdiv(H, BN), splits)](
+        p, TensorDescriptor.from_tensor(embedding, [BK, BN]), partial, rows, M, V, H, length,
+        EVEN=V % BK == 0, **chained(device),
+        **{name: value for name, value in config.items() if name != "SPLITS"},
+    )  # fmt: skip
+    out = vocabulary.reduce(partial, anchors, total, inverse_temperature, out)
+    gather_kernel[(M, triton.cdiv(H, 1024))](
+        embedding, tokens, weights, counts, out, H, MOST=reference.MOST, BLOCK=1024,
+        **chained(device),
+    )  # fmt: skip
+    return out
+
+
+def choose(
+    logits: torch.Tensor, statistics: torch.Tensor, inverse_temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose the tokens of each row of logits [M, V] by `statistics` f32 [.., M, tiles of 256].
+
+    Returns their counts int32 [M], 0 for a row that needs more than MOST; int32 [M + 1], those rows in
+    order and last their number; tokens int32 and probabilities f32 [M, MOST].
+    """
+    (M, V), device, MOST = logits.shape, logits.device, reference.MOST
+    counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))
+    weights = torch.empty(M, MOST, device=device)
+    rows = torch.empty(M + 1, dtype=torch.int32, device=device)
+    tiles = statistics.shape[2]
+    choose_kernel[(M,)](
+        logits, *statistics[:2], inverse_temperature, tokens, weights, counts, V, tiles,
+        LEFT_OUT=reference.LEFT_OUT, MOST=MOST, TILES=triton.next_power_of_2(tiles), TILE=TILE,
+        num_warps=1, **chained(device),
+    )  # fmt: skip
+    list_kernel[(1,)](
+        counts, rows, M, ROWS=triton.next_power_of_2(M), num_warps=8, **chained(device)
+    )
+    return counts[:, 0], rows, tokens, weights
