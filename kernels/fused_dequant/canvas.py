@@ -11,6 +11,7 @@ import torch
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
+TILE = 256  # tokens of which `look` notes numbers together
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,13 +44,25 @@ class Rules(NamedTuple):
 class Probabilities:
     """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M].
 
-    `statistics` f32 [M, 4, tiles of V] keeps what `look` leaves of its tiles, for
-    `sparse_soft_embedding`.
+    `statistics` f32 [M, 4, tiles of V] keeps what `look` notes of its tiles, in any order, where
+    `sparse_soft_embedding` reads it.
     """
 
     p: torch.Tensor
     total: torch.Tensor
     statistics: torch.Tensor | None = None
+
+    @classmethod
+    def room(cls, logits: torch.Tensor, *, sparse: bool) -> "Probabilities":
+        """Return tensors for logits [M, V]."""
+        (M, V), device = logits.shape, logits.device
+        noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
+        return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
+
+    def first(self, rows: int) -> "Probabilities":
+        """Return the first rows, in the same memory."""
+        noted = None if self.statistics is None else self.statistics[:rows]
+        return Probabilities(self.p[:rows], self.total[:rows], noted)
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import reference, sampling, tuning, vocabulary
-from fused_dequant.canvas import Probabilities
+from fused_dequant.canvas import TILE, Probabilities
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST
-
-TILE = 256  # tokens of a tile: `vocabulary_hopper`'s
 
 
 @triton.jit

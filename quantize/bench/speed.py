@@ -159,7 +159,8 @@ def bench(
         torch.cuda.reset_peak_memory_stats()
     result = Bench(
         model=(str(checkpoint) if checkpoint else f"random weights, {random}")
-        + (f", activations {place.activations}" if place.activations else ""),
+        + (f", activations {place.activations}" if place.activations else "")
+        + (", sparse soft embedding" if place.sparse else ""),
         device=torch.cuda.get_device_name(),
         torch=torch.__version__,
         context=context,

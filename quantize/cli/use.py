@@ -97,10 +97,14 @@ def generate(
     help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
 )  # fmt: skip
 @with_options("activations", "gpu-memory")
+@click.option(
+    "--sparse-soft-embedding", "sparse", is_flag=True,
+    help="Condition steps on the tokens that hold 0.999 of a row's mass, where 64 do.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None, activations: "ActivationMode | None", gpu_memory: float | None,
-    as_json: bool, **options: Any,
+    sparse: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
@@ -123,7 +127,7 @@ def bench(
     if (checkpoint is None) == (options["random"] is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
     folder = None if checkpoint is None else resolve(checkpoint)
-    place = Placement("cuda", gpu_memory, activations)
+    place = Placement("cuda", gpu_memory, activations, sparse=sparse)
     result = measure(folder, config=known_config(REAL_MODEL), place=place, **options)
     if as_json:
         click.echo(json.dumps(asdict(result), indent=1))

@@ -44,6 +44,7 @@ class Placement:
     activations: ActivationMode | None = None
     # positions that a sample may take; None for the engine's own limit
     max_context: int | None = None
+    sparse: bool = False  # whether its soft embeddings are, as in `FusedEngine`
     batches: int = 1
     fixed_batch: bool = False
     caches: int = 1

@@ -13,6 +13,8 @@ Variants alternate in one process over the same weights, as `--compare` says:
                  "two passes": it is encoded before
     looks        "looking": lm_head leaves what the sampler and the soft embedding would read it for
                  "reading": both read the logits
+    soft         "dense" and "sparse" soft embeddings. The logits of random weights are flat, which no
+                 sparse row is: PEAKS rows of the embedding are made 30 times as large first
     nothing      "served"
 
 `--seconds` ends the run before a row that would begin later. Each row: ms a canvas (median) and a
@@ -46,7 +48,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
 
-from fused_dequant import tuning  # noqa: E402
+from fused_dequant import reference, tuning  # noqa: E402
 
 from quantize.bench import speed as bench  # noqa: E402
 from quantize.bench.adaptive import NEVER, SomeSlots, random_prompts  # noqa: E402
@@ -65,7 +67,7 @@ from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
 from quantize.runtime.fused.rates import measure_rates  # noqa: E402
 from quantize.runtime.fused.weights import TextWeights  # noqa: E402
 
-CONTEXT, STEPS = 1024, 16
+CONTEXT, STEPS, PEAKS = 1024, 16, 32
 SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
@@ -105,9 +107,12 @@ Variants = dict[str, tuple[FusedEngine, bool]]
 def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
     """Return engines by name, each with whether a canvas is encoded with the next one's first step."""
 
-    def engine() -> FusedEngine:
+    def engine(**options: bool) -> FusedEngine:
         longest = CONTEXT + 2 * weights.config.canvas_length
-        return FusedEngine(weights, capacity=batch, max_context=longest)
+        return FusedEngine(weights, capacity=batch, max_context=longest, **options)
+
+    if compare == "soft":
+        return {"dense": (engine(), True), "sparse": (engine(sparse=True), True)}
 
     if compare == "looks":
         return {"looking": (engine(), True), "reading": (engine(), True)}
@@ -178,6 +183,8 @@ def rows(args: argparse.Namespace) -> None:
         schemes = dict(zip(("experts", "attention", "mlp"), bench.MIXES[named], strict=True))
         weights = random_weights(config, schemes, "cuda", in_fp8=activations == "fp8")
         facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]
+        if args.compare == "soft":
+            weights.embedding[:: len(weights.embedding) // PEAKS] *= 30
         hit: list[int] = []
         for batch in map(int, args.batches.split(",")):
             if time.monotonic() - begun > args.seconds:
@@ -190,6 +197,13 @@ def rows(args: argparse.Namespace) -> None:
             engine = next(iter(compared.values()))[0]
             hit = hit or bench._experts_hit(engine, prompts[0])
             own = measured(compared, prompts, args.canvases if batch <= 8 else 1)
+            if args.compare == "soft":
+                needed = reference.tokens_needed(
+                    engine._logits[:256], torch.full((256,), 1.6, device="cuda")
+                )
+                own["most tokens needed, rows of more than 64"] = [
+                    int(needed.max()), int((needed > reference.MOST).sum())
+                ]  # fmt: skip
             del engine, compared
             floor = decoder_floor(weights, rates, batch, CONTEXT, statistics.mean(hit))
             row = {"mix": mix, "batch": batch, **facts, **own, "floor": sum(floor.values()) * 1e3}
@@ -300,7 +314,7 @@ def main() -> None:
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
     parser.add_argument("--canvases", type=int, default=4)
-    parser.add_argument("--compare", choices=("joins", "looks", "nothing"), default="joins")
+    parser.add_argument("--compare", choices=("joins", "looks", "soft", "nothing"), default="joins")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--device", default="cuda")

@@ -63,7 +63,7 @@ def test_the_most_probable_tokens_are_chosen_in_order() -> None:
     from fused_dequant import vocabulary_sparse
 
     logits, inverse = peaked(ALIKE), sharpness(len(ALIKE))
-    given = left(logits, inverse).statistics
+    given = left(logits, inverse).first(len(ALIKE)).statistics
     assert given is not None
     counts, rows, tokens, weights = vocabulary_sparse.choose(
         logits, given.view(4, len(logits), -1), inverse

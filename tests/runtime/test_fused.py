@@ -339,7 +339,7 @@ def test_what_lm_head_leaves_is_read(
     expected = denoised()
     monkeypatch.setattr(text_stack, "LOOKING", True)
     monkeypatch.setattr(passes_of, "look", look)
-    monkeypatch.setattr(passes_of, "soft_embedding_of", soft_embedding_of)
+    monkeypatch.setattr(text_stack, "soft_embedding_of", soft_embedding_of)
     monkeypatch.setattr(
         text_stack, "looks", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
     )

@@ -113,6 +113,8 @@ class FusedEngine:
         lanes: batches of `capacity` whose passes go through the layers together. With more than one,
             the slots of one lane follow those of another, and canvases are encoded one by one.
         on_host: keep keys and values on the host, and on the device only those of a lane and a layer.
+        sparse: leave a row's least probable tokens out of the next step's self-conditioning, a
+            thousandth of its mass at most (`fused_dequant.sparse_soft_embedding`).
 
     Attributes:
         stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
@@ -134,6 +136,7 @@ class FusedEngine:
         prefix_bytes: int = 0,
         lanes: int = 1,
         on_host: bool = False,
+        sparse: bool = False,
     ) -> None:
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
@@ -156,7 +159,7 @@ class FusedEngine:
                 f"no GPU memory for {self.slots} sequences of {self.max_length} positions beside "
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
-        self.model = FusedModel(weights, cache, inputs)
+        self.model = FusedModel(weights, cache, inputs, sparse=sparse)
         on_gpu = self.model.cores is None
         self._smallest = bucket(capacity) if batch_invariant and on_gpu else 1
         # commits and first steps in one pass
@@ -269,8 +272,7 @@ class FusedEngine:
     @cached_property
     def _probabilities(self) -> Probabilities:
         """The buffers in which lm_head leaves as many rows' for the soft embedding."""
-        total = torch.empty(len(self._logits), device=self.device)
-        return Probabilities(torch.empty_like(self._logits), total)
+        return Probabilities.room(self._logits, sparse=self.model.sparse)
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fused_dequant import CanvasState, Draw, Probabilities, look, sample, soft_embedding_of
+from fused_dequant import CanvasState, Draw, Probabilities, look, sample
 from fused_dequant.canvas import random_tokens
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -280,17 +280,12 @@ class Step:
 
     def _left(self, rows: int) -> Probabilities | None:
         """Return what `look` leaves for the soft embedding of so many rows; None where it cannot."""
-        whole = self._probabilities
-        return None if whole is None else Probabilities(whole.p[:rows], whole.total[:rows])
+        return None if self._probabilities is None else self._probabilities.first(rows)
 
     def _condition(self, start: int) -> None:
         state, rows, logits = self._piece(start)
-        if (left := self._left(len(logits))) is not None:
-            with part("vocabulary"):
-                soft_embedding_of(left, self._model.weights.embedding, self._signal[rows])
-            return
-        inverse = state.inverse_temperature.flatten()
-        self._model.soft_embedding(logits, inverse, self._signal[rows])
+        inverse, left = state.inverse_temperature.flatten(), self._left(len(logits))
+        self._model.soft_embedding(logits, inverse, self._signal[rows], left)
 
     def _piece(self, start: int) -> tuple[CanvasState, slice, Tensor]:
         """Return the state of canvases from `start` on, their rows of a pass, and their logits."""
@@ -314,7 +309,8 @@ class Running:
         """Take the step with this number of a run; return the event after which `told` may be read."""
         self.step.take_on(h, self.committed, self.graphs)
         self.committed = 0
-        return self.step.send_report(min(self.taken) + count < self.step.limit, self.graphs)
+        rows = zip(self.taken, self.most, strict=True)
+        return self.step.send_report(any(n + count < most for n, most in rows), self.graphs)
 
     def told(self) -> list[Told]:
         """Return what the last report says of each row."""

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from fused_dequant import (
     Activation,
+    Probabilities,
     Weight,
     after_attention,
     after_experts,
@@ -45,6 +46,8 @@ from fused_dequant import (
     routed_experts,
     scaled_norm,
     soft_embedding,
+    soft_embedding_of,
+    sparse_soft_embedding,
 )
 from fused_dequant.dispatch import sequences_of
 from torch import Tensor
@@ -84,13 +87,15 @@ class FusedModel:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
         inputs: rounds or shows the rows that enter products; None does neither.
         on_pass: called with every pass before it enters the first layer.
+        sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the threads among which a CPU shares a pass' sequences; None where kernels run.
     """
 
     def __init__(
-        self, weights: TextWeights, cache: Cache | HostCells, inputs: Inputs | None = None
-    ) -> None:
-        self.weights, self.cache, self.inputs = weights, cache, inputs
+        self, weights: TextWeights, cache: Cache | HostCells, inputs: Inputs | None = None,
+        *, sparse: bool = False,
+    ) -> None:  # fmt: skip
+        self.weights, self.cache, self.inputs, self.sparse = weights, cache, inputs, sparse
         self.routed: list[Tensor] | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
         self.cores = cores_of(weights.device)
@@ -258,11 +263,23 @@ class FusedModel:
         return LOOKING and looks(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(
-        self, logits: Tensor, inverse_temperature: Tensor, out: Tensor | None = None
+        self,
+        logits: Tensor,
+        inverse_temperature: Tensor,
+        out: Tensor | None = None,
+        left: Probabilities | None = None,
     ) -> Tensor:
-        """Return softmax(logits / T) @ embedding, not scaled: bf16 [M, H], in `out` if given."""
+        """Return softmax(logits / T) @ embedding, not scaled: bf16 [M, H], in `out` if given.
+
+        `left` is what `look` left of the logits, if it made them.
+        """
+        embedding = self.weights.embedding
         with part("vocabulary"):
-            return soft_embedding(logits, self.weights.embedding, inverse_temperature, out)
+            if self.sparse:
+                return sparse_soft_embedding(logits, embedding, inverse_temperature, out, left)
+            if left is not None:
+                return soft_embedding_of(left, embedding, out)
+            return soft_embedding(logits, embedding, inverse_temperature, out)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
