@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import fused_dequant as fd
 import pytest
@@ -19,7 +20,7 @@ from quantize.runtime.engine import Canvas
 from quantize.runtime.fused import graphs as passes_of
 from quantize.runtime.fused import text_stack
 from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps, bucket
 from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
 from quantize.runtime.fused.text_stack import FusedModel
@@ -346,6 +347,38 @@ def test_what_lm_head_leaves_is_read(
     assert denoised() == expected
     rows = weights.config.canvas_length * min(4, canvases_a_piece)
     assert set(read) == {rows}
+
+
+@pytest.mark.parametrize("peaks", [0, 8])
+def test_a_sparse_engine(tiny_checkpoint: Path, peaks: int) -> None:
+    """Flat logits: the bits of a dense engine. Peaked ones: near it, whoever is denoised beside."""
+    weights, prompts = load_packed(tiny_checkpoint, "cpu"), tokens(2, 20).tolist()
+    if peaks:
+        weights.embedding[:: len(weights.embedding) // peaks] *= 100
+    signals: list[torch.Tensor] = []
+    for sparse, slots in ((False, [0, 1]), (True, [0, 1]), (True, [1])):
+        engine = FusedEngine(weights, capacity=2, max_context=256, sparse=sparse)
+        for slot in slots:
+            engine.admit(slot, prompts[slot], slot, SAMPLER)
+        engine.stops = lambda seed, canvas: 2
+        engine.denoise(slots)
+        step = engine._steps[0, False].get(len(slots), _denoising(SAMPLER))[0]
+        signals.append(step._signal.unflatten(0, (len(slots), -1)).float())
+    dense, both, alone = signals
+    assert torch.equal(alone[0], both[1])
+    assert torch.equal(dense, both) == (peaks == 0)
+    assert (both - dense).norm() < 4e-3 * dense.norm()
+
+
+def test_a_last_step_conditions_none(tiny_checkpoint: Path) -> None:
+    """Two steps by the sampler, or by a canvas' own limit, make one soft embedding a canvas."""
+    for most, of in ((2, 2), (3, 2)):
+        engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=256)
+        engine.stops = lambda seed, canvas, of=of: of
+        engine.admit(0, [5], 0, replace(SAMPLER, max_denoising_steps=most))
+        with patch.object(FusedModel, "soft_embedding", autospec=True) as made:
+            engine.denoise([0])
+        assert made.call_count == 1
 
 
 @pytest.mark.usefixtures("in_the_ways_of_a_gpu")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fused_dequant.reference import MOST, tokens_needed
 from fused_dequant.targets import FORCE
 from modules_oracle.passes import decode_canvas, encode_prompts
 from modules_oracle.simulated import load_rounding
@@ -197,6 +198,33 @@ def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> 
         print("logits of other roundings are apart by", apart)
         assert all(each > 1e-2 for each in apart), apart
         seen.append(logits[0])
+
+
+@pytest.mark.parametrize("peaks", [0, 32])
+def test_sparse_soft_embeddings(artifact: tuple[str, Path], peaks: int) -> None:
+    """Flat logits: the dense product's bits. Peaked ones: near it; captured and kernel by kernel alike.
+
+    Embeddings made 30 times as large make logits of random weights peaked. The signals are of step 1.
+    """
+    weights, sampler = load_packed(artifact[1], "cuda"), replace(SAMPLER, max_denoising_steps=2)
+    if peaks:
+        weights.embedding[:: VOCABULARY // peaks] *= 30
+    signals: list[torch.Tensor] = []
+    for sparse, graphs in ((False, True), (True, True), (True, False)):
+        engine = FusedEngine(weights, capacity=4, max_context=4096, graphs=graphs, sparse=sparse)
+        for slot, n in enumerate(CONTEXTS):
+            engine.admit(slot, tokens(n, seed=n).tolist(), slot, sampler)
+        engine.denoise(range(4))
+        step, _ = engine._steps[0, False].get(4, _denoising(sampler))
+        signals.append(step._signal.clone())
+        needed = tokens_needed(step._logits, step.state.inverse_temperature.flatten())
+    dense, captured, eager = signals
+    whole = (needed > MOST).float().mean()
+    print(f"{artifact[0]}, {peaks} peaks: {whole:.3f} of the rows need more than {MOST} tokens")
+    assert torch.equal(captured, eager)
+    assert torch.equal(dense, captured) == (peaks == 0)
+    assert whole == 1 if peaks == 0 else whole < 0.5
+    assert error(captured, dense) < 6e-3
 
 
 def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
