@@ -11,9 +11,10 @@ nor answers: it can be sent back. It says nothing of quality: so few answers dec
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from quantize.checkpoints.inspect import inspect
 from quantize.checkpoints.targets import sum_bytes
-from quantize.errors import OUT_OF_MEMORY, GateError, QuantizeError, ResourceError, unexpected_in
+from quantize.errors import GateError, QuantizeError, ResourceError, unexpected_in
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.host.resources import disk_rate
@@ -66,20 +67,15 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
             tried.append(_tried(run, name, check))
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
         found = projection(run, whole) | by_rates(run, whole)
-        content = {
-            **_about(run, whole),
-            "tried": [asdict(each) for each in tried],
-            "whole_run": found,
-            "notes": cannot_pass(whole),
-        }
-        path = run.folder.path / RESULT
-        write_json(path, _without_home(content))
-        rows = [(each.name, each.found, each.finding or "") for each in tried]
-        heads = ("stage", "time", "by this machine's rates")
-        Console().print(
-            _table("rehearsal", ("", "here", "would end a run"), rows),
-            _table("the whole run, at most", heads, _rows(found)),
-        )
+        results = {"tried": [asdict(each) for each in tried], "whole_run": found}
+        content = _about(run, whole) | results | {"notes": cannot_pass(whole)}
+        path, home = run.folder.path / RESULT, json.dumps(str(Path.home()))[1:-1]
+        said = json.dumps(content)
+        write_json(path, json.loads(said.replace(home, "~")) if home != "/" else content)
+        here = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
+        for each in tried:
+            here.add_row(each.name, each.found, each.finding)
+        Console().print(here, _projected(found))
         say(f"rehearse: {path} says the same, and what it was done on")
     return next((each.exit_code for each in tried if each.finding), 0)
 
@@ -173,12 +169,8 @@ def _tried(run: Run, name: str, attempt: Check) -> Tried:
             return Tried(name, attempt())
     except QuantizeError as error:
         found, code = str(error), error.exit_code
-    except (OSError, MemoryError) as error:
+    except Exception as error:  # the operating system's, or too little memory
         found, code = f"{type(error).__name__}: {error}", ResourceError.exit_code
-    except Exception as error:
-        if type(error).__name__ != OUT_OF_MEMORY:
-            raise
-        found, code = f"out of GPU memory: {error}", ResourceError.exit_code
     say(f"rehearse: {name}: {found}")
     return Tried(name, "would end a run", found, code)
 
@@ -202,13 +194,15 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     for name in (stage.name for stage in STAGES[1:] if stage.is_needed(whole)):
         measured = stages.get(name, {}).get("seconds")
         seconds[name] = measured and measured * grows.get(name, 1.0)
-    rates = stages.get("evaluate", {}).get("rates", {})
-    seconds["evaluate"] = _evaluation_seconds(run, whole, rates)
+    seconds["evaluate"] = _evaluation_seconds(run, whole, stages)
+    peaks = {"peak_memory_bytes": "peak_rss_bytes", "peak_gpu_bytes": "peak_gpu_bytes"}
     return {
         "seconds": seconds,
         "disk_bytes": run.source.nbytes + sum_bytes(run.targets)[1],
-        "peak_memory_bytes": _largest(stages, "peak_rss_bytes"),
-        "peak_gpu_bytes": _largest(stages, "peak_gpu_bytes"),
+        **{
+            name: max((f[key] for f in stages.values() if f.get(key)), default=None)
+            for name, key in peaks.items()
+        },
     }
 
 
@@ -240,25 +234,22 @@ def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
     }
 
 
-def _evaluation_seconds(run: Run, whole: Recipe, rates: Mapping[str, Any]) -> float | None:
+def _evaluation_seconds(run: Run, whole: Recipe, stages: Mapping[str, Any]) -> float | None:
     """Return the seconds of all answers of both models, None where one was not measured."""
     from quantize.reports.scores import read_scoring
 
     seconds = 0.0
     try:
-        samples = _tasks(run, whole)
+        rates, samples = stages["evaluate"]["rates"], _tasks(run, whole)
         for name in (BASELINE, CANDIDATE):
             for task, count in samples.items():
-                rows = read_scoring(run.folder.evaluation / name, task).rows
-                tokens = sum(row.tokens for row in rows) / len(rows)
+                tokens = fmean(
+                    r.tokens for r in read_scoring(run.folder.evaluation / name, task).rows
+                )
                 seconds += count * tokens * rates[name]["seconds"] / rates[name]["tokens"]
-    except (QuantizeError, KeyError, ZeroDivisionError):
+    except (QuantizeError, KeyError, ValueError, ZeroDivisionError):
         return None
     return seconds
-
-
-def _largest(stages: Mapping[str, Any], key: str) -> int | None:
-    return max((facts[key] for facts in stages.values() if facts.get(key)), default=None)
 
 
 def _about(run: Run, whole: Recipe) -> dict[str, Any]:
@@ -272,27 +263,18 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
     return facts | {"source": source, "recipe": recipes, "gpu_memory": run.machine.gpu_memory}
 
 
-def _without_home(value: Any) -> Any:
-    home = json.dumps(str(Path.home()))[1:-1]
-    return value if home == "/" else json.loads(json.dumps(value).replace(home, "~"))
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _projected(found: Mapping[str, Any]) -> Table:
+    heads, title = ("stage", "time", "by this machine's rates"), "the whole run, at most"
     table = Table(*heads, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    known = {stage: seconds for stage, seconds in found["seconds"].items() if seconds is not None}
-    for stage in found["seconds"]:
+    times: list[float | None] = list(found["seconds"].values())
+    for stage, seconds in found["seconds"].items():
         rated = found["by_rates"].get(stage)
-        measured = duration(known[stage]) if stage in known else "not measured"
-        yield stage, measured, duration(rated) if rated else ""
-    if len(known) == len(found["seconds"]):
-        yield "all", duration(sum(known.values()))
-    yield "disk, with the BF16 model", size(found["disk_bytes"])
+        measured = "not measured" if seconds is None else duration(seconds)
+        table.add_row(stage, measured, duration(rated) if rated else "")
+    if None not in times:
+        table.add_row("all", duration(sum(filter(None, times))))
+    table.add_row("disk, with the BF16 model", size(found["disk_bytes"]))
     for what, rate in found["bytes_a_second"].items():
         if rate is not None:
-            yield f"{what}, measured", f"{size(rate)}/s"
+            table.add_row(f"{what}, measured", f"{size(rate)}/s")
+    return table

@@ -26,6 +26,7 @@ from quantize.pipeline.staleness import (
     forget,
     input_digests,
     remember,
+    stale,
     upstream,
     why_stale,
 )
@@ -216,16 +217,12 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
         try:
             code = _advance(run, stage)
         except GateError as error:
-            raise GateError(f"{error}{_saved(run, stage)}") from error
+            was_asked = run.is_bundled or stage.name == "report"
+            if was_asked or not (hours := evaluation_seconds(run.recipe) / 3600):
+                raise
+            saved = f"; evaluate was not begun, which saves about {hours:.1f} hours"
+            raise GateError(f"{error}{saved}") from error
     return code
-
-
-def _saved(run: Run, failed: Stage) -> str:
-    names = [stage.name for stage in STAGES]
-    if run.is_bundled or names.index(failed.name) >= names.index("evaluate"):
-        return ""
-    hours = evaluation_seconds(run.recipe) / 3600
-    return f"; evaluate was not begun, which saves about {hours:.1f} hours" if hours else ""
 
 
 def _advance(run: Run, stage: Stage) -> int:
@@ -253,8 +250,9 @@ def run_alone(run: Run, stage: Stage) -> int:
     check_fresh(run.folder, run.recipe, upstream(stage))
     later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
     work(run, stage)
-    if is_first() and (stale := [s for s in later if _is_stale(run, s)]):
-        names, commands = (s.name for s in stale), (s.command(run.folder) for s in stale)
+    read = {s: [*upstream(s), s] for s in later if is_first()}
+    if redo := [s for s, own in read.items() if any(stale(run.folder, run.recipe, own))]:
+        names, commands = (s.name for s in redo), (s.command(run.folder) for s in redo)
         say(f"{stage.name}: this made {', '.join(names)} stale; go on with {' && '.join(commands)}")
     return stage.verdict(run) if is_first() else 0
 
@@ -271,11 +269,6 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     with _ours(path, STAGES) as found:
         check_report(*found)
         yield found
-
-
-def _is_stale(run: Run, stage: Stage) -> bool:
-    found = (why_stale(run.folder, s) for s in (*upstream(stage), stage) if s.is_needed(run.recipe))
-    return any(found)
 
 
 def work(run: Run, stage: Stage) -> None:

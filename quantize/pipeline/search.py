@@ -39,7 +39,6 @@ from quantize.host.units import size
 from quantize.pipeline.knapsack import Knapsack
 from quantize.pipeline.run import bf16_model, working_in
 from quantize.recipe.sections import Quantization, Recipe, load_recipe, resolved
-from quantize.reports.charts import frontier
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
 BF16 = "BF16"
 # class -> the part of its modules' names
 PATHS = {"attention": "self_attn", "mlp": "mlp", "experts": "experts"}
-POINTS = 40  # of the frontier's plot
+POINTS = 40  # of the frontier
 Group = tuple[int, str]  # index of the layer, module class
 
 
@@ -277,7 +276,7 @@ def _write(
     sack: Knapsack,
     gpu: "Gpu | None",
 ) -> Path:
-    """Measure the choice; write its recipe, search.json and frontier.svg; show the table."""
+    """Measure the choice; write its recipe, and a JSON file with the frontier; show the table."""
     total = searched.fixed_bytes + sum(option.nbytes for option in chosen.values())
     share = total / searched.bf16_bytes
     name = f"{written.name}_{share * 1000:.0f}"
@@ -299,8 +298,6 @@ def _write(
         for nbytes, kl in sack.frontier(POINTS)
     ]
     write_json(searched.folder / f"{name}.json", facts | {"frontier": points})
-    drawn = frontier(points, 100 * share, predicted, fmean(found))
-    write_text(searched.folder / "frontier.svg", drawn)
     path = searched.folder / f"{name}.yaml"
     write_text(path, recipe.to_yaml())
     console.print(_table(chosen, f"{name}: {size(total)}, {share:.1%} of BF16"))
@@ -313,7 +310,7 @@ def _write(
             f"estimate by arithmetic, not measured: the quantized Linears take at least "
             f"{facts['estimated_ms']:.2f} ms a forward of one canvas on {gpu.name}"
         )
-    say(f"{path}: the recipe; {searched.folder / 'frontier.svg'}: what other sizes would cost")
+    say(f"{path}: the recipe; {name}.json beside it: what other sizes would cost")
     return path
 
 

@@ -8,19 +8,17 @@ A stage is stale when it has no entry, when its files are not the ones it wrote,
 inputs has changed since. Digests cover every byte; for results over 2 GB, sizes and samples.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import InputError
-from quantize.host.files import read_json, write_json
+from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json
 from quantize.host.processes import is_first
 from quantize.pipeline.stages import STAGES, Stage
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, is_card
 from quantize.runs.manifest import hashed
-
-UNFINISHED = ".partial"  # suffix of temporary files, and of samples of a task not yet scored
 
 
 def why_stale(folder: RunDir, stage: Stage) -> str | None:
@@ -45,11 +43,17 @@ def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None
     Raises:
         InputError: one is missing or stale; the first is named.
     """
+    for stage, why in stale(folder, recipe, stages):
+        raise InputError(
+            f"{folder.path}: {stage.name} is stale, {why}; `{stage.command(folder)}` makes it again"
+        )
+
+
+def stale(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> Iterator[tuple[Stage, str]]:
+    """Yield the stages of a recipe whose results are missing or stale, and why."""
     for stage in stages:
         if stage.is_needed(recipe) and (why := why_stale(folder, stage)):
-            raise InputError(
-                f"{folder.path}: {stage.name} is stale, {why}; `{stage.command(folder)}` makes it again"
-            )
+            yield stage, why
 
 
 def upstream(stage: Stage) -> list[Stage]:
@@ -79,7 +83,7 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
     for name in stage.files or (stage.result,):
         path = folder.path / name
         for file in path.rglob("*") if path.is_dir() else [path]:
-            is_whole = file.is_file() and UNFINISHED not in file.name
+            is_whole = file.is_file() and TEMPORARY_SUFFIX not in file.name
             if is_whole and not (file != path and is_card(file.relative_to(path).as_posix())):
                 yield file
 
@@ -108,7 +112,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
-    """Record that a stage's result was changed in what some of its readers do not depend on."""
+    """Record a stage's changed result, also for the `unconcerned` readers that stay fresh."""
     records, result = _records(folder), result_digest(folder, stage)
     records[stage.name]["result"] = result
     for name in unconcerned:

@@ -12,13 +12,6 @@ WIDTH = 420
 LEFT, RIGHT = 128, 12
 CLASSES = ("attention", "mlp", "experts")
 
-STYLE = (  # of a plot that is a file of its own, outside the report's page
-    "<style>svg{background:#fff}text{font:11px sans-serif;fill:#333}.middle{text-anchor:middle}"
-    ".end{text-anchor:end}.grid{stroke:#ddd}.line{fill:none;stroke:#2563eb;stroke-width:1.5}"
-    ".hollow{fill:#fff;stroke:#2563eb}.filled,.a{fill:#2563eb}.tick{font-size:10px}"
-    ".margin{stroke:#b91c1c;stroke-width:2}.interval{stroke:#2563eb;stroke-width:2}</style>"
-)
-
 
 def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
     """Return name -> SVG of every plot that report.json has data for."""
@@ -44,9 +37,6 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
         plots["error"] = _lines(shown, "layer", "relative error, %")
     if content["coverage"]:
         plots["coverage"] = coverage(content["coverage"])
-    counts = ("bf16_counts", "quantized_counts")  # a server does not report its steps
-    if steps := [t for t in content["tasks"] if all(t[c]["steps_per_canvas"] for c in counts)]:
-        plots["steps"] = step_inflation(steps)
     return plots
 
 
@@ -136,23 +126,6 @@ def coverage(entry: dict[str, Any]) -> str:
     return _svg(bottom + 22, title, body)
 
 
-def step_inflation(tasks: Sequence[dict[str, Any]]) -> str:
-    """Plot denoising steps per canvas, BF16 and quantized."""
-    sides = ("bf16_counts", "quantized_counts")
-    x = _Scale(0, max(t[side]["steps_per_canvas"] for t in tasks for side in sides), 0, WIDTH - 60)
-    body = ""
-    for i, task in enumerate(tasks):
-        top = 14 + 52 * i
-        body += _text(0, top, f"{task['task']}, {task['activations']}", "label")
-        for j, (side, css) in enumerate(zip(sides, ("frame", "bar"), strict=True)):
-            steps = task[side]["steps_per_canvas"]
-            y = top + 5 + 15 * j
-            body += _rect(css, 0, y, x(steps), 12)
-            body += _text(x(steps) + 5, y + 10, f"{steps:.2f}", "tick")
-    title = "Denoising steps per canvas: frame BF16, filled quantized"
-    return _svg(52 * len(tasks) + 6, title, body)
-
-
 class _Scale:
     """A linear scale from values to units of the drawing, by default along the width."""
 
@@ -183,30 +156,11 @@ def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) 
     body = _axes(y, whole, x_name)
     for i, (name, line) in enumerate(lines.items()):
         css = "abc"[i % 3]
-        body += _path(f"line {css}", _through(line, x, y))
+        body += _path(f"line {css}", "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line))
         body += "".join(_circle(css, x(a), y(b), 2.2) for a, b in line)
-        body += _rect(css, 44 + 125 * i, 187, 10, 10)
+        body += f'<rect class="{css}" x="{44 + 125 * i}" y="187" width="10" height="10"/>'
         body += _text(58 + 125 * i, 196, name, "label")
     return _svg(202, f"{y_name}, by {x_name}", body)
-
-
-def frontier(
-    points: Sequence[tuple[float, float]], chosen: float, predicted: float, measured: float
-) -> str:
-    """Return an SVG file: KL in nats by size in per cent of BF16, the least and the choice's."""
-    x = _Scale(points[0][0], points[-1][0], 44)
-    y = _Scale(0, max(measured, predicted, *(kl for _, kl in points)) * 1.05, 150, 8)
-    body = _axes(y, [(x(tick), f"{tick:g} %") for tick in x.ticks()], "bytes, of BF16")
-    body += _path("line", _through(points, x, y))
-    body += _circle("hollow", x(chosen), y(predicted), 4)
-    body += _circle("filled", x(chosen), y(measured), 4)
-    body += _text(44, 196, "line and hollow: KL predicted, nats; filled: measured", "label")
-    return alone(_svg(202, "KL from BF16 by bytes: predicted, and measured for the choice", body))
-
-
-def alone(svg: str) -> str:
-    """Return a plot of the report's page as an SVG file of its own."""
-    return svg.replace(">", f' xmlns="http://www.w3.org/2000/svg">{STYLE}', 1)
 
 
 def _axes(y: _Scale, x_ticks: Iterable[tuple[float, str]], x_name: str) -> str:
@@ -220,21 +174,12 @@ def _axes(y: _Scale, x_ticks: Iterable[tuple[float, str]], x_name: str) -> str:
     return body + _text((44 + WIDTH - RIGHT) / 2, 178, x_name, "label middle")
 
 
-def _through(points: Iterable[tuple[float, float]], x: _Scale, y: _Scale) -> str:
-    return "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in points)
-
-
 def _path(css: str, way: str) -> str:
     return f'<path class="{css}" d="{way}"/>'
 
 
 def _circle(css: str, x: float, y: float, radius: float) -> str:
     return f'<circle class="{css}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>'
-
-
-def _rect(css: str, x: float, y: float, width: float, height: float) -> str:
-    size = f'width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="{css}" x="{x:.1f}" y="{y:.1f}" {size}/>'
 
 
 def _text(x: float, y: float, text: str, css: str) -> str:

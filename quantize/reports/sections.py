@@ -62,7 +62,7 @@ def sections(content: Content) -> list[Section]:
     for task, cells in zip(scored, rows, strict=True):
         cells[0] += " (gated)" if task.get("gated") else ""
     found = [
-        Section("Recovery", columns, rows, (), looks_lines(content), ("difference", "steps")),
+        Section("Recovery", columns, rows, (), looks_lines(content), ("difference",)),
         Section(
             "Operating points",
             ("operating point", "activations", "settings", "tokens a forward", "tokens/s", "p",

@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from quantize import __version__
 from quantize.checkpoints.reader import (
@@ -101,8 +103,7 @@ def hardware() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0))
+    memory, cores = psutil.virtual_memory().total, len(os.sched_getaffinity(0))
     return {"cpu": _cpu_name(), "cores": cores, "memory_bytes": memory, "gpus": gpus}
 
 
@@ -136,6 +137,12 @@ def tokenizer_digest(folder: Path) -> str:
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     found = {file for pattern in patterns for file in folder.glob(pattern)}
     return sorted(file for file in found if file.is_file())
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time of change (ns) of files: what tells cheaply that one was changed."""
+    found = [(file.name, file.stat()) for file in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def hashed(files: Mapping[str, Path]) -> str:

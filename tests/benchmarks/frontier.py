@@ -158,12 +158,20 @@ def _signs(row: dict[str, Any]) -> set[str]:
     return found | ({"no_value"} if row["answer"] == "[invalid]" else set())
 
 
+STYLE = (
+    "<style>svg{background:#fff}text{font:11px sans-serif;fill:#333}.middle{text-anchor:middle}"
+    ".end{text-anchor:end}.grid{stroke:#ddd}.hollow{fill:#fff;stroke:#2563eb}.a{fill:#2563eb}"
+    ".tick{font-size:10px}.margin{stroke:#b91c1c;stroke-width:2}"
+    ".interval{stroke:#2563eb;stroke-width:2}</style>"
+)
+
+
 @main.command()
 @click.argument("out", type=click.Path(path_type=Path, exists=True))
 @click.argument("file", type=click.Path(path_type=Path))
 def draw(out: Path, file: Path) -> None:
     """Draw the points of both formats as the report does."""
-    from quantize.reports.charts import alone, operating_points
+    from quantize.reports.charts import operating_points
 
     contents = [json.loads((out / name / "report.json").read_text()) for name in POINTS]
     content = contents[0]
@@ -173,7 +181,8 @@ def draw(out: Path, file: Path) -> None:
         named = {"quantized-at-fp8": rates["tokens_a_second"]["quantized"]}
         content["speeds"]["tokens_a_second"] |= named
     content["tasks"].append(other | {"gated": False, "activations": "at fp8"})
-    file.write_text(alone(operating_points(content)), "utf-8")
+    as_file = f' xmlns="http://www.w3.org/2000/svg">{STYLE}'
+    file.write_text(operating_points(content).replace(">", as_file, 1), "utf-8")
 
 
 if __name__ == "__main__":

@@ -346,7 +346,7 @@ def test_a_source_that_changes_meanwhile_is_refused(
     import quantize.stages.convert.convert as module
 
     counter = iter(range(10))
-    monkeypatch.setattr(module, "_stamps", lambda files: [("x", next(counter), 0)])
+    monkeypatch.setattr(module, "stamps", lambda files: [("x", next(counter), 0)])
     with pytest.raises(InputError, match="changed while it was read"):
         run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
     assert not (tmp_path / "out").exists()

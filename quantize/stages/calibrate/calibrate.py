@@ -29,12 +29,12 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
 from quantize.host.files import folder_when_complete, write_json
-from quantize.host.processes import Processes, joined
+from quantize.host.processes import joined
 from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Trajectory, save_trajectories
+from quantize.runtime.trajectory import save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import SCRATCH, Denoising
@@ -62,11 +62,18 @@ def calibrate(
         raise InputError(f"recipe {recipe.name}: NVFP4 needs a `calibration` section")
     modules = calibrated_modules(source, recipe.quantization)
     denoising = Denoising(source, settings, place, held_out=True)
+    experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
+    ranges, coverage = Ranges(experts), Coverage(experts)
     with joined() as processes:
         recorder = None
         if recipe.quantization.rounding == "gptq":
             recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
-        ranges, coverage, trajectories = _denoise(source, denoising, recorder, processes)
+        trajectories = denoising.run(
+            title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
+            processes=processes,
+        )  # fmt: skip
+        ranges.pool(processes)
+        coverage.pool(processes)
     scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
@@ -78,21 +85,6 @@ def calibrate(
         covered = {"fallbacks": fallbacks, "tokens_per_expert": coverage.tokens}
         write_json(folder / "coverage.json", least | covered)
         save_trajectories(folder, trajectories, denoising.sampler)
-
-
-def _denoise(
-    source: Path, denoising: Denoising, recorder: Recorder | None, processes: Processes
-) -> tuple[Ranges, Coverage, list[Trajectory]]:
-    """Run the loop; return what all processes saw. The held-out prompts are not observed."""
-    experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
-    ranges, coverage = Ranges(experts), Coverage(experts)
-    trajectories = denoising.run(
-        title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
-        processes=processes,
-    )  # fmt: skip
-    ranges.pool(processes)
-    coverage.pool(processes)
-    return ranges, coverage, trajectories
 
 
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:

@@ -19,7 +19,6 @@ import importlib.metadata
 import json
 import math
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,12 +26,12 @@ from typing import Any
 
 from quantize.checkpoints.layout import TensorSpec, check_layout
 from quantize.checkpoints.reader import SETTINGS, Checkpoint, read_header, read_json_object
-from quantize.checkpoints.shards import WORKERS_A_FILE, Piece, plan_shards, state_path, write_shards
+from quantize.checkpoints.shards import WORKERS_A_FILE, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
 from quantize.host.files import folder_when_complete, write_json
 from quantize.recipe.sections import Recipe
-from quantize.runs.manifest import checksums
+from quantize.runs.manifest import checksums, stamps
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.shard_pieces import Look, Quantizer
 from quantize.stages.device import Device
@@ -94,32 +93,33 @@ def convert(
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; name another folder or remove it")
     check_layout(source)
-    before = _stamps(source.shards)
+    before = stamps(source.shards)
     scales = _read_input_scales(input_scales, targets)
     found = _read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
     where = Device(device if observer == "memoryless_minmax" else "cpu")
     pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
-    makers_a_file = 1 if where.pinned else WORKERS_A_FILE
-    codes = _stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
+    codes = stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
     identity = json.dumps([before, observer, sorted(scales.items()), codes])
     with folder_when_complete(out, keep_partial=True) as folder:
-        hashes = write_shards(
-            shards, folder, identity, workers=where.makers, workers_a_file=makers_a_file
-        )
+        a_file = 1 if where.pinned else WORKERS_A_FILE
+        hashes = write_shards(shards, folder, identity, workers=where.makers, workers_a_file=a_file)
         _carry_files(source.folder, folder)
         write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
-        if _stamps(source.shards) != before:
+        if stamps(source.shards) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
         written = Checkpoint.open(folder)
-        _check_written(written, pieces)
+        # Readers find the headers on disk, which must be the planned ones.
+        planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
+        if {n: TensorSpec(i.dtype, i.shape) for n, i in written.tensors.items()} != planned:
+            raise RuntimeError(f"{folder}: the headers on disk are not the planned ones")
         if record is not None:
             write_json(record, {"files": checksums(written, hashes)})
     state_path(folder).unlink()
     return Conversion(
         hashes,
-        tensors=sum(len(piece.layout) for piece in pieces),
+        tensors=len(planned),
         modules=sum(len(target.modules) for target in targets),
         bytes_in=source.nbytes,
         bytes_out=sum(piece.nbytes for piece in pieces),
@@ -127,11 +127,7 @@ def convert(
 
 
 def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, float]:
-    """Return module -> input global scale of every NVFP4 module.
-
-    Raises:
-        InputError: a module has no scale, a scale no module, or a scale is not above 0.
-    """
+    """Return module -> input global scale of every NVFP4 module."""
     wanted = {
         f"{module}.input_global_scale": module
         for target in targets
@@ -158,11 +154,6 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
 
 
 def _read_rounded(folder: Path) -> Checkpoint:
-    """Return the rounded layers of a folder.
-
-    Raises:
-        InputError: the folder holds none.
-    """
     headers = [read_header(path) for path in sorted(folder.glob(LAYERS))]
     if not headers:
         raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
@@ -179,11 +170,6 @@ def _positive(reader: Checkpoint, name: str) -> float:
     return value
 
 
-def _stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    stats = [(file.name, file.stat()) for file in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-
-
 def _carry_files(source: Path, folder: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and any(fnmatch(file.name, pattern) for pattern in CARRIED):
@@ -197,7 +183,7 @@ def quantized_config(
 ) -> dict[str, Any]:
     """Return the artifact's config.json: the source's, and one config group a scheme.
 
-    `ignore` has names on disk; by compressed-tensors' rule differing formats are mixed-precision.
+    compressed-tensors calls differing formats mixed-precision; `ignore` has names on disk.
     """
     quantization = recipe.quantization
     groups = [
@@ -216,11 +202,3 @@ def quantized_config(
         "version": importlib.metadata.version("compressed-tensors"),
     }
     return {**config, "quantization_config": fields}
-
-
-def _check_written(written: Checkpoint, pieces: list[Piece]) -> None:
-    """Check that the headers on disk, which readers will find, are the planned ones."""
-    planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
-    found = {name: TensorSpec(i.dtype, i.shape) for name, i in written.tensors.items()}
-    if found != planned:
-        raise RuntimeError(f"{written.folder}: the headers on disk are not the planned ones")

@@ -6,7 +6,7 @@ a Blackwell GPU.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,8 +164,8 @@ class Answerer:
         def note(record: StepRecord) -> None:
             columns = (record.argmax.tolist(), record.accepted.int().tolist())
             for row, ids, accepted in zip(record.rows, *columns, strict=True):
-                step = {"canvas": record.canvas, "ids": _joined(ids, " ")}
-                samples[row]["steps"].append(step | {"accepted": _joined(accepted, "")})
+                step = {"canvas": record.canvas, "ids": " ".join(map(str, ids))}
+                samples[row]["steps"].append(step | {"accepted": "".join(map(str, accepted))})
 
         prompts, engine, budget = self._ready(requests)
         made = generate(
@@ -250,7 +250,3 @@ def _completion(tokenizer: Any, sample: Sample) -> Completion:
         denoising_steps=sample.steps_per_canvas,
         truncated=sample.finish == "length",
     )
-
-
-def _joined(values: Iterable[int], separator: str) -> str:
-    return separator.join(map(str, values))

@@ -11,7 +11,7 @@ GPTQ on strongly correlated inputs left at most 1.37 times the error of rounding
 ranges less, and both a length within 0.016 of 1; block scales moved by a row left 3.5 times.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from quantize.checkpoints.layout import bf16_layout, module_tensors, schemes_by_module
+from quantize.checkpoints.load import read_finite
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, linear_modules, linear_shape, module_class
 from quantize.errors import InputError
+from quantize.schemes.records import Scheme
 from quantize.stages.device import Device
 from quantize.stages.verify.verify_weights import (
     PartOf,
@@ -55,12 +57,6 @@ class Likeness:
         """How many times the error of rounding to nearest."""
         return ratio(self.error**2, self.nearest**2)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.module}: relative error {self.error:.4f}, and rounding to nearest in {self.scheme} "
-            f"leaves {self.nearest:.4f}"
-        )
-
 
 def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> dict[str, Any]:
     """Compare every tensor of a quantized checkpoint, whose layout is right, with its BF16 model.
@@ -76,9 +72,21 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     sums: dict[str, list[float]] = {}
     found: list[Likeness] = []
     where = Device(device)
-    comparer = _Comparer(artifact, source, schemes_by_module(artifact.config), where)
-    parts = parts_of(_targets(artifact, source), where)
-    for (target, _, _), part in each_part(parts, comparer.check, "compare"):
+    schemes = schemes_by_module(artifact.config)
+
+    def look(part: PartOf) -> list[Likeness | str]:
+        """Return what each Linear is like; of a kept tensor a sentence where it differs, else ""."""
+        target, start, stop = part
+        rows = source.read_rows(target.name, start, stop)
+        if target.scheme is None:
+            same = same_bits(rows, artifact.read_rows(target.name, start, stop))
+            return ["" if same else f"{target.name} differs from BF16's"]
+        weights = rows.view(-1, *linear_shape(target.shape, target.modules))
+        each = zip(modules_of(part)[1], weights, strict=True)
+        return [_likeness(artifact, m, schemes[m], weight, where) for m, weight in each]
+
+    parts = parts_of(_targets(artifact, source, schemes), where)
+    for (target, _, _), part in each_part(parts, look, "compare"):
         for one in part:
             if isinstance(one, str):
                 checks["kept" if target.scheme is None else "error"].expect(not one, one)
@@ -88,7 +96,11 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
             total[:] = total[0] + one.distance, total[1] + one.norm
     found.sort(key=lambda one: -one.times)  # the worst are the faults that are kept
     for one in found:
-        checks["error"].expect(one.times <= TIMES, str(one))
+        checks["error"].expect(
+            one.times <= TIMES,
+            f"{one.module}: relative error {one.error:.4f}, and rounding to nearest in {one.scheme} "
+            f"leaves {one.nearest:.4f}",
+        )
         stretched = f"{one.module}: {one.length:.3f} times as long as BF16's"
         checks["length"].expect(abs(one.length - 1) <= STRETCH, stretched)
     worst = found[0] if found else None
@@ -99,9 +111,10 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     }
 
 
-def _targets(artifact: Checkpoint, source: Checkpoint) -> Iterator[Target]:
+def _targets(
+    artifact: Checkpoint, source: Checkpoint, schemes: Mapping[str, Scheme]
+) -> Iterator[Target]:
     """Yield BF16's tensors, each with the scheme that the artifact has for its first Linear."""
-    schemes = schemes_by_module(artifact.config)
     for name, spec in bf16_layout(artifact.config).items():
         info = source.tensors.get(name)
         if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
@@ -115,48 +128,23 @@ def _targets(artifact: Checkpoint, source: Checkpoint) -> Iterator[Target]:
         yield Target(name, kind, scheme, reason, info.shape, modules, info.nbytes, 0)
 
 
-@dataclass(frozen=True)
-class _Comparer:
-    """Compares parts of tensors; threads share it."""
-
-    artifact: Checkpoint
-    source: Checkpoint
-    schemes: dict[str, Any]
-    device: Device
-
-    def check(self, part: PartOf) -> list[Likeness | str]:
-        """Return what each Linear is like, or a sentence where it cannot be read.
-
-        A kept tensor has a sentence where it differs from BF16's, else "".
-        """
-        target, start, stop = part
-        rows = self.source.read_rows(target.name, start, stop)
-        if target.scheme is None:
-            same = same_bits(rows, self.artifact.read_rows(target.name, start, stop))
-            return ["" if same else f"{target.name} differs from BF16's"]
-        weights = rows.view(-1, *linear_shape(target.shape, target.modules))
-        found = zip(modules_of(part)[1], weights, strict=True)
-        return [self._likeness(module, weight) for module, weight in found]
-
-    def _likeness(self, module: str, weight: Tensor) -> Likeness | str:
-        from quantize.checkpoints.load import read_finite
-
-        scheme = self.schemes[module]
-        try:
-            names = module_tensors(self.artifact, module)
-            read = {
-                name.removeprefix(f"{module}."): read_finite(self.artifact, name) for name in names
-            }
-        except InputError as error:
-            return str(error)
-        with self.device.turn:
-            theirs = {suffix: self.device.take(tensor) for suffix, tensor in read.items()}
-            weight = self.device.take(weight)
-            ranges = scheme.observe(weight, "memoryless_minmax")
-            nearest = scheme.dequantize(scheme.quantize(weight, ranges, None, None))
-            own, mine = weight.double(), scheme.dequantize(theirs).double()
-            sums = (own * own, (own - mine).square(), (own - nearest).square(), own * mine)
-            norm, distance, least, inner = torch.stack([each.sum() for each in sums]).tolist()
-        length = inner / norm if norm else 1.0
-        errors = ratio(distance, norm), ratio(least, norm)
-        return Likeness(module, str(scheme), norm, distance, *errors, length)
+def _likeness(
+    artifact: Checkpoint, module: str, scheme: Scheme, weight: Tensor, device: Device
+) -> Likeness | str:
+    """Return what a Linear is like, or a sentence where it cannot be read."""
+    try:
+        names = module_tensors(artifact, module)
+        read = {name.removeprefix(f"{module}."): read_finite(artifact, name) for name in names}
+    except InputError as error:
+        return str(error)
+    with device.turn:
+        theirs = {suffix: device.take(tensor) for suffix, tensor in read.items()}
+        weight = device.take(weight)
+        ranges = scheme.observe(weight, "memoryless_minmax")
+        nearest = scheme.dequantize(scheme.quantize(weight, ranges, None, None))
+        own, mine = weight.double(), scheme.dequantize(theirs).double()
+        sums = (own * own, (own - mine).square(), (own - nearest).square(), own * mine)
+        norm, distance, least, inner = torch.stack([each.sum() for each in sums]).tolist()
+    length = inner / norm if norm else 1.0
+    errors = ratio(distance, norm), ratio(least, norm)
+    return Likeness(module, str(scheme), norm, distance, *errors, length)

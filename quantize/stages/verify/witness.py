@@ -24,7 +24,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir
-from quantize.runs.manifest import code_digest
+from quantize.runs.manifest import code_digest, sha256_of, stamps
 from quantize.schemes.records import Scheme
 from quantize.stages.device import Device
 from quantize.stages.verify.decompression import Decompressor
@@ -84,11 +84,9 @@ def _digest(encoded: torch.Tensor) -> str:
 
 def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]:
     """Return what a record is of: the checkpoint by convert's own record, the source by its files."""
-    files = [(file.name, file.stat()) for file in source.shards]
-    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
     return {
-        "checkpoint": hashlib.sha256(run.conversion_json.read_bytes()).hexdigest(),
-        "source": hashlib.sha256(repr(stamps).encode()).hexdigest(),
+        "checkpoint": sha256_of(run.conversion_json),
+        "source": hashlib.sha256(repr(stamps(source.shards)).encode()).hexdigest(),
         "recipe": recipe.digest(),
         "code": code_digest(),
     }
