@@ -50,10 +50,6 @@ Rounding = Literal["nearest", "gptq"]
 AT_ONCE = 16  # samples that evaluation denoises together by default, or fewer if a GPU holds fewer
 
 
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
-
-
 def _valid_pattern(entry: str) -> str:
     try:
         re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
@@ -64,7 +60,7 @@ def _valid_pattern(entry: str) -> str:
 
 TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 PointName = Annotated[str, Field(pattern=r"^[a-z0-9_.]+$", max_length=40)]
-FilePath = Annotated[str, AfterValidator(_absolute)]
+FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # questions of a task: two models are compared by how their differences vary
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -502,9 +498,13 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
     """Complete a `quantization` section with the rest of the recipe that ships for its scheme."""
     shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
     wanted = set(quantization["scheme"])
-    base = max(shipped, key=lambda each: _likeness(wanted, each))
-    rounding = quantization.get("rounding", "nearest")
-    limits = {name: SCHEMES[name].largest_error(rounding) for name in wanted}
+
+    def likeness(recipe: Recipe) -> tuple[int, int]:
+        schemes = set(recipe.quantization.targets_by_scheme())
+        return len(schemes & wanted), -len(schemes - wanted)
+
+    base = max(shipped, key=likeness)
+    limits = {name: SCHEMES[name].largest_error(quantization["rounding"]) for name in wanted}
     fields = base.model_dump()
     if fields["calibration"] is None:
         calibrates = next(recipe for recipe in shipped if recipe.calibration).model_dump()
@@ -513,11 +513,6 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9]+", "_", Path(source).stem.lower()).strip("_")
     verification = {"max_relative_error": limits}
     return {**fields, "name": name, "quantization": quantization, "verification": verification}
-
-
-def _likeness(wanted: set[str], recipe: Recipe) -> tuple[int, int]:
-    schemes = set(recipe.quantization.targets_by_scheme())
-    return len(schemes & wanted), -len(schemes - wanted)
 
 
 class _UniqueKeys(yaml.SafeLoader):

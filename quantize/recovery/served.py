@@ -33,12 +33,11 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """Answers requests through a server.
+    """Answers requests through the first model that a server lists, whose entry there is `about`.
 
-    `url` may end in /v1. `model` is the server's name of the model, None for its first one; `about` is
-    its entry there. An answer may take `timeout` seconds and `attempts`, the second after `first_wait`
-    seconds, each further one after twice as many. `commit_pass` is how the server says that it encodes
-    finished canvases, None when it does not.
+    `url` may end in /v1. An answer may take `timeout` seconds and `attempts`, the second after
+    `first_wait` seconds, each further one after twice as many. `commit_pass` is how the server says
+    that it encodes finished canvases, None when it does not.
 
     Raises:
         ServerError: the server cannot be reached.
@@ -48,22 +47,19 @@ class Server:
         self,
         url: str,
         *,
-        model: str | None = None,
         api_key: str | None = None,
         timeout: float = 3600,
         attempts: int = 10,
         first_wait: float = 0.5,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self.timeout = timeout
-        self.attempts = attempts
-        self.first_wait = first_wait
+        self.timeout, self.attempts, self.first_wait = timeout, attempts, first_wait
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.commit_pass: str | None = None
-        self.about = self._listed(model)
-        self.model = str(self.about["id"])
+        self.about = self._listed()
+        self.model: str = self.about["id"]
 
     def answer(self, batch: Batch) -> list[Completion]:
         """Answer the requests of a batch one after the other."""
@@ -97,17 +93,14 @@ class Server:
                 f"{self.url}: an answer that is none of the protocol's ({error!r}): {str(reply)[:200]}"
             ) from error
 
-    def _listed(self, name: str | None) -> dict[str, Any]:
+    def _listed(self) -> dict[str, Any]:
         reply = self._ask("models", None)
         try:
-            found = [dict(entry) for entry in reply["data"] if name in (None, entry["id"])]
+            first = reply["data"][0]
+            return dict(first) | {"id": str(first["id"])}
         except (LookupError, TypeError, ValueError) as error:
-            raise ServerError(
-                f"{self.url}/models: no list of models: {str(reply)[:200]}"
-            ) from error
-        if not found:
-            raise ServerError(f"{self.url}/models: lists no model {name or ''}")
-        return found[0]
+            said = str(reply)[:200]
+            raise ServerError(f"{self.url}/models: no list of models: {said}") from error
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """Send one request until it is answered, by GET when there is no body."""

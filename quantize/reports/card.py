@@ -9,18 +9,16 @@ No question, prompt or sample of any benchmark is in it.
 """
 
 import csv
-import io
 import shlex
 import shutil
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quantize.checkpoints.reader import read_header
 from quantize.errors import InputError
@@ -45,6 +43,14 @@ THINKING = "_thinking"
 # What the base model's own card says, for a copy of it that came without its card.
 KNOWN_LICENCES = {"google/diffusiongemma-26B-A4B-it": {"license": "apache-2.0"}}
 LICENCE_KEYS = ("license", "license_name", "license_link")
+CARDS = Environment(
+    loader=PackageLoader("quantize.reports"), trim_blocks=True, lstrip_blocks=True,
+    undefined=StrictUndefined, keep_trailing_newline=True,
+)  # fmt: skip
+# How vLLM serves this model: version, image, flags with their reasons.
+SERVING: dict[str, Any] = yaml.safe_load(
+    files("quantize.reports").joinpath("serving.yaml").read_text("utf-8")
+)
 
 
 @dataclass(frozen=True)
@@ -56,12 +62,6 @@ class Override:
     reason: str
 
 
-@cache
-def serving() -> dict[str, Any]:
-    """Return how vLLM serves this model: version, image, flags with their reasons."""
-    return yaml.safe_load(files("quantize.reports").joinpath("serving.yaml").read_text("utf-8"))
-
-
 def serve_command(repo: str, canvas: int) -> str:
     """Return the vLLM command for a checkpoint, one flag a line."""
     return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
@@ -71,7 +71,7 @@ def docker_command(repo: str, canvas: int) -> str:
     """Return that command in a container; private repositories need HF_TOKEN in the environment."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
-    plugin = f'-v "$PWD/{serving()["plugin"]}:/plugin" --entrypoint sh {serving()["image"]}'
+    plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'
     serve = """-c 'cp -r /plugin /tmp && pip install -q /tmp/plugin && exec vllm serve "$@"'"""
     return " \\\n  ".join([start, cache, plugin, serve, f"vllm {repo}", *_flags(canvas)])
 
@@ -79,7 +79,7 @@ def docker_command(repo: str, canvas: int) -> str:
 def _flags(canvas: int) -> list[str]:
     return [
         f"{entry['flag']} {shlex.quote(entry['value'].replace('{canvas}', str(canvas)))}"
-        for entry in serving()["flags"]
+        for entry in SERVING["flags"]
     ]
 
 
@@ -92,12 +92,11 @@ def card(
         InputError: a file of the run is missing.
     """
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
-    config = read_json(run.checkpoint / "config.json")
-    canvas = int(config["canvas_length"])
+    canvas = int(read_json(run.checkpoint / "config.json")["canvas_length"])
     uses_gptq = recipe.quantization.rounding == "gptq"
     calibrated = ["input scales"] * recipe.needs_calibration + ["GPTQ's Hessians"] * uses_gptq
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
-    return _template().render(
+    return CARDS.get_template("card.md.jinja").render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=interval_text,
@@ -118,24 +117,13 @@ def card(
         commit=manifest["source"].get("commit"),  # None: the base model came from a folder
         groups=_groups(run.targets_csv),
         override=override,
-        serving=serving(),
+        serving=SERVING,
         serve=serve_command(repo, canvas),
         docker=docker_command(repo, canvas),
         attributions=sorted(
-            path.name
-            for path in run.checkpoint.iterdir()
-            if path.name.startswith(("LICENSE", "NOTICE"))
+            path.name for name in ("LICENSE*", "NOTICE*") for path in run.checkpoint.glob(name)
         ),
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
-    )
-    text = files("quantize.reports").joinpath("templates", "card.md.jinja").read_text("utf-8")
-    return environment.from_string(text)
 
 
 def card_files(
@@ -226,10 +214,10 @@ def _pictures(run: RunDir, recipe: Recipe) -> str:
 
 def _groups(targets_csv: Path) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in csv.DictReader(io.StringIO(targets_csv.read_text("utf-8"))):
-        key = row["class"], row["scheme"] or f"BF16: {row['reason_kept']}"
-        new = {"class": key[0], "fate": key[1], "tensors": 0, "before": 0, "after": 0}
-        group = groups.setdefault(key, new)
+    for row in csv.DictReader(targets_csv.read_text("utf-8").splitlines()):
+        kind, fate = row["class"], row["scheme"] or f"BF16: {row['reason_kept']}"
+        new = {"class": kind, "fate": fate, "tensors": 0, "before": 0, "after": 0}
+        group = groups.setdefault((kind, fate), new)
         group["tensors"] += 1
         group["before"] += int(row["bytes"])
         group["after"] += int(row["bytes_after"])

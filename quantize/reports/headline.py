@@ -4,7 +4,6 @@ All are made of report.json, once for report.md and report.html.
 """
 
 from collections.abc import Mapping
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -12,6 +11,10 @@ import yaml
 
 from quantize.host.units import size
 from quantize.reports.table import interval_text
+
+PUBLISHED: dict[str, Any] = yaml.safe_load(
+    files("quantize.reports").joinpath("published.yaml").read_text("utf-8")
+)
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -102,15 +105,9 @@ def chosen_point(content: Mapping[str, Any]) -> str:
 
 
 def _published(content: Mapping[str, Any]) -> dict[str, Any]:
-    known = _figures()
     model = content["model"]
-    here = not model["bundled"] and known["model"] in str(model["model"]).lower()
-    return known if here else {"scores": []}
-
-
-@cache
-def _figures() -> dict[str, Any]:
-    return yaml.safe_load(files("quantize.reports").joinpath("published.yaml").read_text("utf-8"))
+    here = not model["bundled"] and PUBLISHED["model"] in str(model["model"]).lower()
+    return PUBLISHED if here else {"scores": []}
 
 
 def published_speed(content: Mapping[str, Any]) -> list[str]:

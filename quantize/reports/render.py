@@ -5,11 +5,10 @@ recorded denoising steps.
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from typing import Any
 
-from jinja2 import Environment, Template
+from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -23,10 +22,14 @@ from quantize.reports.questions import question_counts, question_row, watched
 from quantize.reports.sections import Section, head, question_sections, sections
 from quantize.reports.table import cell
 
+PAGES = Environment(
+    loader=PackageLoader("quantize.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
+
 
 def html(content: Mapping[str, Any]) -> str:
     """Return report.html: self-contained, light and dark, readable on a phone."""
-    return _page().render(
+    return PAGES.get_template("report.html.jinja").render(
         report=content,
         head=head(content),
         facts=facts(content),
@@ -38,13 +41,6 @@ def html(content: Mapping[str, Any]) -> str:
         watched=partial(watched, content["canvases"]),
         size=size,
     )
-
-
-@cache
-def _page() -> Template:
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    text = files("quantize.reports").joinpath("templates", "report.html.jinja").read_text("utf-8")
-    return environment.from_string(text)
 
 
 def markdown(content: Mapping[str, Any]) -> str:

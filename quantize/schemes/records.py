@@ -73,7 +73,6 @@ class Scheme:
     kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]  # the kernels' name for weights like these
     # Limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only a fault exceeds.
     max_relative_error: float
-    convert_seconds: float  # CPU seconds a GB of BF16 input takes, on one core of an AMD EPYC
     modelopt: OnDisk | None = None  # ModelOpt's way to write it, None where it has none
     # `dynamic` of the activations in a config group, None for BF16 ones.
     config_activations: Literal[True, "local"] | None = None
@@ -195,7 +194,6 @@ _NVFP4 = Scheme(
     calibrated=True,
     kernel="nvfp4",
     max_relative_error=0.13,
-    convert_seconds=2.6,
 )
 _ALL = (
     Scheme(
@@ -211,7 +209,6 @@ _ALL = (
         round_activations=partial(rounding.round_tokens, FP8),
         kernel="fp8",
         max_relative_error=0.04,
-        convert_seconds=1.5,
     ),
     _NVFP4,
     # The same weights under BF16 activations: nothing to calibrate.
@@ -251,7 +248,6 @@ _ALL = (
         round_activations=partial(rounding.round_tokens, torch.int8),
         kernel="int8",
         max_relative_error=0.03,
-        convert_seconds=2.3,
     ),
 )
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}

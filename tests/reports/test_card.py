@@ -22,13 +22,13 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
 from quantize.recipe.sections import Recipe, load_recipe, parse_recipe
 from quantize.reports.card import (
+    SERVING,
     Override,
     base_model,
     card,
     docker_command,
     eval_results,
     serve_command,
-    serving,
 )
 from quantize.runs.folder import RunDir
 
@@ -253,17 +253,17 @@ def test_serving_commands_are_those_of_the_data_file(run: RunDir) -> None:
     (docker,) = commands(card_of(run), "docker")
     assert vllm[:3] == ["vllm", "serve", REPO]
     wanted = [
-        w.replace("{canvas}", "256") for e in serving()["flags"] for w in (e["flag"], e["value"])
+        w.replace("{canvas}", "256") for e in SERVING["flags"] for w in (e["flag"], e["value"])
     ]
     assert vllm[3:] == wanted
-    image = docker.index(serving()["image"])
+    image = docker.index(SERVING["image"])
     assert docker[image + 1] == "-c"
     assert docker[image + 2].endswith('pip install -q /tmp/plugin && exec vllm serve "$@"')
     assert docker[image + 3 :] == ["vllm", REPO, *wanted]
-    assert f"$PWD/{serving()['plugin']}:/plugin" in docker
-    assert f"pip install ./{serving()['plugin']}\n" in card_of(run)
-    assert (Path(__file__).parents[2] / serving()["plugin"] / "pyproject.toml").is_file()
-    assert serving()["vllm"] in card_of(run)
+    assert f"$PWD/{SERVING['plugin']}:/plugin" in docker
+    assert f"pip install ./{SERVING['plugin']}\n" in card_of(run)
+    assert (Path(__file__).parents[2] / SERVING["plugin"] / "pyproject.toml").is_file()
+    assert SERVING["vllm"] in card_of(run)
     assert yaml.safe_load(vllm[vllm.index("--diffusion-config") + 1]) == {"canvas_length": 256}
     assert commands(f"```\n{serve_command(REPO, 64)}\n```", "vllm")[0][:3] == vllm[:3]
 

@@ -8,7 +8,6 @@ Calibrating counts all steps of each canvas, so its time is an upper bound. Eval
 answers of typical length that end when the verdict is certain, to all answers at their limits.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
 
 STEPS = 48  # of a canvas, at most
-HASH_BYTES_A_SECOND = 0.85e9  # sha256 on one core of the same machine
-# The converter's own memory on the same files: 0.66 GB with 2 threads, 1.44 GB with 16.
-CONVERT_BYTES, CONVERT_BYTES_A_THREAD = 0.55e9, 0.056e9
-
 # What follows was measured on one H200 with 16 cores, files in memory; docs/first-26b-run.md.
 # Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 81.3 s; evaluation in BF16,
 # 16 slots, 2,481 tokens/s at 16 steps.
@@ -246,25 +241,6 @@ class _Stages:
 def least_of(error: ResourceError) -> str:
     """Return the least memory that a stage needs, from the message that says so."""
     return str(error).partition(" needs ")[2].partition(";")[0]
-
-
-def convert_seconds(targets: Sequence[Target], cores: int) -> float:
-    """Return the estimated seconds of a conversion on CPU cores."""
-    before, after = sum_bytes(targets)
-    rate = max(t.scheme.convert_seconds for t in targets if t.scheme)
-    return max(rate * before / 1e9 / cores, after / HASH_BYTES_A_SECOND)
-
-
-def on_cpu(targets: Sequence[Target]) -> str:
-    """Return what a conversion takes without a GPU."""
-    from quantize.host.units import duration, size
-
-    cores = len(os.sched_getaffinity(0))
-    own = CONVERT_BYTES + CONVERT_BYTES_A_THREAD * cores
-    return (
-        f"without a GPU, convert takes {duration(convert_seconds(targets, cores))} and {size(own)} of "
-        f"memory on the {cores} cores here"
-    )
 
 
 def calibration_steps(recipe: Recipe) -> int:

@@ -17,7 +17,6 @@ from quantize.stages.plan.estimate import (
     Row,
     cannot_pass,
     least_of,
-    on_cpu,
     planned,
     tokens_by_task,
 )
@@ -65,7 +64,7 @@ def show_plan(
     screen.print(stage_table(recipe.name, found, machine))
     if asking := next((row.seconds for row in found if row.stage == "evaluate"), None):
         screen.print(task_table(recipe, asking))
-    lines = [*ending(found), serving_line(config, tensors, targets, machine), on_cpu(targets)]
+    lines = [*ending(found), serving_line(config, tensors, targets, machine)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         screen.print(recipes_table(config, tensors, machine))
