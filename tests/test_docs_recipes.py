@@ -8,9 +8,10 @@ import pytest
 import yaml
 from recipe_reference import PAGE, page
 
+from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
-from quantize.stages.plan.plan import config_of_known, tensors_from_config
+from quantize.stages.plan.plan import tensors_from_config
 
 CONTRACTS = """
 dataset_path: json
@@ -44,7 +45,7 @@ def example(title: str, folder: Path) -> Recipe:
 
 
 def schemes(recipe: Recipe) -> dict[str, str | None]:
-    config = config_of_known("google/diffusiongemma-26B-A4B-it")
+    config = known_config("google/diffusiongemma-26B-A4B-it")
     assert config is not None
     targets: list[Target] = plan_targets(tensors_from_config(config), recipe.quantization)
     return {target.name: target.scheme and target.scheme.name for target in targets}

@@ -35,8 +35,6 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
         }
         shown = {kind: points for kind, points in errors.items() if points}
         plots["error"] = _lines(shown, "layer", "relative error, %")
-    if content["coverage"]:
-        plots["coverage"] = coverage(content["coverage"])
     return plots
 
 
@@ -98,32 +96,6 @@ def _speed(task: dict[str, Any], rates: dict[str, float] | None) -> float:
         return task["quantized_counts"]["tokens_per_forward"]
     at = task["activations"].removeprefix("at ")
     return rates["quantized" if task["gated"] else f"quantized-at-{at}"]
-
-
-def coverage(entry: dict[str, Any]) -> str:
-    """Plot tokens per expert, a row a layer, stronger for more, on a log scale."""
-    rows = list(entry["by_layer"].values())
-    most = math.log1p(max(max(row) for row in rows))
-    least = math.log1p(min(min(row) for row in rows))
-    width = (WIDTH - 44 - RIGHT) / max(len(row) for row in rows)
-    height = min(18.0, max(8.0, 240 / len(rows)))
-    body = ""
-    for i, row in enumerate(rows):
-        top = 6 + height * i
-        if len(rows) <= 12 or i % 5 == 0:
-            body += _text(38, top + height - 3, str(i), "tick end")
-        for expert, tokens in enumerate(row):
-            shade = 0.1 + 0.9 * (math.log1p(tokens) - least) / max(most - least, 1e-9)
-            body += (
-                f'<rect class="heat" x="{44 + width * expert:.2f}" y="{top:.2f}" '
-                f'width="{width * 0.94:.2f}" height="{height * 0.92:.2f}" '
-                f'fill-opacity="{shade:.2f}"><title>layer {i}, expert {expert}: {tokens:,} tokens'
-                f"</title></rect>"
-            )
-    bottom = 6 + height * len(rows)
-    body += _text(44, bottom + 14, f"expert 0 to {len(rows[0]) - 1}; rows are layers", "label")
-    title = f"Tokens per expert: {entry['least_tokens']:,} to {entry['most_tokens']:,}"
-    return _svg(bottom + 22, title, body)
 
 
 class _Scale:

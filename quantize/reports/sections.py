@@ -89,7 +89,7 @@ def sections(content: Content) -> list[Section]:
             ],
             plots=("error",),
         ),
-        Section("Expert coverage", lines=_coverage(content["coverage"]), plots=("coverage",)),
+        Section("Expert coverage", lines=_coverage(content["coverage"])),
         Section(
             "Verification", ("check", "looked at", "result"),
             [

@@ -16,7 +16,7 @@ from quantize.checkpoints.reader import TensorSpec, known_config
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.recipe.sections import load_recipe
 from quantize.stages.convert.convert import quantized_config
-from quantize.stages.plan.plan import config_of_known, tensors_from_config
+from quantize.stages.plan.plan import tensors_from_config
 
 GOOGLE = "google/diffusiongemma-26B-A4B-it"
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
@@ -164,7 +164,7 @@ def test_the_layout_is_the_published_one(
 
 
 def test_what_fp8_dynamic_writes_is_redhats_tensor_for_tensor() -> None:
-    recipe, config = load_recipe("fp8_dynamic"), config_of_known(GOOGLE)
+    recipe, config = load_recipe("fp8_dynamic"), known_config(GOOGLE)
     assert config is not None
     targets = plan_targets(tensors_from_config(config), recipe.quantization)
     ours = quantized_config(released(), targets, recipe)

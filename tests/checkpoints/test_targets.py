@@ -14,7 +14,7 @@ from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import module_class, named_by, plan_targets, sum_bytes
 from quantize.errors import InputError
 from quantize.recipe.sections import Quantization, load_recipe
-from quantize.stages.plan.plan import config_of_known, group, tensors_from_config
+from quantize.stages.plan.plan import group, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"
 LAYERS, EXPERTS, FULL_LAYERS = 30, 128, 5
@@ -33,7 +33,7 @@ def test_the_26b_layout_is_the_published_one() -> None:
 @pytest.mark.parametrize(("recipe", "gigabytes"), [("fp8_dynamic", 27.2), ("nvfp4", 16.45)])
 def test_the_26b_plan_has_the_published_counts_and_size(recipe: str, gigabytes: float) -> None:
     targets = plan_targets(
-        tensors_from_config(config_of_known(REAL) or {}), load_recipe(recipe).quantization
+        tensors_from_config(known_config(REAL) or {}), load_recipe(recipe).quantization
     )
     assert targets is not None
     modules = Counter[str]()

@@ -40,9 +40,11 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from quantize.host.processes import is_first, joined
+from quantize.host.progress import console
 with joined() as processes:
     found = f"{processes.rank} of {processes.count}, not {processes.others(processes.rank)}"
-    Path(sys.argv[1], str(processes.rank)).write_text(f"{found}, first: {is_first()}")
+    about = f"{found}, first: {is_first()}, quiet: {console.quiet}"
+    Path(sys.argv[1], str(processes.rank)).write_text(about)
 """
 
 
@@ -54,8 +56,8 @@ def test_torchrun_starts_them(tmp_path: Path) -> None:
     launcher = forked(torchrun.main, launch)
     launcher.join(300)
     assert launcher.exitcode == 0
-    assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True"
-    assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False"
+    assert (tmp_path / "0").read_text() == "0 of 2, not [1], first: True, quiet: False"
+    assert (tmp_path / "1").read_text() == "1 of 2, not [0], first: False, quiet: True"
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if not stage.shares_work])

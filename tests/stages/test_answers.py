@@ -26,10 +26,9 @@ FIRST: Any = SimpleNamespace(
 LAST: Any = SimpleNamespace(name="two", samples=100, plan=SimpleNamespace(looks=[look(100, 1)]))
 
 
-def telling(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
-    """Return answers of a process at a rate of 100 samples an hour, and what it will have told."""
+def telling(monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, list[str]]:
+    """Return answers at a rate of 100 samples an hour, and what they will have told."""
     found, told = object.__new__(Answers), list[str]()
-    found._processes = SimpleNamespace(rank=rank)  # type: ignore[assignment]
     found._rates = SimpleNamespace(hours=lambda samples: samples / 100)  # type: ignore[assignment]
     monkeypatch.setattr(answers, "say", told.append)
     return found, told
@@ -73,14 +72,10 @@ def test_a_look_tells_what_the_rest_takes_at_most(
         repeats=2 if task is FIRST else 1,
     )  # fmt: skip
     monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, ""))
-    for rank in (0, 1):
-        telling_one, told = telling(rank, monkeypatch)
-        telling_one.tell_look([FIRST, LAST], task, 1, found)
-        seen = (
-            f"{100 * found.repeats} of {task.samples} a model; -1.0 points [-3.2, +1.0], margin 5"
-        )
-        first = f"{task.name}: look 1 of {len(task.plan.looks)}: {seen}: {said}"
-        assert told == ([first] if rank == 0 else [])
+    telling_one, told = telling(monkeypatch)
+    telling_one.tell_look([FIRST, LAST], task, 1, found)
+    seen = f"{100 * found.repeats} of {task.samples} a model; -1.0 points [-3.2, +1.0], margin 5"
+    assert told == [f"{task.name}: look 1 of {len(task.plan.looks)}: {seen}: {said}"]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +89,9 @@ def test_a_look_tells_what_the_rest_takes_at_most(
 def test_the_end_tells_what_was_saved(
     taken: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rank in (0, 1):
-        found, told = telling(rank, monkeypatch)
-        found.tell([FIRST, LAST], dict(zip(("one", "two"), taken, strict=True)), "PASS")
-        assert told == ([said] if rank == 0 else [])
+    found, told = telling(monkeypatch)
+    found.tell([FIRST, LAST], dict(zip(("one", "two"), taken, strict=True)), "PASS")
+    assert told == [said]
 
 
 def test_the_mark_of_a_whole_evaluation_is_moved_last(

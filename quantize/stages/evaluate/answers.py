@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from quantize.errors import InputError
@@ -73,17 +73,15 @@ class Answers:
 
     def tell_what_differs(self, models: Sequence[ComparedModel], tasks: Sequence[Task]) -> None:
         """Say which scores that stand will be made again, and why."""
-        for model in models if self._processes.rank == 0 else ():
-            for task in tasks:
-                if (standing := self._standing(model, task)) is None:
-                    continue
-                differs = differing(standing.made_with, made_with(model, task))
-                for key, before, now in islice(differs, 1):
-                    say(
-                        f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is "
-                        f"asked again; what stands stays until the new scores are whole, and then in "
-                        f"{self._run.path / EARLIER}"
-                    )
+        for model, task in product(models, tasks):
+            made, standing = made_with(model, task), self._standing(model, task)
+            then = standing.made_with if standing else made
+            for key, before, now in islice(differing(then, made), 1):
+                say(
+                    f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is asked "
+                    f"again; what stands stays until the new scores are whole, and then in "
+                    f"{self._run.path / EARLIER}"
+                )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
         """Return models, those that are loaded before the others."""
@@ -171,8 +169,6 @@ class Answers:
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
         """Print what a look at a task shows, and the time that the rest takes at most."""
-        if self._processes.rank:
-            return
         outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
         low, high = found.difference_bounds.low, found.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]
@@ -187,8 +183,6 @@ class Answers:
 
     def tell(self, tasks: Sequence[Task], taken: Mapping[str, int], outcome: str) -> None:
         """Print how the evaluation ended, and the time that an early end saved."""
-        if self._processes.rank:
-            return
         planned = 2 * sum(task.samples for task in tasks)
         asked = 2 * sum(
             look.questions * look.repeats

@@ -61,24 +61,19 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
     write_text(run.targets_csv, targets_as_csv(targets))
 
 
-def config_of_known(model: str) -> dict[str, Any] | None:
-    """Return the config that `model` names, a config.json or a published model's, else None."""
-    if model.endswith(".json"):
-        return read_json_object(Path(model))
-    return None if Path(model).is_dir() else known_config(model)
-
-
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config and tensors of a model, from its config alone where `config_of_known` has that.
+    """Return config and tensors of a model, of a config.json or a published model without weights.
 
     Raises:
         InputError, ResourceError: as `resolve` and `Checkpoint.open`.
     """
-    config = config_of_known(model) if model and revision is None else None
-    if config is not None:
-        return config, tensors_from_config(config)
+    if model and revision is None and not Path(model).is_dir():
+        is_file = model.endswith(".json")
+        config = read_json_object(Path(model)) if is_file else known_config(model)
+        if config is not None:
+            return config, tensors_from_config(config)
     source = Checkpoint.open(resolve(model, revision))
     return source.config, source.tensors
 

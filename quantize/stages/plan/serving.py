@@ -10,7 +10,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.host.units import size
-from quantize.runtime.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, Plan, plan
+from quantize.runtime.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, plan
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
 from quantize.stages.plan.estimate import Machine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs
@@ -105,20 +105,11 @@ def _cells(
     streamed = size(found.streamed) if found.streamed else ""
     held = found.total - CONTEXT_BYTES + BEGUN_BYTES  # a server compiles less than a whole run
     cells = ["streamed" if streamed else "resident", str(found.batch), size(held), streamed]
-    seconds = least_seconds(found, config, targets, machine)
-    if seconds is None:
+    if (rates := machine.gpu.rates) is None:
         return [*cells, "?", "?"]
+    is_bf16, context = need.stage == "BF16", found.need.context
+    least = floor(config, targets, rates, found.batch, context, bf16=is_bf16)
+    streaming = found.streamed / machine.link_rate if found.streamed else 0.0
+    seconds = max(sum(least.values()), streaming)
     tokens = found.batch * config["canvas_length"] / ((STEPS + 1) * seconds)
     return [*cells, f"{1e3 * seconds:.1f}", f"{tokens:,.0f}"]
-
-
-def least_seconds(
-    found: Plan, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
-) -> float | None:
-    """Return the least seconds of a forward, None where the GPU's rates are not known."""
-    if (rates := machine.gpu.rates) is None:
-        return None
-    bf16, need = found.need.stage == "BF16", found.need
-    least = floor(config, targets, rates, found.batch, need.context, bf16=bf16)
-    streaming = found.streamed / machine.link_rate if found.streamed else 0.0
-    return max(sum(least.values()), streaming)
