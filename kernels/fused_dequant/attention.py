@@ -39,6 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import attention_hopper, attention_wide
 from fused_dequant.chain import chained, follow
+from fused_dequant.dispatch import launched_as
 from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, LARGEST, Activation
 from fused_dequant.quantize import codes, magnitude, quantize_rows, room, scale_of, store_blocks
 from fused_dequant.targets import has_boxes
@@ -292,7 +293,7 @@ def attention_heads(
         qkv, q_weight, k_weight, cos, sin, slots, positions, q, keys, values,
         rows // len(slots), capacity, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=D, SHARED=width == (q_heads + kv_heads) * D,
-        num_warps=8 if rows <= 512 else 4, **chained(qkv.device),
+        num_warps=8 if launched_as(rows) <= 512 else 4, **chained(qkv.device),
     )  # fmt: skip
     return q
 
@@ -301,8 +302,8 @@ def attend(q, keys, values, slots, first, last, scheme, shared):
     """See `operations.attend`."""
     rows, q_heads, D = q.shape
     config = configure(
-        rows, len(slots), q_heads, keys.shape[2], D, processors(q.device),
-        hopper=is_hopper(q.device),
+        launched_as(rows), launched_as(len(slots)), q_heads, keys.shape[2], D,
+        processors(q.device), hopper=is_hopper(q.device),
     )  # fmt: skip
     return combine(attend_parts(q, keys, values, slots, first, last, config), scheme, shared)
 

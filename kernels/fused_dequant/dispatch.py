@@ -24,6 +24,7 @@ def launches(device: torch.device) -> bool:
 
 class _Here(threading.local):
     rows: int | None = None
+    sequences: int = 1
 
 
 _HERE = _Here()
@@ -41,6 +42,25 @@ def sequences_of(rows: int) -> Generator[None]:
         yield
     finally:
         _HERE.rows = before
+
+
+@contextmanager
+def launched_as_one_of(sequences: int) -> Generator[None]:
+    """Choose this thread's launches as for one of `sequences` of equal length, not for all their rows.
+
+    How a kernel sums depends on how it is launched, never on a row's neighbours: so each sequence has
+    the numbers, to the bit, that it has alone.
+    """
+    before, _HERE.sequences = _HERE.sequences, sequences
+    try:
+        yield
+    finally:
+        _HERE.sequences = before
+
+
+def launched_as(count: int) -> int:
+    """Return for how many of `count` rows, slots or sequences a launch is chosen."""
+    return count // _HERE.sequences
 
 
 def sequence_rows(count: int) -> int:

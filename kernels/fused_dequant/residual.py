@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
+from fused_dequant.dispatch import launched_as
 from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, LARGEST, MOVED, Activation
 from fused_dequant.quantize import codes, magnitude, place, room, scale_of, store_blocks
 from fused_dequant.tiles import gelu_mul as gelu_mul_tile
@@ -332,7 +333,7 @@ def after_experts(h, dense, experts, norms, scalars, decoded, scheme, eps=1e-6, 
     after_experts_kernel[(M,)](
         h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x, shared), decoded, H, eps,
         CHOICES=experts.shape[1], LARGEST=_largest(scheme), **_halves(H),
-        num_warps=16 if M <= 512 else 8,  # many rows wait for instructions, few for memory
+        num_warps=16 if launched_as(M) <= 512 else 8,  # many rows wait for instructions, few for memory
         **chained(h.device),
     )  # fmt: skip
     return h_out, x

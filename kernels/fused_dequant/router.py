@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fused_dequant.chain import chained, follow
+from fused_dequant.dispatch import launched_as
 
 BK = 256
 PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add reads of sums
@@ -113,16 +114,17 @@ def choose_experts(x, router, per_expert_scale, topk):
     (M, K), E = x.shape, len(router)
     # Of the tiles tried from 16 x 256 to 128 x 256, logits and choice together take 4.0 us for 256
     # rows with blocks of 32 (64: 4.4), and 7.5 for 1,024 with blocks of 64 (32: 10.0).
-    block = 32 if M <= 512 else 64
-    blocks, columns = triton.cdiv(M, block), triton.cdiv(K, BK)
-    steps = min(MOST_STEPS, triton.next_power_of_2(triton.cdiv(blocks * columns, PROGRAMS)))
+    rows, columns = launched_as(M), triton.cdiv(K, BK)
+    block = 32 if rows <= 512 else 64
+    programs = triton.cdiv(rows, block) * columns
+    steps = min(MOST_STEPS, triton.next_power_of_2(triton.cdiv(programs, PROGRAMS)))
     splits = triton.cdiv(columns, steps)
     experts = max(16, triton.next_power_of_2(E))
     device = x.device
     partial = torch.empty(splits, M, E, dtype=torch.float32, device=device)
     ids = torch.empty(M, topk, dtype=torch.int32, device=device)
     weights = torch.empty(M, topk, dtype=torch.float32, device=device)
-    logits_kernel[(blocks, splits)](
+    logits_kernel[(triton.cdiv(M, block), splits)](
         x, router, partial, M, E, K,
         STEPS=steps, EXPERTS=experts, BM=block, BK=BK, num_warps=block // 8,
         **chained(device),

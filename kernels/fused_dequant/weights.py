@@ -13,7 +13,7 @@ import torch
 
 from fused_dequant import dispatch, formats, reference, tuning, w4a4, w4a8, w4a16
 from fused_dequant.activations import quantize_rows, values
-from fused_dequant.dispatch import launches, sequence_rows
+from fused_dequant.dispatch import launched_as, launches, sequence_rows
 from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 from fused_dequant.kept import kept
 from fused_dequant.layouts import KERNELS
@@ -60,7 +60,8 @@ class Weight:
     def config(self, verb: str, tokens: int) -> tuning.Config:
         """Choose a launch for `tokens` rows, `verb` linear or experts; raise as `require` does."""
         require(self.scheme, self.data.device)
-        return tuning.choose(verb, self.scheme, tokens, *self.shape[1:], self.data.device)
+        rows = launched_as(tokens)
+        return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
     def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
         """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.

@@ -29,6 +29,7 @@ import fused_dequant
 import pytest
 import triton
 from fused_dequant import attention, matmul, nvfp4_hopper
+from fused_dequant.dispatch import launched_as_one_of
 from fused_dequant.targets import TARGETS, Capability, name_of
 from kernels_support.compile_check import (
     COMPILE,
@@ -40,7 +41,15 @@ from kernels_support.compile_check import (
     size,
     write_record,
 )
-from kernels_support.launches import HEADS, TOKENS, Launch, launch_layer, launches, noted_on
+from kernels_support.launches import (
+    HEADS,
+    TOKENS,
+    Launch,
+    launch_layer,
+    launch_scheme,
+    launches,
+    noted_on,
+)
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.runtime.jit import KernelInterface
 
@@ -221,6 +230,32 @@ def test_tiles_that_do_not_fit_are_found(
     chosen = [e for e in found.values() if e.kernel == "attend_kernel" and e.constant("D") == D]
     assert chosen
     assert any(fault in told for each in chosen for told in faults(each, target, size(each)))
+
+
+@pytest.mark.parametrize(
+    ("target", "scheme"),
+    [
+        ((8, 9), "fp8"),
+        ((9, 0), "bf16"),
+        ((9, 0), "fp8"),
+        ((9, 0), "nvfp4_fragments"),
+        ((12, 0), "nvfp4_e2m1"),
+    ],
+)
+def test_one_of_several_sequences_is_launched_as_if_it_were_alone(
+    target: Capability, scheme: str
+) -> None:
+    """The same kernels and tiles, so the same sums; only sorting by expert adds nothing up."""
+
+    def codes(sequences: int, each_alone: bool) -> set[tuple[str, ...]]:
+        with noted_on(target) as found, launched_as_one_of(sequences if each_alone else 1):
+            launch_scheme(scheme, 256 * sequences)
+        return {each.code for each in found.values() if each.kernel != "route_kernel"}
+
+    alone = codes(1, each_alone=True)
+    assert all(codes(count, each_alone=True) == alone for count in (2, 3, 8))
+    apart = {kernel for kernel, *_ in codes(8, each_alone=False) - alone}
+    assert {"logits_kernel", "heads_kernel", "after_experts_kernel"} <= apart
 
 
 POINTERS = {

@@ -31,7 +31,7 @@ from quantize.runtime.fused.cells import Cache
 from quantize.runtime.fused.engine import FusedEngine, _denoising
 from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
 from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.fused.weights import TextWeights, load_packed
 from quantize.runtime.images import place, prepare
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
@@ -257,6 +257,52 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
         alone = engine.denoise([slot])[0].tokens
         differing += sum(a != b for a, b in zip(alone, together[slot].tokens, strict=True))
     print(f"{artifact[0]}: {differing / 1024:.4f} of the tokens differ between batch 1 and batch 4")
+
+
+@torch.no_grad()
+def assert_encoded_alike(weights: TextWeights, inputs: Inputs | None = None) -> None:
+    """Eight canvases behind 7 to 1,500 tokens, in groups of every size: the cells of each alone."""
+    cache = Cache.allocate(weights.config, 8, 2048, 1024, torch.device("cuda"))
+    fused = FusedModel(weights, cache, inputs)
+    starts, canvas = [*CONTEXTS, 256, 90, 700, 1023], tokens(8, CANVAS, seed=8)
+    for slot, count in enumerate(starts):
+        for start in range(0, count, 1024):
+            prompt = tokens(1, count, seed=slot)[:, start : start + 1024]
+            fused.encode(prompt, integers(slot), integers(start))
+
+    def encoded(groups: list[list[int]]) -> torch.Tensor:
+        for group in groups:
+            behind = integers(*(starts[slot] for slot in group))
+            fused.encode(canvas[group], integers(*group), behind)
+        return torch.cat([layer.flatten() for layer in (*cache.keys, *cache.values)])
+
+    fused.encodes_alike = True
+    alone = encoded([[slot] for slot in range(8)])
+    for groups in (
+        [[4, 1], [0, 2, 3], [7, 5, 6]],
+        [[7, 0, 3, 5], [1, 2, 4, 6, 1, 1]],  # five fill a bucket of six
+        [[6, 2, 0, 4, 1, 3, 5, 7]],
+    ):
+        assert torch.equal(encoded(groups), alone)
+    fused.encodes_alike = False
+    assert not torch.equal(encoded(groups), alone)
+
+
+def test_canvases_encoded_together(artifact: tuple[str, Path], in_fp8: bool) -> None:
+    assert_encoded_alike(load_packed(artifact[1], "cuda", in_fp8=in_fp8))
+
+
+def test_canvases_encoded_together_in_bf16(source: Path) -> None:
+    assert_encoded_alike(load_packed(source, "cuda"))
+
+
+def test_canvases_encoded_together_with_rounded_inputs(artifact: tuple[str, Path]) -> None:
+    if artifact[0] != "nvfp4a16":
+        pytest.skip("rounded rows are multiplied with NVFP4 weights")
+    weights = load_packed(artifact[1], "cuda")
+    one, each = torch.full((1,), 300.0, device="cuda"), torch.linspace(20, 400, 128, device="cuda")
+    scales = dict.fromkeys(DENSE, one) | dict.fromkeys(EXPERTS, each)
+    assert_encoded_alike(weights, Inputs(weights.config.text_config, [scales] * 6, bf16=False))
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 12])

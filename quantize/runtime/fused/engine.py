@@ -12,8 +12,8 @@ values to the same cells. The host learns who has finished while the GPU makes t
 Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it. Beside
 the others' next step its slot may begin its next canvas, or take another prompt. That first step also
 encodes the canvas just committed, in one pass of 512 rows for 256: weights are read once for both.
-Where a sample must not depend on its batch (`batch_invariant`), every kind of pass has one shape:
-canvases and new prompts of up to SHORT tokens, which elsewhere go together, are encoded one by one.
+Where a sample must not depend on its batch (`batch_invariant`), steps have one shape, and canvases and
+prompts of up to SHORT tokens are encoded before them, TOGETHER at most, launched as one alone would be.
 Longer prompts are encoded in chunks as they are admitted, each a graph unless it has pictures. On a CPU
 the same calls run without graphs, on the kernels' torch references.
 """
@@ -56,6 +56,7 @@ from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
 Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
+TOGETHER = 8  # sequences that are encoded at once by launches made for one: more hardly gain
 
 
 @dataclass
@@ -111,7 +112,7 @@ class FusedEngine:
         inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
         lanes: batches of `capacity` whose passes go through the layers together. With more than one,
-            the slots of one lane follow those of another, and canvases are encoded one by one.
+            the slots of one lane follow those of another, and no canvas is encoded with a first step.
         on_host: keep keys and values on the host, and on the device only those of a lane and a layer.
         sparse: leave a row's least probable tokens out of the next step's self-conditioning, a
             thousandth of its mass at most (`fused_dequant.sparse_soft_embedding`).
@@ -161,6 +162,7 @@ class FusedEngine:
             ) from error
         self.model = FusedModel(weights, cache, inputs, sparse=sparse)
         on_gpu = self.model.cores is None
+        self.model.encodes_alike = batch_invariant and on_gpu
         self._smallest = bucket(capacity) if batch_invariant and on_gpu else 1
         # commits and first steps in one pass
         alone = lanes == 1 and not on_host
@@ -342,7 +344,7 @@ class FusedEngine:
         # A prompt one token longer than a canvas takes the pass of short prompts, if that is another.
         over = 1 if self._short == self.canvas_length else self.canvas_length + 1
         prompt = [1] * min(over, self.max_length - self.canvas_length)
-        for rows in sorted({self._rows_for(n) for n in range(1, self.capacity + 1)}):
+        for rows in sorted({bucket(n) for n in range(1, self.capacity + 1)}):
             slots = range(min(rows, self.capacity))
             for slot in slots:
                 self.admit(slot, prompt, slot, sampler)
@@ -449,10 +451,8 @@ class FusedEngine:
     def _encodings(self, slots: Sequence[int]) -> list[Pass]:
         """Return the passes that encode the slots' unencoded tokens, which count as encoded.
 
-        Canvases share a pass, and so do prompts of a length. Where a sample must not depend on its
-        batch each has a pass of its own: few canvases end at once, and a pass of a full engine's shape
-        would cost as much as a step. Streamed weights are read once for these passes and the first
-        step's; a GPU that holds all weights does them here, and none is returned.
+        Canvases share a pass, and so do prompts of a length. Streamed weights are read once for these
+        passes and the first step's; a GPU that holds all weights does them here, and none is returned.
         """
         kinds: dict[tuple[int, int], list[Row]] = {}
         for slot in slots:
@@ -480,7 +480,9 @@ class FusedEngine:
         """Group rows of a length into as few passes as memory was planned for."""
         if self.model.cores:
             return [rows]
-        most = max(1, self.capacity * self._short // length) if self._smallest == 1 else 1
+        most = max(1, self.capacity * self._short // length)
+        if self.model.encodes_alike:
+            most = min(most, TOGETHER)
         parts = [rows[start : start + most] for start in range(0, len(rows), most)]
         return [part + part[:1] * (bucket(len(part)) - len(part)) for part in parts]
 

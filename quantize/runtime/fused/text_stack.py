@@ -49,7 +49,7 @@ from fused_dequant import (
     soft_embedding_of,
     sparse_soft_embedding,
 )
-from fused_dequant.dispatch import sequences_of
+from fused_dequant.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
@@ -89,6 +89,7 @@ class FusedModel:
         on_pass: called with every pass before it enters the first layer.
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the threads among which a CPU shares a pass' sequences; None where kernels run.
+        encodes_alike: whether each of the encoder's sequences has the numbers that it has alone.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class FusedModel:
         self.routed: list[Tensor] | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
         self.cores = cores_of(weights.device)
+        self.encodes_alike = False
         on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
         text = weights.config.text_config
@@ -215,7 +217,9 @@ class FusedModel:
 
         def through(own: Pass) -> None:
             own.cells = cells
-            copy(self).through(index, layer, own)
+            alike = self.encodes_alike and not own.decoded
+            with launched_as_one_of(len(own.rows.slots) if alike else 1):
+                copy(self).through(index, layer, own)
 
         if self.cores is None or any(own.watched for own in parts):
             self.alone(lambda: [through(own) for own in parts])
