@@ -9,7 +9,8 @@ each and a fixed number of steps, as evaluation does: batch-invariantly, slots r
 every answer stored and synced. Loading and the first chats, which compile and capture, are left out.
 Within `--gpu-memory` weights may be streamed, in lockstep: `slots` are those of a pass, `at_once` all.
 `bench` then measures the same checkpoint at the same batches and steps behind 512 tokens, which is the
-mean of what these canvases stand behind. A line of REPORT.jsonl is one number of slots.
+mean of what these canvases stand behind. A line of REPORT.jsonl is one number of slots, with what the
+seconds went into (`split`).
 
 Activations are rounded as the checkpoint states unless --activations says otherwise. `none` simulates
 the weights alone: beside 8-bit weights, which the kernels multiply with 8-bit rows, every pass
@@ -24,12 +25,15 @@ number. That is arithmetic, not a measurement.
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -58,6 +62,54 @@ class Clock:
             self.tokens += sum(len(each.denoising_steps) * self.canvas for each in completions)
             yield batch, completions
         self.seconds = time.perf_counter() - started
+
+
+@contextmanager
+def split(engine: Any) -> Generator[Facts]:
+    """Yield what an engine's seconds go into, complete when the block ends.
+
+    encoding: on the GPU, of prompts and finished canvases, with the gaps between passes
+    between: of the host, while no canvas is denoised; admitting: its part in which prompts are taken
+    encoder_passes: how many have so many sequences
+    """
+    facts: Facts = {"encoding": 0.0, "between": 0.0, "admitting": 0.0}
+    passes, events, ended = Counter[int](), list[tuple[Any, Any]](), time.perf_counter()
+    own = {name: getattr(engine, name) for name in ("admit", "denoise", "_encode", "_encodings")}
+
+    def admit(*given: Any) -> None:
+        started = time.perf_counter()
+        own["admit"](*given)
+        facts["admitting"] += time.perf_counter() - started
+
+    def denoise(*given: Any) -> Any:
+        nonlocal ended
+        facts["between"] += time.perf_counter() - ended
+        done = own["denoise"](*given)
+        ended = time.perf_counter()
+        return done
+
+    def _encode(rows: list[Any], length: int) -> None:
+        passes[len(rows)] += 1
+        own["_encode"](rows, length)
+
+    def _encodings(slots: Any) -> Any:
+        both = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+        both[0].record()
+        found = own["_encodings"](slots)
+        both[1].record()
+        events.append((both[0], both[1]))
+        return found
+
+    vars(engine).update(admit=admit, denoise=denoise, _encode=_encode, _encodings=_encodings)
+    try:
+        yield facts
+    finally:
+        for name in own:
+            delattr(engine, name)
+    torch.cuda.synchronize()
+    facts["encoding"] = sum(start.elapsed_time(end) for start, end in events) / 1e3
+    facts["between"] += time.perf_counter() - ended
+    facts["encoder_passes"] = dict(sorted(passes.items()))
 
 
 def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
@@ -96,7 +148,7 @@ def evaluated(
     at_once = answerer.engine(0).slots
     asked = chats(WAVES * at_once, CANVASES * canvas, first=1000)
     clock = Clock(canvas)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, split(answerer.engine(0)) as went:
         store = SampleStore(Path(scratch) / "samples.jsonl", {})
         store.complete(asked, answerer, 1, clock.timed)
     facts: Facts = {
@@ -105,6 +157,7 @@ def evaluated(
         "tokens_a_second": round(clock.tokens / clock.seconds, 1),
         "tokens": clock.tokens,
         "seconds": round(clock.seconds, 2),
+        "went_into": went,
         "loading_seconds": round(answerer.loading_seconds, 1),
     }
     answerer.release()
@@ -157,8 +210,6 @@ def measure(
     slots: tuple[int, ...], steps: int, with_bench: bool, gpu_memory: float | None,
 ) -> None:  # fmt: skip
     """Measure CHECKPOINT; REPORT gets a JSON line a number of slots."""
-    import torch
-
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     budget = None if gpu_memory is None else gpu_memory * 1e9
     rates = benched(checkpoint, list(slots), steps) if with_bench and budget is None else {}
