@@ -1,12 +1,14 @@
 """What GPTQ of one layer of the 26B model takes on this GPU, part by part.
 
-    python tests/benchmarks/gptq.py [--torch-experts 2]
+    python tests/benchmarks/gptq.py [--torch-experts 2] [--llm-compressor]
 
 Random weights, Hessians of random correlated activations, NVFP4. For every unit of a layer it prints
 the time of a layer, and in brackets what the host took to launch it: Hessians of eight passes of 2,048
 tokens under some launch configurations of `gram`; the mean, factors, GPTQ, coordinate descent and
 losses of as many experts as `experts_at_once` says, projected to the layer; microseconds of each
-kernel; and the same parts in torch for a few experts. The first call of a kernel compiles it.
+kernel; and the same parts in torch for a few experts. With --llm-compressor, also its batched GPTQ on
+the experts' same weights, Hessians, damping and global scales, all experts at once or as many as fit,
+and the loss of both. The first call of a kernel compiles it.
 """
 
 import time
@@ -86,8 +88,35 @@ def parts(weight: Tensor, hessian: Tensor) -> dict[str, Times]:
     found["spread"] = timed(lambda: gptq._spread_errors(wide, kept[0], one, codes, scales, GRID))
     kept.clear()
     found["descend"] = timed(lambda: gptq._descend(wide, codes, scales, hessian, one, GRID))
-    found["losses"] = timed(lambda: gptq._losses(wide, (wide, wide), hessian))
+    found["losses"] = timed(lambda: gptq.layer_losses(wide, (wide, wide), hessian))
     return found
+
+
+def beside(weight: Tensor, hessian: Tensor, at_once: int) -> tuple[Times, float, float]:
+    """Return the times of llm-compressor's GPTQ, and the mean losses: its own and ours."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+
+    scheme = SCHEMES["NVFP4"]
+    args = preset_name_to_scheme("NVFP4A16", ["Linear"]).weights
+    ranges = scheme.observe(weight, "memoryless_minmax")
+    shared = global_scale([ranges])
+    scales = block_scale(ranges, shared[..., None])
+
+    def theirs() -> Tensor:
+        found = []
+        for own in (slice(i, i + at_once) for i in range(0, len(weight), at_once)):
+            taken = (weight[own].float(), hessian[own].clone(), scales[own])
+            zeros = torch.zeros_like(scales[own])
+            found.append(quantize_weight(*taken, zeros, shared[own, 0], args)[0])
+        return torch.cat(found)
+
+    theirs()
+    taken = timed(theirs)
+    wide = weight.float()
+    mine = gptq.gptq(scheme, weight, hessian, shared).loss
+    (lost,) = gptq.layer_losses(wide, [theirs().float()], hessian)
+    return taken, lost.mean().item(), mine.mean().item()
 
 
 def block_times(experts: int, out: int) -> dict[str, Times]:
@@ -115,7 +144,7 @@ def block_times(experts: int, out: int) -> dict[str, Times]:
     return found
 
 
-def measure(name: str, few: int) -> None:
+def measure(name: str, few: int, compared: bool) -> None:
     """Measure one unit."""
     experts, out, inputs, *_ = UNITS[name]
     found, grams = accumulated(name)
@@ -132,6 +161,13 @@ def measure(name: str, few: int) -> None:
     times["mean"] = timed(lambda: found.mean(name, slice(at_once)))
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9
     show(f"  a layer, ms ({peak:.1f} GB)", times, experts / at_once)
+    if compared and experts > 1:
+        for halves in (1, 2) if name.endswith("gate_up") else (1,):  # two linears, or both as one
+            rows = weight.unflatten(1, (halves, -1)).flatten(0, 1)
+            taken, lost, mine = beside(rows, mean.repeat_interleave(halves, 0), halves * at_once)
+            title = f"  llm-compressor, {halves * at_once} at once, a layer, ms"
+            show(title, {"GPTQ": taken}, experts / at_once)
+            print(f"  loss {lost:.4f}, ours {mine:.4f}", flush=True)
     if few and experts > 1:
         kernels, gptq.launches = gptq.launches, lambda _: False
         show(f"  {few} experts in torch, ms", parts(weight[:few], mean[:few].clone()))
@@ -140,12 +176,13 @@ def measure(name: str, few: int) -> None:
 
 @click.command()
 @click.option("--torch-experts", default=0, show_default=True, help="Experts in torch; 0 for none.")
+@click.option("--llm-compressor", "compared", is_flag=True, help="Its GPTQ beside ours.")
 @click.option("--unit", "units", multiple=True, default=tuple(UNITS), type=click.Choice([*UNITS]))
-def main(torch_experts: int, units: tuple[str, ...]) -> None:
+def main(torch_experts: int, compared: bool, units: tuple[str, ...]) -> None:
     """Measure the units of a layer."""
     print(torch.cuda.get_device_name(), torch.__version__)
     for name in units:
-        measure(name, torch_experts)
+        measure(name, torch_experts, compared)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     timed("factors", gptq, "_factored")
     timed("GPTQ from left to right", gptq, "_spread_errors")
     timed("coordinate descent", gptq, "_descend")
-    timed("losses", gptq, "_losses")
+    timed("losses", gptq, "layer_losses")
     timed("layer passes", layer_by_layer.LayerByLayer, "_take")
     take, write = FusedModel.run, recording._Batch._write
     add = recording._Batch.add
