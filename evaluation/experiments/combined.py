@@ -5,7 +5,7 @@
 Sets of trajectories are `learned`'s. Every arm is made and replayed in one process, without a
 checkpoint on disk. A line of JSON an arm and seed is written to SET.jsonl as soon as it is known: a run
 that was cut goes on, and `--until` begins nothing that would end later. Arms of several copies of the
-prompts are run with the first seed; then, best first, with the others.
+prompts are run with the first seed; then, those of `best` first, with the others.
 
 Models lie in OUT/made, so that `tell` measures those that were chosen from. Which arms it compares
 with `w4a4` is said by `best` before it looks; then it measures all the others that were made.
@@ -487,10 +487,11 @@ def main(
             (pools[name], name, seed) for seed in seeds for name in first
             if told or pools[name] is many or seed == seeds[0]
         ], file)  # fmt: skip
-        later = sorted((n for n in first if pools[n] is few and n in found), key=found.__getitem__)
+        later = [*best(read(file)), *sorted(found, key=found.__getitem__)]
+        later = [own for own in dict.fromkeys(later) if pools.get(own) is few]
         all_run(work, [
             (few, name, seed)
-            for part in (later[:6], later[6:]) for seed in seeds[1:] for name in part
+            for part in (later[:4], later[4:]) for seed in seeds[1:] for name in part
         ], file)  # fmt: skip
         if told:
             rest = {(own["arm"], own["seed"]): None for own in chosen}
