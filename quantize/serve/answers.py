@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -22,7 +22,6 @@ from quantize.serve.scheduler import Draft, Job
 from quantize.serve.text import Delta, Text
 
 Json = dict[str, Any]
-PREFIXES = {"chat.completion": "chatcmpl", "text_completion": "cmpl"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,11 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 class Shape:
     """Makes the answers of one request, whose choices are `jobs`.
 
-    `prompt_tokens` counts the tokens of all prompts, each prompt once however many choices it has.
-    With `include_usage` a stream ends with the usage.
+    They answer a chat, or (`chats` is False) continue text. `prompt_tokens` counts each prompt once,
+    however many choices it has. With `include_usage` a stream ends with the usage.
     """
 
-    kind: Literal["chat.completion", "text_completion"]
+    chats: bool
     model: str
     text: Text
     jobs: Sequence[Job]
@@ -72,15 +71,10 @@ class Shape:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def chats(self) -> bool:
-        """Whether it is an answer to a chat."""
-        return self.kind == "chat.completion"
-
-    @property
     def whole(self) -> Json:
         """The answer to a request that does not stream."""
         choices = [self._choice(index, job) for index, job in enumerate(self.jobs)]
-        return self._frame(self.kind) | {"choices": choices, "usage": self.usage}
+        return self._frame() | {"choices": choices, "usage": self.usage}
 
     def _choice(self, index: int, job: Job) -> Json:
         answer = job.answer
@@ -138,15 +132,15 @@ class Shape:
 
     def _chunk(self, *choices: Json) -> Json:
         usage = {"usage": None} if self.include_usage else {}
-        frame = self._frame("chat.completion.chunk" if self.chats else self.kind)
-        return frame | {"choices": choices} | usage
+        return self._frame(".chunk") | {"choices": choices} | usage
 
-    def _frame(self, name: str) -> Json:
-        frame = {"id": f"{PREFIXES[self.kind]}-{self.id}", "object": name}
+    def _frame(self, part: str = "") -> Json:
+        prefix = "chatcmpl" if self.chats else "cmpl"
+        name = f"chat.completion{part}" if self.chats else "text_completion"
+        frame = {"id": f"{prefix}-{self.id}", "object": name}
         return frame | {"created": self.created, "model": self.model}
 
     def _about(self, index: int, span: tuple[int, int]) -> Json:
-        """Return a choice's index, finish, and log-probabilities of `span` if they were asked for."""
         job = self.jobs[index]
         chances = None
         if job.guide is not None and job.guide.top is not None:
@@ -163,7 +157,6 @@ def _call(call: Call) -> Json:
 
 
 def _of_chat(scored: Sequence[Scored], start: int, text: Text) -> Json:
-    """Return the entries of the tokens from `start` on, without those of thoughts."""
     thought = in_thoughts(text.tokenizer, [entry.token for entry in scored])
     content = [
         _token(text, entry.token, entry.logprob)
@@ -181,7 +174,6 @@ def _token(text: Text, token: int, logprob: float) -> Json:
 
 
 def _of_text(scored: Sequence[Scored], start: int, text: Text) -> Json:
-    """Return the columns of the tokens from `start` on; offsets count characters of the pieces."""
     pieces = [text.piece(entry.token) for entry in scored]
     entries = scored[start:]
     return {

@@ -68,11 +68,9 @@ def read_call(body: str, names: Collection[str]) -> Call | None:
 
 
 def _as_json(text: str) -> str:
-    """Return what becomes of `text` when its strings and words are written as JSON's.
+    """Write strings and words of `text` as JSON's, whose parser says if they are in the right order.
 
-    Raises:
-        ValueError: something is neither a sign, a string nor a word; whether they stand in the right
-            order is for JSON's parser to say.
+    ValueError: something is neither a sign, a string nor a word.
     """
     said, opened, at, names = list[str](), list[str](), 0, False
     while at < len(text):

@@ -2,14 +2,14 @@
 
 A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
 token on. A token that the grammar does not allow is replaced by the most probable one that it allows,
-under the logits of the canvas' last step; what comes behind it was denoised beside another token, so
-the canvas is denoised again with everything up to there, and what must follow it, pinned: at most
-ROUNDS times. Then every further token is replaced where it stands.
+under the logits of the last step. What follows was denoised beside another token, so the canvas is
+denoised again with everything up to there, and what must follow it, pinned: at most ROUNDS times. Then
+every further token is replaced where it stands.
 
 The answer always ends in a form that the grammar accepts: at every canvas' end, and at every token
-where that is in doubt, a shortest known way to an accepted end fits into what is left of the answer.
-Thoughts are free; their channel is closed where what is left would not do otherwise. JSON is written
-without blanks between its parts: what must follow is then certain, and pinned before the first step.
+where that is in doubt, the shortest known way to an accepted end fits into what is left of the answer.
+Thoughts are free, but are closed early enough for the form to fit behind them. JSON is written without
+blanks between its parts, so what must follow is certain, and pinned before the first step.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Grammars:
         return [ids[0] for ids in found if len(ids) == 1]
 
     def _shape(self, tokens: np.ndarray[Any, np.dtype[np.int_]]) -> Any:
-        """Return twice the length of each token, one more for letters and digits: int [n]."""
+        """Return int [n]: twice the length of each token in bytes, plus 1 for letters and digits."""
         for token in tokens[self._shapes[tokens] < 0].tolist():
             text: bytes = self._tokenizer.decode_bytes([token])
             self._shapes[token] = 2 * len(text) + text.isalnum()
@@ -62,8 +62,7 @@ class Grammars:
     def matcher(self, kind: str, form: Any) -> Matcher:
         """Compile a form: "json" by its schema, "regex" of whole texts, or "lark" in Lark's notation.
 
-        Raises:
-            InputError: the form is wrong, too complex, or needs what the library does not have.
+        InputError: the form is wrong, too complex, or needs what the library does not have.
         """
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
@@ -87,7 +86,7 @@ class Grammars:
     def _walk(self, matcher: Matcher, order: Sequence[int], room: int) -> list[int] | None:
         """Take the tokens that must follow, else the first of `order` that may, else the least taken.
 
-        Of those the shortest come first, and signs before letters: they are likelier to end something.
+        Of several the shortest is taken, and signs before letters: they are likelier to end something.
         """
         way: list[int] = []
         taken = np.zeros_like(self._shapes)
@@ -96,15 +95,14 @@ class Grammars:
             if not ahead:
                 may = allowed(matcher)
                 may[self.ends] = False
-                first = next((token for token in order if may[token]), None)
-                if first is None:
+                ahead = [token for token in order if may[token]][:1]
+                if not ahead:
                     choices = np.flatnonzero(may)[:4096]
                     if not len(choices):
                         return None
                     least = (taken[choices] * TAKEN + self._shape(choices)).argmin()
-                    first = int(choices[least])
-                taken[first] += 1
-                ahead = [first]
+                    ahead = [int(choices[least])]
+                taken[ahead] += 1
             way += ahead
             if len(way) > room or not matcher.consume_tokens(ahead):
                 return None
@@ -118,16 +116,10 @@ def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 class Constraint:
-    """Holds one answer to a form.
+    """Holds one answer to the form of a fresh `matcher`, which is copied.
 
-    Args:
-        grammars: grammars of the tokenizer.
-        matcher: the form's matcher before the first token; it is copied.
-        room: most tokens of the answer, thoughts included, without the token that ends it.
-        closes: the token that ends the thoughts before the answer; None where it begins at once.
-
-    Raises:
-        InputError: no text of this form is known that fits into `room`.
+    `room` is the most tokens of the answer, thoughts included, without the one that ends it; `closes`
+    is the token that ends its thoughts, None without any. InputError: no text that fits is known.
     """
 
     def __init__(
@@ -135,10 +127,7 @@ class Constraint:
     ) -> None:
         self.error: str | None = None
         self._grammars, self._matcher = grammars, matcher.deep_copy()
-        self._room = room
-        self._closes = closes
-        self._rounds = 0
-        self._end = grammars.ends[0]
+        self._room, self._closes, self._rounds = room, closes, 0
         way = grammars.way_out(self._matcher, room - (closes is not None))
         if way is None:
             raise InputError(f"no text of the answer's form is known that fits into {room} tokens")
@@ -165,7 +154,7 @@ class Constraint:
             written, matcher = line.write(self._matcher.deep_copy(), self._way)
         if matcher.is_error():
             self.error = " ".join(matcher.get_error().split())[:300]
-            return Verdict([self._end] * len(tokens))
+            return Verdict(self._grammars.ends[:1] * len(tokens))
         pairs = enumerate(zip(written, tokens, strict=True))
         changed = next((n for n, (new, old) in pairs if new != old), None)
         changed = changed if closed is None else closed
@@ -181,7 +170,7 @@ class Constraint:
         return Verdict(written)
 
     def _thoughts(self, tokens: list[int]) -> tuple[int, list[int], int | None]:
-        """Return where the form begins, the tokens, and the position at which thoughts were cut off."""
+        """Return where the form begins, the tokens, and where thoughts were cut off, if they were."""
         if self._closes is None:
             return 0, tokens, None
         ends = (self._closes, *self._grammars.ends)
@@ -195,10 +184,8 @@ class Constraint:
 
     def _stands(self, written: list[int], start: int, changed: int) -> int | None:
         """Write the tokens that must follow a change; return how many stand then, None at the end."""
-        matcher = self._matcher.deep_copy()
-        if written[changed] in self._grammars.ends:
-            return None
-        if not matcher.consume_tokens(written[start : changed + 1]):
+        matcher, ends = self._matcher.deep_copy(), self._grammars.ends
+        if written[changed] in ends or not matcher.consume_tokens(written[start : changed + 1]):
             return None
         follows = matcher.compute_ff_tokens()[: len(written) - changed - 1]
         written[changed + 1 : changed + 1 + len(follows)] = follows
@@ -207,9 +194,9 @@ class Constraint:
 
 @dataclass
 class _Line:
-    """One reading of a finished canvas; `room` counts from its first token.
+    """One reading of a finished canvas, whose text `ended` there, or has a `way` to an accepted end.
 
-    When it is written, `ended` says whether its text has, and `way` leads on to an accepted end.
+    `room` counts from its first token.
     """
 
     grammars: Grammars
@@ -224,8 +211,7 @@ class _Line:
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
         """Return the canvas as the grammar allows it, and the matcher behind it.
 
-        With a `way` to an accepted end, a token is taken only if that way or another fits behind it
-        into the room.
+        With a `way` to an accepted end, each token must leave room for that way or another.
         """
         written = self.tokens[: self.start]
         self.ended, self.way = False, way
@@ -244,7 +230,6 @@ class _Line:
         return written, matcher
 
     def _choose(self, matcher: Matcher, position: int) -> int:
-        """Return the canvas' own token if it may stand, else the most probable one that may."""
         may = allowed(matcher)
         for token in (self.tokens[position], *self.shortlist[position]):
             if token < len(may) and may[token]:

@@ -44,7 +44,7 @@ def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestE
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal of a body that pydantic rejected; it names the first fault."""
+    """Return the refusal of a body that pydantic rejected, by its first fault."""
     order = ["extra_forbidden", "literal_error"]  # what is not known says more than what it lacks
     first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
     reason = str(first["msg"]).removeprefix("Value error, ")
@@ -58,9 +58,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
             return RequestError(400, text, param=param, code="unsupported_parameter")
         reason = "this server knows no such parameter; GET /docs lists those it takes"
         return invalid(str(param), reason, "unknown_parameter")
-    if first["type"] == "union_tag_invalid" and (part := PARTS.get(first["ctx"]["tag"])):
-        reason = f"{first['ctx']['tag']}: not supported: {part}"
-        return invalid(str(param), reason, "unsupported_content")
+    if first["type"] == "union_tag_invalid" and (part := PARTS.get(tag := first["ctx"]["tag"])):
+        return invalid(str(param), f"{tag}: not supported: {part}", "unsupported_content")
     if first["type"] == "value_error" and param is None:  # the message itself names the field
         return RequestError(400, reason, param=reason.partition(":")[0], code="invalid_value")
     if param is None:

@@ -4,9 +4,8 @@
 
 A request goes to the worker with the fewest open requests. Where beginnings of prompts are kept, a chat
 stays with the worker that has its beginning, unless that one has a whole batch more to do than another.
-A worker that ends is started again; its requests end with 503, or with an error in their streams, and
-the others notice nothing. Load balancers cannot read a chat's beginning, and routers that can start
-no servers: hence this front.
+A worker that ends is started again: its requests end with 503, or with an error in their streams, the
+others go on. Load balancers cannot read a chat's beginning, and routers that can start no servers.
 """
 
 import asyncio
@@ -48,13 +47,8 @@ class Fleet:
         self.homes: dict[str, Worker] = {}  # of chats, by their beginnings, the latest last
 
     def choose(self, body: bytes) -> Worker:
-        """Return the worker for a request.
-
-        Raises:
-            RequestError: 503, none is ready.
-        """
-        ready = [worker for worker in self.workers if worker.ready]
-        if not ready:
+        """Return the worker for a request; RequestError 503 if none is ready."""
+        if not (ready := [worker for worker in self.workers if worker.ready]):
             raise RequestError(503, "no worker is ready", code="unavailable", retry_after=5)
         found = min(ready, key=lambda worker: (worker.open, worker.taken))
         if self.options.prefix_bytes and (chat := beginning(body)):
@@ -75,15 +69,13 @@ class Fleet:
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to a worker, and its answer back."""
         request = Request(scope, receive)
-        body = await request.body()
-        await self.choose(body).relay(request, body, send)
+        await self.choose(await request.body()).relay(request, send)
 
     async def _pages(self, path: str, headers: dict[str, str]) -> dict[int, httpx.Response]:
-        ready = [worker for worker in self.workers if worker.ready]
-        asked = (worker.client.get(path, headers=headers) for worker in ready)
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        pages = zip(ready, found, strict=True)
-        return {w.index: page for w, page in pages if isinstance(page, httpx.Response)}
+        ready = {worker.index: worker.client for worker in self.workers if worker.ready}
+        asked = (client.get(path, headers=headers) for client in ready.values())
+        pages = zip(ready, await asyncio.gather(*asked, return_exceptions=True), strict=True)
+        return {index: page for index, page in pages if isinstance(page, httpx.Response)}
 
     async def health(self, _: Request) -> Response:
         """Add up what the workers say."""
@@ -91,8 +83,8 @@ class Fleet:
         healthy = sum(state["status"] == "ok" for state in told)
         counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
         state = {"status": "ok" if healthy else "unavailable"} | counts
-        state |= {"key_required": self.options.api_key is not None}
-        return JSONResponse(state | {"workers": healthy}, 200 if healthy else 503)
+        state |= {"key_required": self.options.api_key is not None, "workers": healthy}
+        return JSONResponse(state, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Show the workers' counters side by side, each with the label `worker`."""

@@ -1,8 +1,7 @@
 """Compiles the form that a request asks of its answer: JSON, a regular expression, required calls.
 
-Calls are written as Gemma 4 writes them (`calls`). They keep to the names, types and enums of a tool's
-parameters, to which of them are required, and to the template's order (by name), but not to further
-keywords of their schemas.
+Calls are written as Gemma 4 writes them (`calls`). They keep to the names, types, enums and required
+fields of a tool's parameters, in the template's order (by name), but to no other keyword of a schema.
 """
 
 import json
@@ -41,11 +40,7 @@ class Forms:
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher that the answer is held to, None for any text.
-
-        Raises:
-            RequestError: 400, the form cannot be compiled.
-        """
+        """Return the matcher that the answer is held to, None for any text; 400 for a wrong form."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms
@@ -58,7 +53,6 @@ class Forms:
             raise invalid(param, error) from error
 
     def _calls(self, functions: Sequence[Function], several: bool) -> str:
-        """Return the grammar of one call, or of several, in Lark's notation."""
         vocabulary = self._tokenizer.get_vocab()
         if missing := [marker for marker in (OPEN, CLOSE, QUOTE) if marker not in vocabulary]:
             raise InputError(f"this model's tokenizer has no token {missing[0]}")
@@ -72,7 +66,6 @@ class Forms:
 
 
 def _object(schema: dict[str, Any], quote: str, depth: int) -> str:
-    """Return the rule of an object's properties, in the order of their names."""
     properties = schema.get("properties")
     if not isinstance(properties, dict) or not properties or depth > DEEPEST:
         return '"{}"' if properties == {} or (not properties and depth == 0) else "object"
@@ -96,7 +89,6 @@ def _listed(fields: Sequence[tuple[str, bool]]) -> str:
 
 
 def _value(schema: Any, quote: str, depth: int) -> str:
-    """Return the rule of a value."""
     if not isinstance(schema, dict) or depth > DEEPEST:
         return "any"
     texts = [text for text in schema.get("enum", []) if isinstance(text, str)]

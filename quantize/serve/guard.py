@@ -53,9 +53,7 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Metrics) -> None:
-        self.app = app
-        self.options = options
-        self.metrics = metrics
+        self.app, self.options, self.metrics = app, options, metrics
         self.key = _digest(options.api_key.encode()) if options.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +112,6 @@ class Guard:
                 raise refusal
 
     async def _body(self, receive: Receive) -> bytes:
-        """Read the body within limits of size and time."""
         limit, size, parts, more = self.options.max_body_bytes, 0, list[bytes](), True
         try:
             async with asyncio.timeout(BODY_SECONDS):

@@ -18,13 +18,9 @@ Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer put
 def known(
     body: ChatRequest | CompletionRequest, encode: Encode, length: int
 ) -> tuple[Given | None, int | None]:
-    """Return the known tokens of each answer of a request, and the token limit before a suffix.
+    """Return the known tokens of each answer and the token limit before a suffix, None for neither.
 
-    `length` is a canvas' number of tokens. Without known tokens the first is None, without a suffix the
-    second.
-
-    Raises:
-        RequestError: 400, pieces overlap, or there is no room for a suffix.
+    `length` is a canvas' number of tokens. RequestError: pieces overlap, or a suffix has no room.
     """
     initial = dict(enumerate(encode(body.initial_text or "")))
     pieces = [(f"pinned.{n}", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]

@@ -37,11 +37,8 @@ class Pictures:
         """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
         `prompt` are ids, one placeholder a picture; `urls` has the parameter and data URL of each, and
-        `soft_tokens` are the most that one takes.
-
-        Raises:
-            RequestError: 400, a picture is refused, or there are too many.
-            InputError: the chat template wrote no placeholders for them.
+        `soft_tokens` are the most that one takes. RequestError: a picture is refused, or there are too
+        many. InputError: the chat template wrote no placeholders.
         """
         if not urls:
             return prompt, None
@@ -61,13 +58,8 @@ class Pictures:
 
 
 def read(url: str) -> Image:
-    """Decode the picture in a data URL.
-
-    Raises:
-        InputError: the URL is of another kind, or the picture of another format, broken or too large.
-    """
-    head = DATA_URL.match(url)
-    if head is None:
+    """Decode a data URL; InputError: another kind of URL or picture, or one broken or too large."""
+    if (head := DATA_URL.match(url)) is None:
         raise InputError(
             f"{url[:40]!r} is not read: pictures come as data:image/png;base64,... (or jpeg, webp), "
             f"this server fetches nothing"

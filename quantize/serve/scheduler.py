@@ -6,9 +6,8 @@
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
 next canvas begins. Without stop strings EOS and length decide, and text is made and sent while the
-engine is at the next canvas, so the GPU never waits for it. A job's events go through its `emit`, which
-is called on this thread, or on the engine's for drafts. A failure of the engine fails the jobs that it
-was working on, and no others; a failure to make a job's text fails that job.
+engine is at the next canvas, so the GPU never waits for it. If the engine fails, the jobs that it was
+working on fail, and no others; if a job's text cannot be made, that job fails.
 """
 
 import logging
@@ -46,7 +45,7 @@ class Draft:
     accepted: list[bool]
 
 
-Event = Delta | Draft | RequestError
+Event = Delta | Draft | RequestError  # the last is a `RequestError`, or a `Delta` with a finish
 
 
 @dataclass(eq=False)
@@ -57,7 +56,7 @@ class Job:
     seed: int
     sampler: Sampler
     answer: Answer  # the growing answer, to be read only after the last event
-    emit: Callable[[Event], None]  # on any thread; a `RequestError` or a finish is the last event
+    emit: Callable[[Event], None]  # on the scheduler's thread, drafts on the engine's
     drafts: bool = False  # whether every denoising step is emitted
     images: Images | None = None  # for the prompt's placeholders
     given: Given | None = None  # the known tokens
@@ -99,32 +98,26 @@ class Scheduler:
     def reserve(self, count: int) -> None:
         """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
 
-        Raises:
-            RequestError: 503 during shutdown; 429 when the queue is full; 400 for more than it holds.
+        RequestError: 503 during shutdown; 429 when the queue is full; 400 for more than it holds.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
         with self._changed:
             if self._draining:
-                raise shutting_down()
+                raise _shutting_down()
             waiting = self.load[1]
             if waiting + count > self.max_queue:
-                wait = 1 + int(self._seconds * waiting / self.engine.capacity)
+                later = min(1 + int(self._seconds * waiting / self.engine.capacity), LONGEST_RETRY)
                 message = f"the queue is full: {waiting} of {self.max_queue} are waiting"
-                later = min(wait, LONGEST_RETRY)
                 raise RequestError(429, message, code="queue_full", retry_after=later)
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in their reserved places, which are freed if that fails.
-
-        Raises:
-            RequestError: 503 while it shuts down.
-        """
+        """Queue jobs in their reserved places; during shutdown free these and raise a 503."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
-                raise shutting_down()
+                raise _shutting_down()
             self._waiting.extend(jobs)
             self._changed.notify()
 
@@ -144,7 +137,7 @@ class Scheduler:
             refused, self._waiting = self._waiting, deque()
             self._changed.notify()
         for job in refused:
-            job.emit(shutting_down())
+            job.emit(_shutting_down())
 
     def stop(self) -> None:
         """Drain, end running jobs after their canvas, and wait for the thread."""
@@ -166,11 +159,10 @@ class Scheduler:
             self.metrics.waiting.set(self.load[1])
         self._speak()
         for slot in list(self._running):
-            self._running[slot].emit(shutting_down())
+            self._running[slot].emit(_shutting_down())
             self._leave([slot])
 
     def _wait(self) -> bool:
-        """Wait for something to do; return False when it is time to stop."""
         with self._changed:
             idle = False
             while not (self._waiting or self._running or self._unsaid or self._stopped):
@@ -238,7 +230,6 @@ class Scheduler:
                 self.metrics.tokens.inc(job.answer.tokens)
 
     def _speak(self) -> None:
-        """Emit what the last canvases added."""
         while self._unsaid:
             job = self._unsaid.popleft()
             if not job.cancelled:
@@ -247,12 +238,11 @@ class Scheduler:
 
     @contextmanager
     def _failing_alone(self, job: Job) -> Generator[None]:
-        """Fail a job whose text cannot be made; its slot is freed once its canvas is done."""
         try:
             yield
         except Exception:  # it is logged and answered with a 500; the server goes on
             self._fail([job])
-            job.cancelled = True
+            job.cancelled = True  # which frees its slot once its canvas is done
 
     def _show(self, slot: int, step: int, tokens: list[int], accepted: list[bool]) -> None:
         job = self._running[slot]
@@ -273,6 +263,5 @@ class Scheduler:
             job.emit(RequestError(500, message, code="engine_failed"))
 
 
-def shutting_down() -> RequestError:
-    """Return the refusal of a request for which the shutdown leaves no time."""
+def _shutting_down() -> RequestError:
     return RequestError(503, "the server is shutting down", code="shutting_down", retry_after=10)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from socket import AF_UNIX, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -38,20 +39,15 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, options: Options, leave: Callable[[], object], grace: int = 5
     ) -> None:
-        config = uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            access_log=False,  # the guard logs, without addresses or queries
-            log_config=None,
-            server_header=False,
-            timeout_graceful_shutdown=int(options.shutdown_grace) + grace,
-        )
+        # The guard logs, without addresses or queries.
+        more: Any = {"access_log": False, "log_config": None, "server_header": False}
+        more["timeout_graceful_shutdown"] = int(options.shutdown_grace) + grace
+        config = uvicorn.Config(app, options.host, options.port, **more)
         super().__init__(config)
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen, and print the address, and how fields are taken that have no meaning here."""
+        """Listen; print the address, and what becomes of fields that have no meaning here."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
         if address.family == AF_UNIX:  # a worker's: its front prints its own
@@ -106,11 +102,7 @@ def held(engine: Engine) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket:
-    """Return a socket bound to an address; it takes connections once a server listens on it.
-
-    Raises:
-        ResourceError: the address is taken or not this machine's.
-    """
+    """Return a socket bound to an address; ResourceError: it is taken or not this machine's."""
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         found = socket(family, kind, protocol)

@@ -78,7 +78,6 @@ class Service:
         timer.start()
 
     def _encode(self, body: Body) -> Prepared:
-        """Return a request in tokens: a chat by its template, plain prompts as they are."""
         images = None
         if isinstance(body, ChatRequest):
             turns = [message.turn for message in body.messages]
@@ -104,9 +103,8 @@ class Service:
             self._check_length(body, prepared.prompts)
             jobs = self._jobs(body, prepared, exchange)
         exchange.submit(jobs)
-        kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
-        prompt_tokens = sum(map(len, prepared.prompts))
-        shape = Shape(kind, self.options.model_name, self.text, jobs, prompt_tokens)
+        prompt_tokens, chats = sum(map(len, prepared.prompts)), isinstance(body, ChatRequest)
+        shape = Shape(chats, self.options.model_name, self.text, jobs, prompt_tokens)
         headers = {"X-Ignored-Parameters": ", ".join(ignored)} if ignored else {}
         if body.stream:
             options = body.stream_options
@@ -125,9 +123,10 @@ class Service:
         for index in range(len(shape.jobs)) if shape.chats else ():
             yield shape.opening(index)
         try:
-            async for index, event in _chain(first, events):
-                draws = isinstance(event, Draft)
-                yield shape.draft(index, event) if draws else shape.chunk(index, event)
+            while first is not None:
+                make = shape.draft if isinstance(first[1], Draft) else shape.chunk
+                yield make(*first)
+                first = await anext(events, None)
             if shape.include_usage:
                 yield shape.ending()
             self._log([job.prompt for job in shape.jobs], shape.jobs)
@@ -135,11 +134,7 @@ class Service:
             yield refusal.body
 
     def _ignored(self, body: Body) -> list[str]:
-        """Return the parameters of a request that are ignored; each is counted, and logged once.
-
-        Raises:
-            RequestError: 400, this server does not ignore a parameter.
-        """
+        """Return a request's ignored parameters, counted and once logged; 400 for one it refuses."""
         ignored: list[str] = []
         given = body.model_dump(include={*unsupported.NEUTRAL_ONLY, *unsupported.IGNORABLE})
         given |= hints(body.messages) if isinstance(body, ChatRequest) else {}
@@ -174,7 +169,6 @@ class Service:
             raise RequestError(400, message, param=param, code="context_length_exceeded")
 
     def _jobs(self, body: Body, prepared: Prepared, exchange: Exchange) -> list[Job]:
-        """Return one job a choice: choice j of a request with a seed has the noise of seed + j."""
         sampler = body.sampler(self.sampler)
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
@@ -184,7 +178,7 @@ class Service:
             once = not body.parallel_tool_calls
             empty = partial(Answer, split, tools=body.callable, one_call=once)
         stops = [] if any(kind == "calls" for _, kind, _ in body.forms) else list(body.stop)
-        jobs: list[Job] = []
+        jobs: list[Job] = []  # choice j of a request with a seed has the noise of seed + j
         length, given = self.scheduler.engine.canvas_length, prepared.given
         limit = prepared.limit or body.token_limit or sampler.max_new_tokens
         for prompt in prepared.prompts:
@@ -204,7 +198,6 @@ class Service:
         return jobs
 
     def _guide(self, body: Body, prepared: Prepared, room: int) -> AnswerGuide | None:
-        """Return the guide of an answer of `room` tokens, None without a form and log-probabilities."""
         if prepared.form is None and body.top is None:
             return None
         constraint = None
@@ -221,9 +214,3 @@ class Service:
         if self.options.log_prompts:
             asked = [self.text.tokenizer.decode(list(prompt)) for prompt in prompts]
             log.info("%s", json.dumps([asked, [job.answer.content for job in jobs]]))
-
-
-async def _chain(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    yield first
-    async for event in rest:
-        yield event

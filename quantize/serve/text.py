@@ -23,6 +23,7 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.encode = tokenizer.encode  # plain text, with what the tokenizer puts before it
         self.encode_piece = partial(tokenizer.encode, add_special_tokens=False)  # amid a canvas
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
         vocabulary = tokenizer.get_vocab()
@@ -37,23 +38,15 @@ class Text:
     ) -> list[int]:
         """Return the ids of a chat that ends where the model's turn begins.
 
-        Raises:
-            InputError: the chat template refuses the messages, or has no place for tools.
+        InputError: the chat template refuses the messages, or has no place for tools.
         """
         declares = "tools" in str(self.tokenizer.chat_template)
         if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
             raise InputError("tools: this model's chat template has no place for them")
         return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
 
-    def encode(self, prompt: str) -> list[int]:
-        """Return the ids of plain text, with what the tokenizer puts before it."""
-        return list(self.tokenizer.encode(prompt))
-
     def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
-        """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
-
-        With `calls` the answer keeps the markers of function calls.
-        """
+        """Return (thoughts, answer); with `calls` the answer keeps the markers of function calls."""
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -63,17 +56,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that a canvas added to an answer, its tokens range(*span); the last one has `finish`.
-
-    The answer had `called` calls before it.
-    """
+    """What a canvas added to an answer."""
 
     reasoning: str
     content: str
-    finish: Literal["stop", "length"] | None
+    finish: Literal["stop", "length"] | None  # of the last canvas
     calls: Sequence[Call] = ()
-    called: int = 0
-    span: tuple[int, int] = (0, 0)
+    called: int = 0  # calls before these
+    span: tuple[int, int] = (0, 0)  # range of the tokens
 
 
 @dataclass
@@ -99,20 +89,17 @@ class Answer:
     finish: Literal["stop", "length"] | None = None
 
     def commit(self, canvas: Canvas, complete: bool = False) -> None:
-        """Take a finished canvas and see whether it ends the answer.
+        """Take a finished canvas and see whether it ends the answer, by tokens and stop strings.
 
-        Tokens alone decide that; text is made here only if there are stop strings. An answer whose form
-        is `complete` where its tokens run out has stopped: the token that would end it has no room.
+        An answer whose form is `complete` when its tokens run out has stopped too: there is no room for
+        the token that would end it.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         length = len(self.sample.tokens)
         over = length >= self.max_tokens or self.sample.canvases >= self.max_canvases
         ended = self.sample.finish == "eos" and length <= self.max_tokens
-        if (
-            ended
-            or (over and complete)
-            or cut(self._read()[1] if self.stops else "", self.stops)[1]
-        ):
+        text = self._read()[1] if self.stops else ""
+        if ended or (over and complete) or cut(text, self.stops)[1]:
             self.finish = "stop"
         elif over:
             self.finish = "length"
@@ -122,8 +109,7 @@ class Answer:
         reasoning, content = self._read()
         content, _ = cut(content, self.stops)
         if self.finish is None:
-            reasoning = reasoning.rstrip(HALF_CHARACTER)
-            content = content.rstrip(HALF_CHARACTER)
+            reasoning, content = (t.rstrip(HALF_CHARACTER) for t in (reasoning, content))
             markers = [OPEN] if self.tools else []
             content = content[: len(content) - held(content, [*self.stops, *markers])]
         calls: list[Call] = []
@@ -154,10 +140,8 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the stop string that ends first, and whether there is one.
-
-    Which one begins first could depend on where a canvas ends.
-    """
+    """Return the text before the stop string that ends first, and whether there is one."""
+    # Which one begins first could depend on where a canvas ends.
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 

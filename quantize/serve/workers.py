@@ -42,8 +42,7 @@ class Worker:
         self, index: int, folder: Path, checkpoint: Path, options: Options, place: Placement,
         gpus: Sequence[str],
     ) -> None:  # fmt: skip
-        self.index, self.gpus = index, gpus
-        self.socket = folder / f"{index}.sock"
+        self.index, self.gpus, self.socket = index, gpus, folder / f"{index}.sock"
         self.given = (checkpoint, options, place, self.socket)
         # As many at once as come: the worker itself refuses what it has no room for.
         most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -98,21 +97,17 @@ class Worker:
             if await asyncio.to_thread(self.wait):
                 log.info("worker %d serves again", self.index)
 
-    async def relay(self, request: Request, body: bytes, send: Send) -> None:
-        """Pass a request on and its answer back.
-
-        Raises:
-            RequestError: 503, the process ended before its answer began.
-        """
+    async def relay(self, request: Request, send: Send) -> None:
+        """Pass a request on and its answer back; 503 if the process ends before its answer begins."""
         url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
-        headers = _end_to_end(request.headers.raw)
+        headers, body = _end_to_end(request.headers.raw), await request.body()
         asked = self.client.build_request(request.method, url, headers=headers, content=body)
         self.open += 1
         try:
             try:
                 reply = await self.client.send(asked, stream=True)
             except httpx.TransportError as error:
-                raise ended() from error
+                raise _ended() from error
             async with aclosing(reply):
                 answer = StreamingResponse(_parts(reply), reply.status_code)
                 worker = (b"x-worker", str(self.index).encode())
@@ -129,7 +124,7 @@ async def _parts(reply: httpx.Response) -> AsyncIterator[bytes]:
     except httpx.TransportError:
         if not reply.headers.get("content-type", "").startswith("text/event-stream"):
             raise  # a body cut short is no answer: the connection breaks
-        yield f"data: {json.dumps(ended().body)}\n\n".encode()
+        yield f"data: {json.dumps(_ended().body)}\n\n".encode()
 
 
 def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -137,17 +132,12 @@ def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
 
 
-def ended() -> RequestError:
-    """Return the refusal of a request whose worker ended."""
+def _ended() -> RequestError:
     return RequestError(503, ENDED, code="worker_ended", retry_after=1)
 
 
 def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return the names of `count` GPUs as CUDA_VISIBLE_DEVICES has them, none for a CPU.
-
-    Raises:
-        ResourceError: there are fewer.
-    """
+    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, none for a CPU; ResourceError: fewer."""
     if torch.device(place.device).type == "cpu":
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
