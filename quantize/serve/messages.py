@@ -46,8 +46,7 @@ class ImagePart(Strict):
         return {"type": "image"}
 
 
-def _joined(content: Any) -> Any:
-    """Return content without pictures as one text."""
+def _joined(content: Any) -> Any:  # without pictures as one text
     if isinstance(content, str) or any(isinstance(part, ImagePart) for part in content):
         return content
     return "".join(part.text for part in content)
@@ -105,10 +104,7 @@ class Question(_Turn):
 
 
 class Reply(_Turn):
-    """A turn of the model, with the calls that it made.
-
-    The template gets thoughts that a client sends back, and keeps only those that led to calls.
-    """
+    """A turn of the model, with its calls; the template keeps only thoughts that led to calls."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
@@ -125,8 +121,8 @@ class Reply(_Turn):
     @property
     def turn(self) -> dict[str, Any]:
         """Return what the chat template reads."""
-        turn = self.model_dump() | {"content": self.content or ""}
-        return turn if self.tool_calls else {k: turn[k] for k in ("role", "content")}
+        kept = None if self.tool_calls else {"role", "content"}
+        return self.model_dump(include=kept) | {"content": self.content or ""}
 
 
 class Result(_Turn):
@@ -146,10 +142,8 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
-    return {
-        "name": next(filter(None, names), None),
-        "detail": next((found for found in details if found not in (None, "auto")), None),
-    }
+    detail = next((found for found in details if found not in (None, "auto")), None)
+    return {"name": next(filter(None, names), None), "detail": detail}
 
 
 def stray_results(messages: Sequence[Message]) -> Iterator[str]:

@@ -41,10 +41,7 @@ class Metrics:
         self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
     def watch(self, prefixes: PrefixCache[Any] | None, device: torch.device) -> None:
-        """Show what an engine keeps of prompts' beginnings, and what the driver says of its GPU.
-
-        Both are shown as they stand when they are asked for; a CPU has no driver.
-        """
+        """Show at each reading what an engine keeps of prompts, and what its GPU's driver says."""
         if prefixes is not None:
             says = "Tokens of prompts that were looked for."
             self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)
@@ -58,8 +55,7 @@ class Metrics:
             free, total = torch.cuda.mem_get_info(device)
             return total - free
 
-        says = "Share of the last moment in which kernels ran."
-        self._ask("gpu_utilization", says, driver.busy)
+        self._ask("gpu_utilization", "Share of the last moment in which kernels ran.", driver.busy)
         self._ask("gpu_memory_bytes", "Memory in use, by any process.", held)
         says = "Clock of the processors."
         self._ask("gpu_clock_mhz", says, lambda: getattr(driver.clock(), "mhz", None))

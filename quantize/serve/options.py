@@ -20,30 +20,21 @@ COUNT = click.IntRange(min=1)
 def _setting(
     default: Any, says: str | None = None, kind: "click.ParamType[Any] | None" = None
 ) -> Any:
-    """Declare a setting that an option of its name sets."""
     flag = {"is_flag": True} if default is False else {}
     return field(default=default, metadata={"help": says, "type": kind} | flag)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one server; `quantize serve` has an option for each that says what it is.
+    """Settings of one server; `quantize serve` has an option for most, which says what it is.
 
-    Attributes:
-        port: 0 takes a free one.
-        api_key: what clients must send as a bearer token; None for no key.
-        prefix_bytes: memory for beginnings of prompts that are kept encoded.
-        origins: of web pages that may ask.
-        fingerprint, activations: checkpoint and rounding that /v1/models reports.
-
-    Raises:
-        InputError: other machines could reach it and there is no key, or the key is empty; or an
-            origin is none that a browser sends.
+    InputError: other machines could reach it and there is no key, or the key is empty; or an origin is
+    none that a browser sends.
     """
 
     model_name: str
     host: str = _setting("127.0.0.1", "Other hosts need an API key.")
-    port: int = _setting(8000, None, click.IntRange(0, 65535))
+    port: int = _setting(8000, None, click.IntRange(0, 65535))  # 0 takes a free one
     max_num_seqs: int = _setting(4, "Samples that are denoised together.", click.IntRange(1, 64))
     max_queue: int = _setting(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
     max_context: int | None = _setting(
@@ -69,12 +60,11 @@ class Options:
         False,
         "Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
     )
-    log_prompts: bool = _setting(False, "Log prompts and answers; else neither is logged.")
-    api_key: str | None = None
-    prefix_bytes: int = 0
-    origins: Sequence[str] = ()
-    fingerprint: str | None = None
-    activations: str = "none"
+    api_key: str | None = None  # what clients must send as a bearer token
+    prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
+    origins: Sequence[str] = ()  # of web pages that may ask
+    fingerprint: str | None = None  # of the checkpoint, for /v1/models
+    activations: str = "none"  # how they are rounded, for /v1/models
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):

@@ -1,13 +1,11 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
 
 Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). `unsupported` says what cannot be honoured, and what of it is ignored: its
-values are held to OpenAI's ranges all the same.
+whole messages with nulls). `unsupported` says which fields are refused, and which are ignored; these
+must be in OpenAI's ranges all the same.
 
-Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), and what
-is known of an answer (`infill`): initial_text, pinned, and suffix of completions.
-
-A chat's `image_tokens` is the most tokens that each of its pictures may take.
+Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), what is
+known of an answer (`infill`), and a chat's `image_tokens`, the most that each of its pictures may take.
 """
 
 from collections.abc import Iterator
@@ -123,7 +121,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
         return self
 
     def faults(self) -> Iterator[str]:
-        """Yield which fields contradict others, each as the field's name and a reason."""
+        """Yield contradictions between fields, each as a field's name and a reason."""
         if self.stream_options is not None and not self.stream:
             yield "stream_options: only with stream true"
         forms = [param for param, _, _ in self.forms]
@@ -139,10 +137,8 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
     @property
     def forms(self) -> list[Form]:
         """Return the forms that are asked of the answer."""
-        given: list[Form] = [
-            ("guided_json", "json", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-        ]
+        guides = ("guided_json", "json"), ("guided_regex", "regex")
+        given = ((name, kind, getattr(self, name)) for name, kind in guides)
         return [form for form in given if form[2] is not None]
 
     @property
@@ -161,11 +157,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
         return self.max_tokens
 
     def sampler(self, base: Sampler) -> Sampler:
-        """Return `base` with this request's diffusion controls put in.
-
-        Raises:
-            InputError: the controls contradict each other.
-        """
+        """Return `base` with this request's controls; InputError: they contradict each other."""
         try:
             return replace(base, **self.model_dump(include={*CONTROLS}, exclude_none=True))
         except InputError as error:
@@ -293,9 +285,7 @@ class CompletionRequest(_Generation):
 
     prompt: String | list[String] | list[int] | list[list[int]]
     suffix: String | None = Field(
-        None,
-        description="Text behind the answer, which then has max_tokens positions at most; both must "
-        "fit into one canvas.",
+        None, description="Text behind the answer's max_tokens positions, in one canvas with them."
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 

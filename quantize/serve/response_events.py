@@ -27,7 +27,7 @@ ITEMS: dict[str, tuple[str, str, Json, Json]] = {
 class Answer:
     """Grows by the chunks of a chat's answer and says each change as an event.
 
-    `response` is the whole answer as it stands; its last item is open until another begins.
+    `response` is the answer as it stands; its last item is open until another begins.
     """
 
     def __init__(self, body: ResponsesRequest) -> None:
@@ -53,8 +53,7 @@ class Answer:
         """Return what a chat was answered, whole or a stream, as an answer of the Responses API."""
         if not isinstance(chat.body, dict):
             return stream(self._lines(chat.body), chat.headers)
-        for _ in self._add(chat.body):
-            continue
+        list(self._add(chat.body))
         return JSONResponse(self.response, headers=chat.headers)
 
     async def _lines(self, chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
@@ -112,10 +111,10 @@ class Answer:
         yield self._of_part(f"{part['type']}.delta", delta=text, logprobs=[])
 
     def _call(self, call: Json) -> Iterator[Json]:
-        """Yield the events of a call, which comes whole with the canvas that ends it."""
-        called = call["function"]
-        about = {"call_id": call["id"], **called, "arguments": ""}
-        yield from self._open("function_call", "fc", about)
+        called = call["function"]  # whole: it comes with the canvas that ends it
+        yield from self._open(
+            "function_call", "fc", {"call_id": call["id"], **called, "arguments": ""}
+        )
         self.items[-1] |= called
         yield self._event("function_call_arguments.delta", delta=called["arguments"])
         yield from self._close()

@@ -2,8 +2,8 @@
 
 A request becomes a `ChatRequest`; `response_events` turns the answer into items and events. Nothing
 is stored, so what refers to an earlier answer (`previous_response_id`, `item_reference`) is refused:
-clients send the items themselves. What this API has no field for (seed, diffusion controls, pinned text
-and log-probabilities) is there in chat completions.
+clients send the items themselves. Seed, diffusion controls, pinned text and log-probabilities have no
+field in this API: chat completions have them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,6 @@ ByShape = by_type("text", list="items", dict="object", NamedTool="object")
 
 
 class _Kept(Strict):
-    """What an item of an earlier answer has beside its text; none of it is used."""
-
     id: String | None = Unused
     status: String | None = Unused
 
@@ -173,11 +171,7 @@ class ResponsesRequest(Asked):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat that asks for the same.
-
-        Raises:
-            RequestError: 400, what is asked for is not valid in a chat either.
-        """
+        """Return the chat that asks for the same; RequestError 400 if a chat may not."""
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):
@@ -240,11 +234,9 @@ def _turn(item: Item) -> dict[str, Any]:
 
 
 def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    if isinstance(content, str):
-        return content
-    return [
-        {"type": "text", "text": part.text}
-        if isinstance(part, TextPart)
-        else {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
-        for part in content
-    ]
+    def of_chat(part: TextPart | ImagePart) -> dict[str, Any]:
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
+
+    return content if isinstance(content, str) else [of_chat(part) for part in content]

@@ -1,7 +1,6 @@
 """Turns a validated request into jobs, and their events into an answer or a stream."""
 
 import asyncio
-import json
 import logging
 import secrets
 import threading
@@ -114,7 +113,6 @@ class Service:
             return Said(self._chunks(shape, first, events), headers)
         async for _ in exchange.events():
             pass
-        self._log(prepared.prompts, jobs)
         return Said(shape.whole, headers)
 
     async def _chunks(
@@ -129,7 +127,6 @@ class Service:
                 first = await anext(events, None)
             if shape.include_usage:
                 yield shape.ending()
-            self._log([job.prompt for job in shape.jobs], shape.jobs)
         except RequestError as refusal:
             yield refusal.body
 
@@ -209,8 +206,3 @@ class Service:
             except InputError as error:
                 raise invalid("max_tokens", error) from error
         return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
-
-    def _log(self, prompts: Sequence[Sequence[int]], jobs: Sequence[Job]) -> None:
-        if self.options.log_prompts:
-            asked = [self.text.tokenizer.decode(list(prompt)) for prompt in prompts]
-            log.info("%s", json.dumps([asked, [job.answer.content for job in jobs]]))
