@@ -136,8 +136,9 @@ ARMS = {
     # Without GPTQ.
     "nearest": Arm(how=None),
     "nearest-down": Arm(how=None, fold="down"),
-    # More rows, and what learns from there.
+    # More rows, and what learns from there; the longest first, for all wait for it.
     **FOUR,
+    "learn-mlp-long": replace(FOUR["mlp-four"], learn=replace(LEARN, steps=1500)),
     "learn-mlp": replace(FOUR["mlp-four"], learn=LEARN),
     "learn": replace(FOUR["four"], learn=LEARN),
     "learn-fp8-mlp": replace(FOUR["fp8-mlp-four"], learn=LEARN),
@@ -151,7 +152,6 @@ ARMS = {
     "learn-fp8-gains": replace(FOUR["fp8-four"], learn=GAINS),
     "learn-gains-fast": replace(FOUR["four"], learn=replace(GAINS, rates=(0.0, 0.0, 3e-3))),
     "learn-fast": replace(FOUR["four"], learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
-    "learn-mlp-long": replace(FOUR["mlp-four"], learn=replace(LEARN, steps=1500)),
 }  # fmt: skip
 
 
