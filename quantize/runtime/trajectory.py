@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import ALONE, Processes
@@ -157,7 +157,7 @@ def record_all(
 
 def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:
     """Return the positions that the longest of `prompts` and `canvases` behind it take."""
-    length: int = Checkpoint.open(checkpoint).config["canvas_length"]
+    length: int = read_config(checkpoint)["canvas_length"]
     return max(len(prompt) for prompt in prompts) + canvases * length
 
 

@@ -399,9 +399,6 @@ class FusedEngine:
                 f"it within {self.max_length} positions"
             )
 
-    def _integers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int32, device=self.device)
-
     def _encode_long(self, slot: int, prompt: list[int], images: Images | None) -> None:
         """Encode a prompt of any length, with its pictures, in chunks.
 
@@ -502,11 +499,12 @@ class FusedEngine:
         return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)
 
     def _filled(self, rows: list[Row], length: int) -> tuple[Tensor, Tensor, Tensor]:
-        slots, contexts, runs = zip(*rows, strict=True)
-        filled = [run + [0] * (length - len(run)) for run in runs]
-        tokens = torch.tensor(filled, device=self.device)
-        places = [slot % self.capacity for slot in slots]
-        return tokens, self._integers(places), self._integers(contexts)
+        filled = torch.tensor([run + [0] * (length - len(run)) for *_, run in rows])
+        places = torch.tensor([(slot % self.capacity, at) for slot, at, _ in rows]).int().T
+        # The host does not wait: what it launches next, it launches while the GPU works.
+        tokens = filled.to(self.device, non_blocking=True)
+        slots, contexts = places.contiguous().to(self.device, non_blocking=True)
+        return tokens, slots, contexts
 
     @property
     def _resident(self) -> Cache:

@@ -146,8 +146,9 @@ class Step:
         count = min(_power(len(runs)), self.rows)
         runs = runs + runs[:1] * (count - len(runs))
         slots, starts, tokens = zip(*runs, strict=True)
-        self._committed[:count].copy_(torch.tensor(tokens))
-        self._places[:, :count].copy_(torch.tensor([slots, starts], dtype=torch.int32))
+        self._committed[:count].copy_(torch.tensor(tokens), non_blocking=True)
+        places = torch.tensor([slots, starts], dtype=torch.int32)
+        self._places[:, :count].copy_(places, non_blocking=True)
         return count
 
     def begin(
@@ -166,7 +167,8 @@ class Step:
         elif self._knows:
             self._known.fill_(FREE)
         self._knows = known is not None
-        self._given.copy_(torch.tensor(sequences, dtype=torch.int64).T.contiguous())
+        given = torch.tensor(sequences, dtype=torch.int64).T.contiguous()
+        self._given.copy_(given, non_blocking=True)
         self._launch("begin", self._set_state, graphs)  # else some two hundred launches
 
     def _set_state(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
 from quantize.recovery.samples import Batch, Completion, Finished, Request
@@ -142,7 +142,7 @@ class Answerer:
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         prompts = [_encode(self.tokenizer, request) for request in requests]
         budget = max(request.max_new_tokens for request in requests)
-        config = Checkpoint.open(self.folder).config
+        config = read_config(self.folder)  # thousands of headers would take half a second
         canvas: int = config["canvas_length"]
         room = max(map(len, prompts)) + -(-budget // canvas) * canvas
         limit: int = config["text_config"]["max_position_embeddings"]
@@ -217,7 +217,7 @@ class ExportedAnswerer:
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
         """Answer one request after the other."""
         if self._running is None:
-            canvas: int = Checkpoint.open(self.folder).config["canvas_length"]
+            canvas: int = read_config(self.folder)["canvas_length"]
             self._running = LlamaCpp(self.program, self.file, canvas)
         for batch in batches:
             yield batch, [self._answer(self._running, request) for request in batch]
