@@ -33,6 +33,8 @@ OnCanvas = Callable[[int, Sample], object]
 
 # see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
+# called with logits [m, V] that a step draws from, and of each row 1 / T and the step, from 1
+OnLogits = Callable[[Tensor, Tensor, Tensor], object]
 PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times that in temporaries
 
 
@@ -122,11 +124,15 @@ class BatchEngine(Protocol):
         """Encode a batch in free slots, return its passes; raise InputError as `admit` does."""
 
     def watching(
-        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
+        self,
+        *observers: Observer,
+        on_pass: Callable[[Any], object] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> AbstractContextManager[None]:
         """Show `observers` the input rows of every Linear, without padding, while the block runs.
 
-        `on_pass` is called with every `passes.Pass` before it enters the first layer.
+        `on_pass` is called with every `passes.Pass` before it enters the first layer, `on_logits` with
+        what `draw` draws from; on a CPU from several threads.
         """
 
 

@@ -21,7 +21,7 @@ from quantize.host.processes import ALONE, Processes
 from quantize.recipe.sections import Calibration
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runtime import Placement, open
-from quantize.runtime.engine import BatchEngine, Engine, Observer
+from quantize.runtime.engine import BatchEngine, Engine, Observer, OnLogits
 from quantize.runtime.fused.gpus import launches_of
 from quantize.runtime.fused.recording import Recorder, Recording, Shape
 from quantize.runtime.sampler import Sampler
@@ -72,10 +72,13 @@ class Denoising:
         *,
         title: str,
         observers: Sequence[Observer] = (),
+        on_logits: OnLogits | None = None,
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
         """Denoise the prompts; show those that are not held out to observers, and to a recorder.
+
+        `on_logits` is as in `BatchEngine.watching`.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
@@ -85,7 +88,7 @@ class Denoising:
         @contextmanager
         def watching(own: BatchEngine, start: int) -> Generator[None]:
             recording = nullcontext() if recorder is None else recorder.batch(start)
-            with recording as add, own.watching(*observers, on_pass=add):
+            with recording as add, own.watching(*observers, on_pass=add, on_logits=on_logits):
                 yield
 
         found = record_all(

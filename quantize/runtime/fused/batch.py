@@ -107,7 +107,9 @@ class FusedPasses:
         def of(piece: slice) -> tuple[Draw, Tensor]:
             logits = model.logits(decoded.rows[piece].flatten(0, 1))
             drawn = sample(logits.view(-1, L, logits.shape[1]), state.part(piece), schedule)
-            signal = model.soft_embedding(logits, inverse[piece].flatten())
+            sharpness = inverse[piece].flatten()
+            model.on_logits(logits, sharpness, state.step[piece].repeat_interleave(L))
+            signal = model.soft_embedding(logits, sharpness)
             return drawn, signal.view(-1, L, signal.shape[1])
 
         each = 1 if model.cores else CANVASES_A_PIECE

@@ -29,7 +29,7 @@ from fused_dequant import Probabilities
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft
+from quantize.runtime.engine import BatchEngine, Canvas, Meanwhile, Observer, OnDraft, OnLogits
 from quantize.runtime.fused.batch import FusedPasses
 from quantize.runtime.fused.cells import Cache, HostCells
 from quantize.runtime.fused.graphs import (
@@ -309,20 +309,20 @@ class FusedEngine:
 
     @contextmanager
     def watching(
-        self, *observers: Observer, on_pass: Callable[[Pass], object] | None = None
+        self,
+        *observers: Observer,
+        on_pass: Callable[[Pass], object] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> Generator[None]:
-        """Show the input rows of every Linear of `passes`, of BF16 weights, while the block runs.
-
-        `on_pass` is called with every pass before it enters the first layer.
-        """
+        """Show what `passes` of BF16 weights compute while the block runs, as `BatchEngine` does."""
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
-        model.on_pass = on_pass or _nothing
+        model.on_pass, model.on_logits = on_pass or _nothing, on_logits or _nothing
         try:
             with model.inputs.shown_to(observers):
                 yield
         finally:
-            model.inputs, model.on_pass = own, _nothing
+            model.inputs, model.on_pass, model.on_logits = own, _nothing, _nothing
 
     def close(self) -> None:
         """Wait for streamed layers that are on their way."""

@@ -111,11 +111,11 @@ class Lane(Generic[T]):
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
         """Hand the work its pass' last rows; return the pass it needs next, or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
-        model.inputs, model.on_pass = self._watch
+        model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)
         said = self._said.get()
         self._watch = _watch_of(self._engine)
-        model.inputs, model.on_pass = others
+        model.inputs, model.on_pass, model.on_logits = others
         if isinstance(said, BaseException):
             raise said
         return said
@@ -146,6 +146,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
     """Return what shows a batch's passes to observers: each lane has its own."""
-    return engine.model.inputs, engine.model.on_pass
+    return engine.model.inputs, engine.model.on_pass, engine.model.on_logits

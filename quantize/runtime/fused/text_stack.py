@@ -53,6 +53,7 @@ from fused_dequant.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
+from quantize.runtime.engine import OnLogits
 from quantize.runtime.fused.cells import Cache, HostCells
 from quantize.runtime.fused.cores import cores_of
 from quantize.runtime.fused.inputs import Inputs
@@ -87,6 +88,7 @@ class FusedModel:
         routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
         inputs: rounds or shows the rows that enter products; None does neither.
         on_pass: called with every pass before it enters the first layer.
+        on_logits: called with logits [m, V] that are drawn from, 1 / T and step of each row.
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the threads among which a CPU shares a pass' sequences; None where kernels run.
         encodes_alike: whether each of the encoder's sequences has the numbers that it has alone.
@@ -99,6 +101,7 @@ class FusedModel:
         self.weights, self.cache, self.inputs, self.sparse = weights, cache, inputs, sparse
         self.routed: list[Tensor] | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
+        self.on_logits: OnLogits = lambda *_: None
         self.cores = cores_of(weights.device)
         self.encodes_alike = False
         on_gpu = weights.device.type == "cuda" and BESIDE

@@ -36,7 +36,7 @@ from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.trajectory import save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
-from quantize.stages.calibrate.coverage import Coverage
+from quantize.stages.calibrate.coverage import Coverage, TokensNeeded
 from quantize.stages.denoising import SCRATCH, Denoising
 
 SCALES = "input_scales.safetensors"
@@ -63,17 +63,18 @@ def calibrate(
     modules = calibrated_modules(source, recipe.quantization)
     denoising = Denoising(source, settings, place, held_out=True)
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
-    ranges, coverage = Ranges(experts), Coverage(experts)
+    ranges, coverage, needed = Ranges(experts), Coverage(experts), TokensNeeded()
     with joined() as processes:
         recorder = None
         if recipe.quantization.rounding == "gptq":
             recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
         trajectories = denoising.run(
-            title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
-            processes=processes,
+            title="calibrating", observers=(ranges.see, coverage.see), on_logits=needed.see,
+            recorder=recorder, processes=processes,
         )  # fmt: skip
         ranges.pool(processes)
         coverage.pool(processes)
+        counted = needed.counted(processes)
     scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
@@ -83,7 +84,7 @@ def calibrate(
         save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
         least = {"min_tokens_per_expert": settings.min_tokens_per_expert}
         covered = {"fallbacks": fallbacks, "tokens_per_expert": coverage.tokens}
-        write_json(folder / "coverage.json", least | covered)
+        write_json(folder / "coverage.json", least | covered | {"tokens_needed": counted})
         save_trajectories(folder, trajectories, denoising.sampler)
 
 
