@@ -181,7 +181,8 @@ def bench(
             times, own_hit = _measure_tokens(engine, own, canvases)
             floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
             result.rows.append(_row(batch, ONE_TOKEN, own_hit, floor, times, hourly_price))
-        floor = decoder_floor(weights, rates, batch, context, statistics.mean(hit))
+        shape = batch, context, statistics.mean(hit)
+        floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
             times = _measure(engine, own, sampler, canvases)

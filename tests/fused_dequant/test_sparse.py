@@ -11,9 +11,9 @@ from fused_dequant.reference import LEFT_OUT, MOST
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
-V, HIDDEN = (1304, 80) if INTERPRETED else (262144, 2816)
+V, HIDDEN = (776, 72) if INTERPRETED else (262144, 2816)
 # Tokens of each row that share nearly all mass alike, 0 for all of the vocabulary.
-ALIKE = (1, 2, 5, 63, 64, 65, 200, 0, 3, 1, 66, 17)
+ALIKE = (1, 2, 5, 64, 65, 0, 3, 200)
 TILES = {"SPLITS": 2, "BM": 16, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
 
 
@@ -69,10 +69,10 @@ def test_the_most_probable_tokens_are_chosen_in_order() -> None:
         logits, given.view(4, len(logits), -1), inverse
     )
     needed = reference.tokens_needed(logits, inverse).cpu()
-    assert needed.tolist()[:5] == [1, 2, 5, 63, 64]
+    assert needed.tolist()[:4] == [1, 2, 5, 64]
     assert counts.cpu().tolist() == [n if n <= MOST else 0 for n in needed.tolist()]
     whole = [row for row, count in enumerate(counts.tolist()) if not count]
-    assert whole == [5, 6, 7, 10]
+    assert whole == [4, 5, 7]
     assert rows[: len(whole)].tolist() == whole
     assert int(rows[-1]) == len(whole)
     p = torch.softmax(logits.double() * inverse.double()[:, None], -1)
@@ -116,10 +116,10 @@ def test_a_row_knows_no_neighbours() -> None:
     again = fd.sparse_soft_embedding(logits[turned], table, inverse[turned])
     assert torch.equal(again, found[turned])
     others = peaked((0,) * len(ALIKE), seed=1)
-    others[[2, 5, 10]] = logits[[2, 5, 10]]
+    others[[2, 4, 6]] = logits[[2, 4, 6]]
     beside = fd.sparse_soft_embedding(others, table, inverse)
-    assert torch.equal(beside[[2, 5, 10]], found[[2, 5, 10]])
-    for row in (0, 5, 11):
+    assert torch.equal(beside[[2, 4, 6]], found[[2, 4, 6]])
+    for row in (0, 4):
         alone = fd.sparse_soft_embedding(logits[row : row + 1], table, inverse[row : row + 1])
         assert torch.equal(alone[0], found[row])
 

@@ -14,15 +14,18 @@ from quantize.runtime.fused.weights import TextWeights
 
 
 def decoder_floor(
-    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
-) -> dict[str, float]:
+    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float,
+    *, sparse: bool = False,
+) -> dict[str, float]:  # fmt: skip
     """Return the least seconds of each part of one denoising step of `batch` canvases.
 
     `context` positions stand before each canvas; `experts_hit` experts get a token, mean over layers.
+    A `sparse` soft embedding counts as nothing.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)
-    return floor | {"vocabulary": 2 * floor["vocabulary"]}  # lm_head, then the soft embedding
+    products = 1 if sparse else 2  # lm_head, then the soft embedding
+    return floor | {"vocabulary": products * floor["vocabulary"]}
 
 
 def pass_floor(
