@@ -6,9 +6,10 @@ JSON lines. `needed`: how many tokens hold 0.999 of a row's mass, by step, while
 denoises, and the share of rows that are multiplied whole. `norms`: of rows of the embedding, and of
 soft embeddings of these rows, on which the bound depends. `replay`: KL in nats from the dense BF16
 model of steps after the first, and shares of positions whose argmax is the same, of BF16 and of FOLDER,
-each dense and sparse, conditioned on BF16's logits and on its own. `answers`: of word problems at the
-model's own settings, dense and sparse beside each other, with equal noise. FOLDER is a quantized form
-of the bundled model; without it BF16 is asked alone.
+each dense and sparse, conditioned on BF16's logits and on its own; "rounded" is dense with a soft
+embedding off by up to half of bf16's spacing, as if it were rounded once more. `answers`: of word
+problems at the model's own settings, dense and sparse beside each other, with equal noise. FOLDER is a
+quantized form of the bundled model; without it BF16 is asked alone.
 """
 
 import argparse
@@ -115,10 +116,16 @@ def recorded(engine: Engine, count: int, device: str) -> list[Trajectory]:
 def replayed(base: Engine, checkpoint: Path, trajectories: list[Trajectory], device: str) -> None:
     """Tell the KL of a checkpoint, dense and sparse."""
     place = Placement(device, capacity=BATCH, activations="none", max_context=1024)
-    engines = {
-        f"sparse {sparse}": open(checkpoint, replace(place, sparse=sparse))
-        for sparse in (False, True)
-    }
+    ways = {"dense": False, "sparse": True, "rounded": False}
+    engines = {name: open(checkpoint, replace(place, sparse=own)) for name, own in ways.items()}
+    exact, generator = engines["rounded"].model.soft_embedding, torch.Generator().manual_seed(0)
+
+    def rounded(*given: torch.Tensor) -> torch.Tensor:
+        soft = exact(*given).float()
+        noise = torch.rand(soft.shape, generator=generator).to(soft.device) - 0.5
+        return (soft * (1 + 2**-8 * noise)).to(torch.bfloat16)
+
+    engines["rounded"].model.soft_embedding = rounded
     compared = {
         f"{name}, {'own' if own else 'given'} conditioning": Compared(engine, own)
         for name, engine in engines.items()
@@ -130,6 +137,8 @@ def replayed(base: Engine, checkpoint: Path, trajectories: list[Trajectory], dev
         told(
             "replay", model=checkpoint.name, which=name, steps=len(later),
             kl=statistics.mean(float(step.kl.mean()) for step in later),
+            median=statistics.median(float(step.kl.mean()) for step in later),
+            largest=max(float(step.kl.max()) for step in later),
             agrees=statistics.mean(float(step.agrees.float().mean()) for step in later),
         )  # fmt: skip
 
@@ -179,7 +188,7 @@ def main() -> None:
     trajectories = recorded(base, args.trajectories, args.device)
     for model in models:
         replayed(base, model, trajectories, args.device)
-    for model in models:
+    for model in models if args.problems else []:
         answers(model, args.problems, args.device)
 
 
