@@ -43,8 +43,8 @@ from quantize.recovery.sequential import Part  # noqa: E402
 from quantize.runtime import Placement, Sampler, open  # noqa: E402
 from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
 from quantize.runtime.engine import Engine  # noqa: E402
+from quantize.runtime.tokens_needed import TokensNeeded  # noqa: E402
 from quantize.runtime.trajectory import Prompt, Trajectory, record  # noqa: E402
-from quantize.stages.calibrate.coverage import TokensNeeded  # noqa: E402
 from quantize.stages.evaluate.local_model import Answerer  # noqa: E402
 from quantize.stages.fidelity.replay import Compared, replay  # noqa: E402
 

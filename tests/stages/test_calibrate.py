@@ -29,6 +29,7 @@ from quantize.runtime.fused import text_stack
 from quantize.runtime.fused.inputs import Inputs
 from quantize.runtime.fused.text_stack import FusedModel
 from quantize.runtime.ranges import Ranges
+from quantize.runtime.tokens_needed import TokensNeeded
 from quantize.runtime.trajectory import load_trajectories
 from quantize.schemes.hessians import Hessians
 from quantize.stages import denoising
@@ -39,7 +40,7 @@ from quantize.stages.calibrate.calibrate import (
     fall_back,
     input_scales,
 )
-from quantize.stages.calibrate.coverage import Coverage, TokensNeeded
+from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.fidelity.replay import replay
 from quantize.stages.prompts import load_prompts
 

@@ -34,9 +34,10 @@ from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.fused.recording import Recorder
 from quantize.runtime.placement import CPU, Placement
 from quantize.runtime.ranges import Ranges
+from quantize.runtime.tokens_needed import TokensNeeded
 from quantize.runtime.trajectory import save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
-from quantize.stages.calibrate.coverage import Coverage, TokensNeeded
+from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import SCRATCH, Denoising
 
 SCALES = "input_scales.safetensors"

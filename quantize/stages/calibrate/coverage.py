@@ -1,7 +1,6 @@
-"""Counts the tokens that reach every expert, and those that hold a row's mass, during denoising."""
+"""Counts the tokens that reach every expert while a model denoises."""
 
 import torch
-from fused_dequant.reference import tokens_needed
 from torch import Tensor
 
 from quantize.host.processes import Processes
@@ -38,37 +37,3 @@ class Coverage:
         for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
             for layer, found in counts.items():
                 self._add(layer, found)
-
-
-class TokensNeeded:
-    """Counts how many tokens hold 0.999 of a row's mass: what `sparse_soft_embedding` would read.
-
-    `see` is an engine's `on_logits`, and looks at one row of EVERY.
-    """
-
-    EVERY, ROWS = 8, 64  # of the rows seen, those looked at together: 67 MB in float32
-    STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)
-
-    def __init__(self) -> None:
-        self._found: list[Tensor] = []
-
-    def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count the rows of one draw."""
-        of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
-        shown = (
-            each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)
-        )
-        for own, sharpness, at in zip(*shown, strict=True):
-            kind = torch.bucketize(tokens_needed(own, sharpness), most)
-            kind += of * (at.clamp(max=len(self.STEPS)) - 1)
-            each = torch.arange(of * len(self.STEPS), device=logits.device)
-            self._found.append((kind[:, None] == each).sum(0))
-
-    def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
-        """Return how many rows of all processes needed at most so many tokens, by step."""
-        own = torch.stack(self._found).sum(0).cpu()
-        rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
-        names = [*(f"at most {most}" for most in self.MOST), "more"]
-        return {
-            at: dict(zip(names, of, strict=True)) for at, of in zip(self.STEPS, rows, strict=True)
-        }
