@@ -102,7 +102,7 @@ def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
             title=f"{task}: {question_counts(entries)}{more}",
         )  # fmt: skip
         for entry in entries[:most]:
-            table.add_row(*map(escape, question_row(entry)[:-1]))
+            table.add_row(*map(escape, question_row(entry)))
         yield table
 
 

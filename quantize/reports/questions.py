@@ -1,11 +1,11 @@
-"""Finds questions that two models answered differently, and where their recorded canvases part.
+"""Finds questions that two models answered differently, and their recorded canvases.
 
 A question differs when one of its repeats is right for one model only, or wrong with two answers. A
 private task's question is shown as its hash, without text, answer or target.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantize.host.files import read_json
@@ -13,10 +13,7 @@ from quantize.recovery.rows import Row, Scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 
-QUESTION_COLUMNS = (
-    "question", "outcome", "target", "BF16", "quantized", "steps", "canvases part",
-)  # fmt: skip
-Step = Mapping[str, Any]  # a step as `Answerer.record` writes it: canvas, ids, accepted
+QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps")
 
 
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
@@ -64,7 +61,6 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
             }
             for side, count, row in zip((BASELINE, CANDIDATE), right, shown, strict=True)
         },
-        "parts": None,
     }
 
 
@@ -95,34 +91,6 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
     return vocabulary, problems
 
 
-def parting(base: Sequence[Step], other: Sequence[Step]) -> dict[str, int] | None:
-    """Return the first step at which one model accepts a token that the other does not have.
-
-    Keys: canvas and step (from 1), position, and the ids of `bf16` and `quantized` there. At the last
-    step of a canvas every position counts. None when the canvases end alike.
-    """
-    for canvas in range(1 + max(step["canvas"] for step in (*base, *other))):
-        ours, theirs = ([s for s in side if s["canvas"] == canvas] for side in (base, other))
-        if not ours or not theirs:
-            return None  # one answer ended, and its EOS tokens differed before that
-        for number in range(max(len(ours), len(theirs))):
-            is_last = number == max(len(ours), len(theirs)) - 1
-            a, b = (side[min(number, len(side) - 1)] for side in (ours, theirs))
-            found = next(_parted(a, b, whole=is_last), None)
-            if found is not None:
-                return {"canvas": canvas + 1, "step": number + 1} | found
-    return None
-
-
-def _parted(a: Step, b: Step, *, whole: bool) -> Iterator[dict[str, int]]:
-    """Yield the positions at which two steps hold different tokens, one of them accepted."""
-    ids = zip(a["ids"].split(), b["ids"].split(), strict=True)
-    accepted = zip(a["accepted"], b["accepted"], strict=True)
-    for position, ((ours, theirs), flags) in enumerate(zip(ids, accepted, strict=True)):
-        if ours != theirs and (whole or "1" in flags):
-            yield {"position": position, BASELINE: int(ours), CANDIDATE: int(theirs)}
-
-
 def questions_and_canvases(
     run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -138,7 +106,7 @@ def questions_and_canvases(
         prompts = read_json(asked, "prompts")["prompts"] if shown and asked.exists() else {}
         by_index = {(entry["question"], entry["repeat"]): entry for entry in entries}
         for problem in found:
-            _describe(problem, base, other, by_index, words)
+            _describe(problem, base, other, by_index)
         for entry in entries:
             entry["text"] = prompts.get(str(entry["question"]))
         problems += found
@@ -152,9 +120,8 @@ def _describe(
     base: Scoring,
     other: Scoring,
     entries: Mapping[tuple[int, int], dict[str, Any]],
-    words: Mapping[str, str],
 ) -> None:
-    """Add its scores to a recorded problem, and to its question where canvases part."""
+    """Add its scores to a recorded problem."""
     key = (problem["question"], problem["repeat"])
     for side, scoring in ((BASELINE, base), (CANDIDATE, other)):
         row = next(row for row in scoring.rows if (row.doc_id, row.repeat) == key)
@@ -163,10 +130,6 @@ def _describe(
         recorded["as_scored"] = row.text.startswith(recorded.pop("text"))
     problem["target"] = row.target
     problem["outcome"] = entries[key]["outcome"] if key in entries else None
-    found = parting(*(problem["sides"][side]["steps"] for side in (BASELINE, CANDIDATE)))
-    if found and key in entries:
-        named = {f"{side}_word": words[str(found[side])] for side in (BASELINE, CANDIDATE)}
-        entries[key]["parts"] = found | named
 
 
 def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -180,15 +143,13 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return an entry's cells by `QUESTION_COLUMNS`; of a private one only its hash and outcome."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
-    parts, sides = entry["parts"], (BASELINE, CANDIDATE)
-    words = parts and " / ".join(parts[f"{side}_word"].strip() or "(space)" for side in sides)
+    sides = (BASELINE, CANDIDATE)
     return (
         name,
         entry["outcome"],
         "-" if hidden else entry["target"],
         *(_answer(entry, side) for side in sides),
         " / ".join(str(sum(entry[side]["steps"]) or "-") for side in sides),
-        "-" if parts is None else f"canvas {parts['canvas']}, step {parts['step']}: {words}",
     )
 
 

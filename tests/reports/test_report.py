@@ -27,7 +27,6 @@ from scripted_run import (
     make_run,
     mock_data,
     recipe,
-    steps_of,
 )
 
 from quantize.bundled import CHECKPOINT
@@ -40,7 +39,7 @@ from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs, question_tables
 from quantize.reports.junit import junit
-from quantize.reports.questions import parting, question_counts, questions_and_canvases
+from quantize.reports.questions import question_counts, questions_and_canvases
 from quantize.reports.render import html, markdown
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
@@ -469,27 +468,6 @@ def test_an_own_task_that_became_private_shows_nothing_of_an_earlier_run(
     for entry in found["gsm8k"]["differ"]:
         assert (entry["text"], entry["target"]) == (None, None)
         assert entry["bf16"]["answer"] is None
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "parts"),
-    [
-        (["1 2 00", "1 2 11"], ["3 2 00", "1 2 11"], None),  # a guess is no decision
-        (["1 2 10", "1 2 11"], ["3 2 00", "1 2 11"], (1, 1, 0)),
-        (["1 2 00", "1 2 00"], ["1 2 00", "1 4 00"], (1, 2, 1)),  # committed, accepted or not
-        (["1 2 11"], ["1 2 00", "1 2 00", "1 4 00"], (1, 3, 1)),  # who is done waits
-    ],
-)
-def test_where_canvases_part(ours: list[str], theirs: list[str], parts: Any) -> None:
-    found = parting(steps_of(*ours), steps_of(*theirs))
-    assert (found and (found["canvas"], found["step"], found["position"])) == parts
-
-
-def test_canvases_part_in_the_second_one_or_where_one_answer_ends() -> None:
-    same, more = steps_of("1 2 11"), steps_of("5 6 11", canvas=1)
-    assert parting(same, [*same, *more]) is None
-    found = parting([*same, *more], [*same, *steps_of("5 7 11", canvas=1)])
-    assert found == {"canvas": 2, "step": 1, "position": 1, "bf16": 6, "quantized": 7}
 
 
 def test_canvases_are_recorded_of_questions_that_differ(
