@@ -77,10 +77,7 @@ def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> No
 
 
 class _Lazy:
-    """A tensor of the BF16 layout that is read when transformers slices it, on a thread of its own.
-
-    So the host holds only a few tensors at once, and the model goes to its device as it is read.
-    """
+    """A tensor that is read when transformers slices it: the host holds only a few at once."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self._read = read

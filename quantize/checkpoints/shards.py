@@ -167,10 +167,7 @@ def write_shards(
 
 
 def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int, what: str) -> None:
-    """Write shards, up to `lanes` files side by side, and record each as it is finished.
-
-    At most two blocks a worker exist at any time. After an error no further block is begun.
-    """
+    """Write up to `lanes` files side by side, of two blocks a worker at most; record each shard."""
     files = [list(same) for _, same in groupby(todo, lambda shard: shard.name)]
     lanes = max(1, min(len(files), lanes))
     count = sum(len(piece.tasks) for shard in todo for piece in shard.pieces)
@@ -202,7 +199,6 @@ class _Lane:
     lock: Lock
 
     def write(self, shards: Sequence[Shard]) -> None:
-        """Write the shards of one file."""
         tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
         blocks = self._counted(_in_order(self.makers, tasks, self.ahead))
         with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
@@ -274,7 +270,6 @@ class _State:
         return state
 
     def finish(self, shard: Shard, sha256: str) -> None:
-        """Sync a written shard to disk, then record it."""
         sync_file(self.folder / shard.name)
         sync_folder(self.folder)
         self.finished[shard.key] = sha256

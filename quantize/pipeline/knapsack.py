@@ -45,13 +45,13 @@ class Knapsack:
             )
         return self._options(found)
 
-    def cheapest(self, damage: float | None) -> list[int]:
+    def cheapest(self, damage: float) -> list[int]:
         """Return the options of the fewest bytes whose damage is at most `damage`.
 
         Raises:
             InputError: no choice does so little.
         """
-        found = self._least(self._bytes, self._damage, np.inf if damage is None else damage)
+        found = self._least(self._bytes, self._damage, damage)
         if found is None:
             least = np.minimum.reduceat(self._damage, self._first).sum()
             raise InputError(f"no choice does so little damage: the least is {least:.4g}")
@@ -64,10 +64,7 @@ class Knapsack:
         return [(int(budget), float(x @ self._damage)) for budget, x in found if x is not None]
 
     def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:
-        """Return x of the least cost, None where nothing keeps the limit.
-
-        HiGHS keeps a limit to 1e-6 and ends that near to the optimum, so numbers below 1 are scaled up.
-        """
+        # HiGHS keeps a limit to 1e-6 and ends that near to the optimum: numbers below 1 are scaled up.
         scale, unit = (max(1.0, 1e6 / (abs(own).max() or 1)) for own in (cost, bounded))
         within = LinearConstraint(bounded[None] * unit, ub=limit * unit)
         found = milp(

@@ -111,8 +111,8 @@ def search(
     with working_in(folder):
         searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
         sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
-        fixed = searched.fixed_bytes
-        picked = sack.cheapest(kl) if nbytes is None else sack.best(int(nbytes) - fixed)
+        most = int(nbytes or 0) - searched.fixed_bytes
+        picked = sack.best(most) if kl is None else sack.cheapest(kl)
         pairs = zip(searched.options.items(), picked, strict=True)
         chosen = {group: options[at] for (group, options), at in pairs}
         return _write(searched, load_recipe(recipe_name), chosen, sack, gpu_of(gpu))

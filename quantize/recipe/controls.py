@@ -14,15 +14,12 @@ def _control(
     says: str,
     *,
     asked: dict[str, Any],
-    alias: str | None = None,
-    gguf: str | None = None,
-    judged: bool = True,
+    gguf: str,  # llama.cpp's name
+    alias: str | None = None,  # the name in requests
+    judged: bool = True,  # whether an operating point may set it
     **bounds: Any,
 ) -> Any:
-    """Declare a control by keywords of pydantic's `Field`: `bounds`, and for requests `asked` too.
-
-    Requests call it `alias`, llama.cpp `gguf`; `judged` ones may have values of an operating point.
-    """
+    """Declare a control: `bounds` and `asked` (of requests) are keywords of pydantic's `Field`."""
     about = {"says": says, "bounds": bounds, "asked": {**bounds, **asked, "alias": alias}}
     return field(default=default, metadata=about | {"gguf": gguf, "judged": judged})
 

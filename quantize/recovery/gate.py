@@ -61,10 +61,7 @@ def passes(comparison: Comparison) -> bool:
 
 
 def _p_within(comparison: Comparison | None, what: str) -> float:
-    """Return the p-value of "it is within its limit", 1 where that is not judged.
-
-    `what` is a sign of ill health, "steps", or "" for accuracy.
-    """
+    """Return the p-value of "within its limit" of a sign, "steps" or "" (accuracy), 1 if not judged."""
     if comparison is None:
         return 1.0
     found = comparison.step_inflation if what == "steps" else comparison.health.get(what)
@@ -156,12 +153,10 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
 
 
 def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a sentence for each loss, excess of steps and sign of ill health that is shown.
-
-    Holm's correction is over all of them; the signs of a task share the weight of one.
-    """
+    """Return a sentence for each loss, excess of steps and sign of ill health that is shown."""
     comparisons = [each for each in seen.values() if each is not None]
     of_steps = any(c.max_step_inflation is not None for c in comparisons)
+    # Holm's correction is over all of them; the signs of a task share the weight of one.
     judged = {name for c in comparisons for name, s in c.health.items() if s.limit_pp is not None}
     signs = [sign for sign in SIGNS if sign in judged]
     limits = ["", *(["steps"] if of_steps else []), *signs]

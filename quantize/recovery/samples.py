@@ -203,10 +203,7 @@ def _sha256(batch: Any) -> str:
 
 @contextmanager
 def _syncing(file: TextIO) -> Generator[Callable[[], None]]:
-    """Yield what syncs a file that grows, from a thread, unless a sync is under way.
-
-    On leaving, all of the file is on disk; a sync that failed raises its OSError at the next one.
-    """
+    """Yield what syncs a growing file in a thread; on leaving, all is on disk or an OSError raised."""
     running: list[Future[None]] = []
     with ThreadPoolExecutor(1) as pool:
 

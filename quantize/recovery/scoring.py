@@ -185,12 +185,9 @@ def _loaded(
     data_file: Path | None,
     questions: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Load a task and its data set, as lm-eval's `simple_evaluate` does before it evaluates.
-
-    Of documents other than `questions` only their number is kept, where there are any.
-    """
-    stamp = None if data_file is None else data_file.stat()
-    version = None if stamp is None else (stamp.st_mtime_ns, stamp.st_size)
+    """Load a task and its data set as lm-eval's `simple_evaluate` does; `questions` alone, if any."""
+    stamp = data_file.stat() if data_file else None
+    version = (stamp.st_mtime_ns, stamp.st_size) if stamp else None
     loaded = _read(task, json.dumps(definition), data_file, version)
     asked = copy(loaded["tasks"][task])
     asked.set_config(key="num_fewshot", value=asked.get_config("num_fewshot") or 0)
@@ -218,11 +215,8 @@ def _read(
 def _evaluate(
     model: BlockDiffusionLM, task: str, loaded: dict[str, Any], questions: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Return lm-eval's results, None in processes of torchrun other than the first.
-
-    This is `simple_evaluate` without its report on the machine, which takes a second a call and asks
-    git, which complains on stderr where there is no checkout.
-    """
+    """Return lm-eval's results, None in processes of torchrun other than the first."""
+    # `simple_evaluate` would report on the machine: a second a call, and complaints of git's.
     run: Any = evaluate  # its decorator hides the signature from type checkers
     results: dict[str, Any] | None = run(
         lm=model,

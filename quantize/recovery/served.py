@@ -139,9 +139,9 @@ class Servers:
         self.in_flight = in_flight
 
     def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered; with batches of one a kill loses least.
+        """Yield each batch when all of it is answered.
 
-        The next batch is asked for when a finished one has been taken, and so stored: a kill loses
+        The next one is asked for when a finished one has been taken, and so stored: a kill loses
         `in_flight` batches a server at most, however slow the store is.
         """
         waiting = iter(batches)

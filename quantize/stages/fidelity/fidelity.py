@@ -169,10 +169,7 @@ def _placed(
 def _compared(
     checkpoint: Path, group: Group, place: Placement, activations: ActivationMode
 ) -> list[Compared]:
-    """Open the quantized model in each mode of a group; these share weights where they can.
-
-    If the group has the gated mode, it is compared a second time, last, on its own conditioning.
-    """
+    """Open the quantized model in each mode, and last the gated one again, on its own conditioning."""
     engines: dict[ActivationMode, Engine] = {}
     beside: Engine | None = None
     for mode in group:

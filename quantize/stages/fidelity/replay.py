@@ -105,10 +105,7 @@ def _shared(
 
 
 class _Batch:
-    """Some trajectories, and every model's passes over them; an engine has one set of passes.
-
-    With a meter what the reference decodes is noted, and its steps are counted.
-    """
+    """Some trajectories, and each engine's passes over them; with a meter the reference is noted."""
 
     def __init__(
         self,
@@ -202,15 +199,12 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Certainty:
-    """What temperature-divided logits [B, L, V] say: of BF16's, all models are compared with the same.
+    """What temperature-divided logits [B, L, V] say; BF16's serve the comparison of all models."""
 
-    log_p float32 [B, L, V]; entropy in nats, argmax and which positions are accepted, [B, L].
-    """
-
-    log_p: Tensor
-    entropy: Tensor
-    argmax: Tensor
-    accepted: Tensor
+    log_p: Tensor  # float32 [B, L, V]
+    entropy: Tensor  # [B, L] in nats
+    argmax: Tensor  # [B, L]
+    accepted: Tensor  # [B, L]
 
     @classmethod
     def of(cls, scaled: Tensor, sampler: Sampler) -> "_Certainty":
@@ -220,10 +214,7 @@ class _Certainty:
 
 
 def _distance(ours: _Certainty, scaled: Tensor, sampler: Sampler) -> tuple[Tensor, ...]:
-    """Compare with temperature-divided logits [B, L, V] of another model.
-
-    Returns KL, agreement and BF16's entropy, each [B, L], and Jaccard [B].
-    """
+    """Return KL, agreement and BF16's entropy [B, L], and Jaccard [B], of scaled logits [B, L, V]."""
     theirs = _Certainty.of(scaled, sampler)
     kl = (ours.log_p - theirs.log_p).mul_(ours.log_p.exp()).sum(-1)
     both, either = ours.accepted & theirs.accepted, ours.accepted | theirs.accepted

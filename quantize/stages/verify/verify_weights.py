@@ -264,17 +264,14 @@ def _alive(weight: Tensor) -> Tensor:
 
 
 def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n].
-
-    Norms are taken in float32, unless one overflows.
-    """
+    """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n]."""
     found = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
     for block in blocks(weight):
         own = weight[block].to(dtype)
         norm = torch.linalg.vector_norm(own, dim=(-2, -1))
         distance = torch.linalg.vector_norm(own.sub_(mine[block]), dim=(-2, -1))
         found[:, block[0]] += torch.stack((norm, distance)).double().square()
-    if dtype == torch.float32 and not found.isfinite().all():
+    if dtype == torch.float32 and not found.isfinite().all():  # one overflowed
         return _sums_of_squares(weight, mine, torch.float64)
     return found
 
