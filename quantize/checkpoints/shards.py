@@ -144,13 +144,9 @@ def write_shards(
 ) -> dict[str, str]:
     """Write all shards (and an index of several files) to `folder`; return key -> sha256.
 
-    Args:
-        shards: shards to write.
-        folder: exists; finished shards of an earlier try with this `identity` are kept.
-        identity: differs whenever the same plan would give other bytes (source, settings).
-        workers: threads that produce blocks; every usable core when not given.
-        workers_a_file: how many of them it takes to keep the hashing of a file busy.
-        what: title of the progress bar.
+    Finished shards of an earlier try with the same `identity` are kept; it differs whenever the same
+    plan would give other bytes (source, settings). `workers` threads, or one a usable core, produce
+    blocks; `workers_a_file` of them keep the hashing of a file busy. `what` titles the progress bar.
 
     Raises:
         ResourceError: too little free disk before the start, or a full disk in the middle.

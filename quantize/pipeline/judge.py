@@ -25,7 +25,6 @@ from quantize.pipeline.stages import Run, Task
 from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
-from quantize.stages.plan.plan import write_plan
 from quantize.stages.verify.against_source import compare
 
 # The check that stands in the report where weights are not compared.
@@ -69,7 +68,6 @@ def judging(
     found = inspect(checkpoint.folder)
     targets = _targets(found, inspect(source.folder))
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}
-    instead["plan"] = lambda run: write_plan(run.folder, run.recipe, run.targets)
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
     run = Run(folder, recipe, source, targets, against is None, options, instead=instead)

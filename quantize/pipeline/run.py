@@ -115,19 +115,6 @@ def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str
         )
 
 
-def _make(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise InputError(
-            f"{path}: no folder can be made there ({error.strerror}: {error.filename}); name another "
-            f"--out"
-        ) from error
-    except OSError as error:
-        said = f"{path}: cannot be made ({error.strerror}); name another --out"
-        raise ResourceError(said) from error
-
-
 @contextmanager
 def working_in(folder: RunDir) -> Generator[None]:
     """Make a run's folder, hold its lock while the block runs, keep tracebacks of unexpected errors.
@@ -137,7 +124,14 @@ def working_in(folder: RunDir) -> Generator[None]:
         ResourceError: the place cannot be written, or another process works in the run.
         UnexpectedError: an unexpected error occurred; the traceback is in run.log.
     """
-    _make(folder.path)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        why = f"no folder can be made there ({error.strerror}: {error.filename})"
+        raise InputError(f"{folder.path}: {why}; name another --out") from error
+    except OSError as error:
+        why = f"cannot be made ({error.strerror})"
+        raise ResourceError(f"{folder.path}: {why}; name another --out") from error
     with (
         locked(folder.lock, str(folder.path)),
         noted(folder.progress_json),

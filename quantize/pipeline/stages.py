@@ -133,9 +133,11 @@ class Stage:
 
 
 def _plan(run: Run) -> None:
-    from quantize.stages.plan.plan import plan
+    from quantize.checkpoints.reader import check_tokenizer
+    from quantize.stages.plan.plan import write_plan
 
-    plan(run.source, run.recipe, run.folder)
+    check_tokenizer(run.source.folder)
+    write_plan(run.folder, run.recipe, run.targets)
 
 
 def _calibrate(run: Run) -> None:
@@ -224,7 +226,6 @@ def _open_tasks(run: Run) -> None:
 
 
 def _lacks_samples(run: Run) -> str | None:
-    """Return what a finished evaluation has not done of what is asked for this time."""
     if run.options.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
         return "the noise floor is not scored"
     if run.options.get("operating_points"):

@@ -10,9 +10,9 @@ import quantize
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.pipeline.run import started
+from quantize.pipeline.stages import Run, stage
 from quantize.recipe.sections import load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
-from quantize.stages.plan.plan import plan
 from quantize.stages.plan.show import show_plan
 
 
@@ -27,8 +27,9 @@ def test_a_tokenizer_that_is_missing_or_no_json_is_refused(
     (folder / "tokenizer.json").unlink()
     if text is not None:
         (folder / "tokenizer.json").write_text(text)
+    begun = Run(run, load_recipe("nvfp4a16"), Checkpoint.open(folder), [], is_bundled=False)
     with pytest.raises(InputError, match=rf"tokenizer\.json: .*{message}"):
-        plan(Checkpoint.open(folder), load_recipe("nvfp4a16"), run)
+        stage("plan").work(begun)
     assert not run.targets_csv.exists()
 
 

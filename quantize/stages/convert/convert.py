@@ -72,18 +72,10 @@ def convert(
     `out` appears when it is complete; it must not exist, unless `overwrite`. After an interruption the
     same call goes on behind the last finished shard, and the result is the same bytes.
 
-    Args:
-        source: the BF16 checkpoint.
-        targets: its plan.
-        out: the folder.
-        recipe: gives the weight observer and the config groups.
-        input_scales: `<module>.input_global_scale` FP32 [1] of every NVFP4 module, from calibrate.
-        rounded: folder of codes and scales that `round_weights` found; None rounds to nearest.
-        device: where weights are quantized, which decides on nothing but speed.
-        record: file for the checksums of all files, which verify compares with.
-        look: called with each part of a tensor when it is encoded and not yet written, by many threads.
-        max_shard_bytes: size of the tensors in a shard.
-        overwrite: replace `out`, once the new one is complete.
+    The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module, the folder
+    `rounded` the codes and scales of `round_weights` (None rounds to nearest). `device` decides on
+    nothing but speed. `record` gets the checksums of all files, which verify compares with. Many
+    threads call `look` with each part of a tensor when it is encoded and not yet written.
 
     Raises:
         InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or

@@ -17,7 +17,6 @@ from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.reader import (
     Checkpoint,
     TensorInfo,
-    check_tokenizer,
     known_config,
     read_json_object,
     resolve,
@@ -42,23 +41,18 @@ class Group:
     bytes_after: int
 
 
-def plan(checkpoint: Checkpoint, recipe: Recipe, run: RunDir) -> list[Target]:
-    """Decide the scheme of every tensor of a BF16 checkpoint; write targets.csv and recipe.yaml.
-
-    Raises:
-        InputError: the checkpoint is already quantized, has an unknown tensor, or does not fit the
-            recipe.
-    """
-    check_tokenizer(checkpoint.folder)
-    targets = plan_targets(checkpoint.tensors, recipe.quantization)
-    write_plan(run, recipe, targets)
-    return targets
-
-
 def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
-    """Write targets.csv and recipe.yaml."""
+    """Write recipe.yaml, and targets.csv: a row a source tensor, what becomes of it, why, its bytes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    heads = ("class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
+    writer.writerow(("tensor", *heads))
+    for t in targets:
+        shape = "x".join(map(str, t.shape))
+        row = (t.name, t.module_class, t.scheme or "", t.reason, shape, len(t.modules))
+        writer.writerow((*row, t.bytes_before, t.bytes_after))
     write_text(run.recipe_yaml, recipe.to_yaml())
-    write_text(run.targets_csv, targets_as_csv(targets))
+    write_text(run.targets_csv, text.getvalue())
 
 
 def described(
@@ -91,19 +85,6 @@ def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
     return {
         name: plan_targets(tensors, load_recipe(name).quantization) for name in shipped_recipes()
     }
-
-
-def targets_as_csv(targets: list[Target]) -> str:
-    """Return one row a source tensor: what becomes of it, why, and its bytes."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    heads = ("class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
-    writer.writerow(("tensor", *heads))
-    for t in targets:
-        shape = "x".join(map(str, t.shape))
-        row = (t.name, t.module_class, t.scheme or "", t.reason, shape, len(t.modules))
-        writer.writerow((*row, t.bytes_before, t.bytes_after))
-    return text.getvalue()
 
 
 def group(targets: Iterable[Target]) -> list[Group]:
