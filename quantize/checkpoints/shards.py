@@ -126,13 +126,6 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def index_json(shards: Sequence[Shard]) -> dict[str, Any]:
-    """Return what model.safetensors.index.json holds; `total_size` counts tensors, not headers."""
-    weight_map = {n: s.name for s in shards for piece in s.pieces for n in piece.layout}
-    total = sum(piece.nbytes for shard in shards for piece in shard.pieces)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-
 def write_shards(
     shards: Sequence[Shard],
     folder: Path,
@@ -158,7 +151,10 @@ def write_shards(
         workers = workers or len(os.sched_getaffinity(0))
         _write_all(todo, state, workers, workers // workers_a_file, what)
         if len({shard.name for shard in shards}) > 1:
-            write_json(folder / INDEX, index_json(shards))
+            names = {n: s.name for s in shards for piece in s.pieces for n in piece.layout}
+            total = sum(piece.nbytes for shard in shards for piece in shard.pieces)  # no headers
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+            write_json(folder / INDEX, index)
     return {shard.key: state.finished[shard.key] for shard in shards}
 
 

@@ -13,8 +13,9 @@ from quantize.checkpoints.layout import (
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import module_class, named_by, plan_targets, sum_bytes
 from quantize.errors import InputError
+from quantize.host.units import size
 from quantize.recipe.sections import Quantization, load_recipe
-from quantize.stages.plan.plan import group, tensors_from_config
+from quantize.stages.plan.plan import plan_table, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"
 LAYERS, EXPERTS, FULL_LAYERS = 30, 128, 5
@@ -44,12 +45,17 @@ def test_the_26b_plan_has_the_published_counts_and_size(recipe: str, gigabytes: 
     assert sum_bytes(targets)[1] / 1e9 == pytest.approx(gigabytes, abs=0.005)
 
 
-def test_the_plan_groups_add_up_to_the_whole(tiny_checkpoint: Path) -> None:
+def test_the_rows_of_a_plan_add_up_to_the_whole(tiny_checkpoint: Path) -> None:
     tensors = Checkpoint.open(tiny_checkpoint).tensors
     targets = plan_targets(tensors, load_recipe("nvfp4_w4a4").quantization)
-    groups = group(targets)
-    assert sum(g.tensors for g in groups) == len(targets) == len(tensors)
-    assert sum(g.bytes_after for g in groups) == sum_bytes(targets)[1]
+    *rows, whole = zip(*(column.cells for column in plan_table(targets, "").columns), strict=True)
+    counts = Counter[bool]()
+    for _, count, becomes, *_ in rows:
+        counts[becomes == "BF16"] += int(str(count).replace(",", ""))
+    kept = [target for target in targets if target.scheme is None]
+    assert counts == {True: len(kept), False: sum(len(t.modules) for t in targets)}
+    assert len(targets) == len(tensors)
+    assert whole[1:5] == (f"{counts[False]:,}", "quantized", *map(size, sum_bytes(targets)))
 
 
 def test_no_router_vision_or_self_conditioning_is_quantized(tiny_checkpoint: Path) -> None:

@@ -5,8 +5,7 @@ A model is planned from the headers of its shards, or from its config.json where
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,6 @@ from quantize.host.files import write_text
 from quantize.host.units import size
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
-
-
-@dataclass(frozen=True)
-class Group:
-    """All targets of one class and scheme: `modules` counts quantized Linears, else tensors."""
-
-    module_class: str
-    scheme: str | None
-    reason: str
-    tensors: int
-    modules: int
-    bytes_before: int
-    bytes_after: int
 
 
 def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
@@ -87,19 +73,6 @@ def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
     }
 
 
-def group(targets: Iterable[Target]) -> list[Group]:
-    """Sum targets by class, scheme and reason, the largest first."""
-    groups: dict[tuple[str, str | None, str], list[Target]] = {}
-    for target in targets:
-        scheme = target.scheme.name if target.scheme else None
-        groups.setdefault((target.module_class, scheme, target.reason), []).append(target)
-    summed = [
-        Group(kind, scheme, reason, len(ts), sum(len(t.modules) for t in ts), *sum_bytes(ts))
-        for (kind, scheme, reason), ts in groups.items()
-    ]
-    return sorted(summed, key=lambda g: -g.bytes_before)
-
-
 def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
     """Return a table without rows for 80 columns; `numbers` names the columns that hold numbers."""
     columns = [
@@ -112,16 +85,19 @@ def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]
 
 
 def plan_table(targets: list[Target], title: str) -> Table:
-    """Return the plan as a table for the terminal."""
+    """Return the plan as a table for the terminal: a row a class, scheme and reason, largest first."""
+    groups: dict[tuple[str, str, str], list[Target]] = {}
+    for target in targets:
+        key = target.module_class, str(target.scheme or "BF16"), target.reason
+        groups.setdefault(key, []).append(target)
     count, *sizes = (Column(n, justify="right", no_wrap=True) for n in ("count", "before", "after"))
     heads = ("modules", count, "becomes", *sizes, "kept because")
     table = Table(*heads, title=title, title_justify="left")
-    for g in group(targets):
-        sizes = size(g.bytes_before), size(g.bytes_after)
-        count = f"{g.modules or g.tensors:,}"
-        table.add_row(g.module_class, count, g.scheme or "BF16", *sizes, g.reason)
+    for (kind, scheme, reason), own in sorted(groups.items(), key=lambda g: -sum_bytes(g[1])[0]):
+        linears = sum(len(target.modules) for target in own)  # of what stays BF16 tensors count
+        table.add_row(kind, f"{linears or len(own):,}", scheme, *map(size, sum_bytes(own)), reason)
     before, after = sum_bytes(targets)
-    modules = sum(len(t.modules) for t in targets)
+    modules = sum(len(target.modules) for target in targets)
     table.add_section()
     ratio = f"{after / before:.1%} of BF16"
     table.add_row("all", f"{modules:,}", "quantized", size(before), size(after), ratio)
