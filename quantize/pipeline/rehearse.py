@@ -185,8 +185,8 @@ def _measured(run: Run, stage: Stage) -> str:
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return seconds of every stage of the whole run, and its disk; None where nothing was measured.
 
-    Calibration and replay grow with prompts and canvases, evaluation with answers, each of as many
-    tokens as here. Loading grows with them and all answers count, so this is an upper bound.
+    Calibration and replay grow with prompts and canvases, evaluation with answers of as many tokens as
+    here. Loading is taken to grow too, and all planned answers count, so this is an upper bound.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)

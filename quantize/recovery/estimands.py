@@ -24,10 +24,10 @@ questions, and where each has one answer. Otherwise, for such questions, it is s
 of the centred observations, at most about a question, and near it when some questions are lost
 outright. Where Student's t is wider (few observations), it counts instead.
 
-That the loss is at least the margin knows one event more, of a kind that was not seen: units lost
-outright. Were a share q of them lost, none would show with probability exp(-q units), so a loss of
--log(1 - confidence) / units is never excluded, nor one that exceeds the observed loss by as much. That
-is 3 / units at 95 %: 30 such questions exclude 10 points, 30 x 64 answers to these questions 0.16.
+A loss of at least the margin may also consist of events that were not seen: units lost outright. If a
+share q of all units were lost so, n units would show none with probability exp(-q n). A loss of
+-log(1 - confidence) / n is therefore never excluded, nor one that exceeds the observed loss by as much:
+3 / n at 95 %. So 30 such questions exclude 10 points, 30 x 64 answers to these questions 0.16.
 
 Reached coverage and error rates: docs/evaluation.md, tests/recovery/test_simulation.py, which calls
 these functions on many rounds at once: tables of values [n, k] may stand in arrays [..., n, k], and
@@ -86,7 +86,7 @@ class Total:
 
 
 def units(estimand: Estimand, questions: int, repeats: int) -> int:
-    """Return how many units chance is in: answers to these questions, or such questions."""
+    """Return the number of an estimand's units: answers to these questions, or such questions."""
     return questions if estimand == "such_questions" else questions * repeats
 
 
@@ -119,7 +119,7 @@ def unseen_loss_p(units: int, share_pp: Number) -> Number:
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return the factor on the units that reaches a verdict; None where a million does not."""
+    """Return how many times as many units would reach a verdict; None above a million."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING

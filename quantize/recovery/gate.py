@@ -61,7 +61,7 @@ def passes(comparison: Comparison) -> bool:
 
 
 def _p_within(comparison: Comparison | None, what: str) -> float:
-    """Return the p-value of "within its limit" of a sign, "steps" or "" (accuracy), 1 if not judged."""
+    """Return the p-value of "within its limit" for a sign, "steps" or accuracy (""), else 1."""
     if comparison is None:
         return 1.0
     found = comparison.step_inflation if what == "steps" else comparison.health.get(what)

@@ -13,8 +13,8 @@ limit or more" must be excluded, to fail, "by at most the limit". The limit is t
 
   half the task's margin   an empty answer is lost as a wrong one is, and one fault may not take all
                            that may be lost
-  5 answers, if more       up to the margin: no less can be excluded once chance gives the candidate
-                           one that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
+  5 answers, if more       than that, but at most the margin: no smaller limit can be excluded once
+                           chance gives the candidate a sign that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
   half of BF16's share,    and then y - 1.5 x is judged, with x and y 1 where an answer of BF16 or of
   if more                  the candidate has the sign: else frequent signs would leave healthy models
                            open

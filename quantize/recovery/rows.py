@@ -85,7 +85,7 @@ class Scoring:
         return {(row.doc_id, row.repeat) for row in self.rows}
 
     def only(self, answers: Set[Answer]) -> "Scoring":
-        """Return the scoring of `part` of its answers."""
+        """Return the scoring of some of its answers."""
         return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
 
     def and_more(self, other: "Scoring") -> "Scoring":
@@ -98,7 +98,7 @@ class Scoring:
 
 
 def asked(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the documents, prompts and seeds of some rows: a condition of their comparison, too."""
+    """Return the documents, prompts and seeds of rows: equal ones are a condition of comparing."""
     first = {row.doc_id: row for row in reversed(rows)}
     return {
         "documents": [first[doc].doc_hash for doc in sorted(first)],

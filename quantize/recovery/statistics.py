@@ -68,7 +68,7 @@ class Comparison(Terms):
     other_interval: Interval  # `difference_interval` of the other estimand
     p_at_least_margin: float  # p-value of "the loss is at least the margin"; small lets it pass
     p_at_most_margin: float  # p-value of "the loss is at most the margin"; small makes it fail
-    needed: float | None  # factor on the units that would decide, were the difference as observed
+    needed: float | None  # how many times as many units would decide, were all as observed
     recovery: float | None  # 100 * quantized / base; None when the base scores 0
     recovery_interval: Interval  # its two-sided interval
     lost: int | None  # questions that only the base answers, where k = 1

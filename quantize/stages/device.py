@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 TURNS = 3
-# Of BF16 weights at a time: an expert of the 26B model and its gate and up, or eight of them. On a CPU
+# Bytes of BF16 weights at a time: gate and up of one expert of the 26B model, or of eight. On a CPU
 # pieces of 4 to 16 MB cost the same time, and small ones hold less memory.
 PIECE_BYTES = {"cpu": 1 << 23, "cuda": 1 << 26}
 
 
 class Device:
-    """Where weights are computed with.
+    """The CPU or GPU on which weights are computed.
 
     Attributes:
         turn: a context in which a thread uses the device; on a CPU everyone always may.

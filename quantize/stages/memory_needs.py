@@ -41,7 +41,7 @@ def needs(
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
-        """Return the largest stack of those that the modes multiply with."""
+        """Return the stack of the mode that takes the most memory."""
         mode = "fp8" if "fp8" in modes else "none"
         return quantized_stack(recipe.name, targets, mode, hopper=hopper)
 
@@ -92,7 +92,7 @@ def scored_positions(config: Mapping[str, Any], longest: int) -> int:
 
 
 def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -> Need:
-    """Return what GPTQ takes at any budget: two layers in turns, and one's Hessians and rounding."""
+    """Return what GPTQ takes at any budget: two layers in turns, one's Hessians, and its rounding."""
     in_turns = Stack(f"{bf16.name}, a layer at a time", bf16.streaming, (0.0,), 0.0)
     hessians: Counter[str] = Counter()  # of each layer, a byte a square of a tile's side
     rounding = 0.0
@@ -108,7 +108,7 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 
 
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return the bytes that GPTQ takes at any number of experts [out, inputs], and for each of them.
+    """Return the bytes that GPTQ takes for any number of experts [out, inputs], and for each of them.
 
     For each it holds, in float32, its Hessian, the factor and six copies of its weight, which also
     stands in BF16; while one Hessian is factored, seven matrices of float64.

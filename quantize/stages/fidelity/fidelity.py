@@ -149,7 +149,7 @@ Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
 def _placed(
     source: Path, checkpoint: Path, modes: Sequence[ActivationMode], place: Placement
 ) -> tuple[Placement, dict[Group, Placement]]:
-    """Place all models, which are on a GPU one after the other; there BF16's vocabulary stays."""
+    """Place all models, which a GPU holds one after the other, beside BF16's vocabulary."""
     own = sized(source, place)  # the check of its Linears takes less than comparing logits does
     beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
     asked = replace(place, capacity=own.capacity, beside=beside)

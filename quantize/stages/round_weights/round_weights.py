@@ -121,7 +121,7 @@ def _sent(tensor: Tensor) -> Tensor:
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
-    """Return how many experts are rounded together, so that each round has as many, but for the last.
+    """Return how many experts are rounded together, so that all rounds but the last have as many.
 
     They take `ROUNDING_BYTES` on any GPU: a product's sums may depend on how many are batched.
     """
@@ -271,7 +271,7 @@ def _start(folder: Path, identity: str) -> None:
 
 
 def _summarize(folder: Path) -> None:
-    """Join the layers' facts; those of a summary count, whose layers' were removed before a kill."""
+    """Join the facts of all layers; a summary that an interrupted try wrote may hold some already."""
     path = folder / SUMMARY
     facts: dict[str, Any] = read_json(path, "linears")["linears"] if path.exists() else {}
     layers = sorted(folder.glob("layer-*.json"))

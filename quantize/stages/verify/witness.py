@@ -3,9 +3,9 @@
 convert hands every part to `Witness.check` when it is encoded and not yet written. The witness reads
 the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their digest
 (XXH3, 128 bits). `verify` behind it takes the digest of every part on disk, found through the headers:
-bytes that a writer lost, mixed up, wrote twice or elsewhere have another one. It also compares a share
-of the parts on disk with the source. A record that is missing, incomplete (convert was interrupted) or
-of another checkpoint, source, recipe or code is not trusted: then verify compares everything.
+bytes that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. It also compares
+a share of the parts on disk with the source. A record that is missing, incomplete (convert was
+interrupted) or of another checkpoint, source, recipe or code is not trusted: then verify compares all.
 """
 
 import hashlib
