@@ -87,10 +87,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
 
 
 def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
-    """Return the decorator that adds arguments and options, which help lists in this order.
-
-    A name stands for one that is shared.
-    """
+    """Return the decorator that adds arguments and options, shared ones by name, in this order."""
 
     def add(command: FC) -> FC:
         for option in reversed(options):

@@ -45,11 +45,17 @@ def findings(out: Path) -> Iterator[Finding]:
     yield Finding("quantize", f"{__version__} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
-    yield from _compiler()
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    advice = "install a C compiler (Debian: apt install gcc): Triton needs one"
+    yield Finding("C compiler", compiler or "none", None if compiler else advice)
     yield from _gpus()
     total = psutil.virtual_memory().total
     yield Finding("memory", f"{size(free_memory())} free of {size(total)}")
-    yield _disk(out)
+    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    advice = f"a run of the 26B model needs {size(MODEL_BYTES)} and more there"
+    little = advice if free < MODEL_BYTES else None
+    yield Finding(f"disk of {there}", f"{size(free)} free", little)
     yield from _caches()
 
 
@@ -76,12 +82,6 @@ def _packages() -> Iterator[Finding]:
         command = f"pip install '{DISTRIBUTION}{f'[{extra}]' if extra else ''}'"
         yield Finding(asked, found or "missing", command, WANTED if extra else NEEDED)
     yield Finding("packages", ", ".join(fine))
-
-
-def _compiler() -> Iterator[Finding]:
-    found = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    advice = None if found else "install a C compiler (Debian: apt install gcc): Triton needs one"
-    yield Finding("C compiler", found or "none", advice)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -112,13 +112,6 @@ def _driver() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return "; ".join(dict.fromkeys(done.stdout.split("\n"))).strip("; ") or None
-
-
-def _disk(out: Path) -> Finding:
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    advice = f"a run of the 26B model needs {size(MODEL_BYTES)} and more there"
-    return Finding(f"disk of {there}", f"{size(free)} free", advice if free < MODEL_BYTES else None)
 
 
 def _caches() -> Iterator[Finding]:

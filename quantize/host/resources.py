@@ -42,9 +42,9 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes of host memory that may still be taken: a container's limit may leave fewer.
+    """Return the bytes of host memory that may still be taken, by a container's limit too.
 
-    What files take in memory counts as free, as it does where no container is.
+    The page cache counts as free in a container too.
     """
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit

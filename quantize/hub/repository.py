@@ -6,8 +6,6 @@ HfApi leaves to its caller is here and in `hub.calls`:
   lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the commit
                was taken if the head of the branch holds our files.
   checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
-
-`publish` decides what is published, and in which order.
 """
 
 import hashlib

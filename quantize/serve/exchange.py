@@ -7,6 +7,7 @@ because the client hung up. Time counts from the moment the body was read.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from quantize.serve.failures import RequestError
 from quantize.serve.scheduler import Draft, Event, Job, Scheduler
@@ -28,8 +29,7 @@ class Exchange:
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + seconds
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        task = asyncio.current_task()
-        assert task is not None
+        task: Any = asyncio.current_task()
         task.add_done_callback(lambda _: self._close())
 
     def post(self, index: int, event: Event) -> None:
@@ -42,20 +42,16 @@ class Exchange:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None]:
-        """Limit a block to the time that is left; an error first frees the request's places.
-
-        Raises:
-            RequestError: 504, the time ran out.
-        """
+        """Limit a block to the time that is left (else 504); any error frees the request's places."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 yield
         except BaseException as error:
             self._close()
-            if isinstance(error, TimeoutError):
-                message = f"not finished within {self._seconds:g} s"
-                raise RequestError(504, message, code="timeout") from None
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            message = f"not finished within {self._seconds:g} s"
+            raise RequestError(504, message, code="timeout") from None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Hand over the jobs, one for each place reserved; raises as `Scheduler.submit`."""
@@ -64,11 +60,7 @@ class Exchange:
         self._jobs = jobs
 
     async def events(self) -> AsyncIterator[tuple[int, Draft | Delta]]:
-        """Yield (job, event) until every job has finished.
-
-        Raises:
-            RequestError: a job failed, or time ran out.
-        """
+        """Yield (job, event) until all jobs have finished; RequestError: one failed, or time is up."""
         unfinished = len(self._jobs)
         while unfinished:
             async with self.in_time():

@@ -1,5 +1,6 @@
 """The base of all request bodies' models, and checks that they share."""
 
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
@@ -15,19 +16,15 @@ def _utf8(text: str) -> str:
     return text
 
 
-def _check(value: Any) -> Any:
+def _check(value: Any, depth: int) -> Any:
     """Return JSON of any shape whose strings are text, not nested too deeply, or raise a ValueError."""
-    waiting = [(value, 0)]
-    while waiting:
-        found, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
-        if isinstance(found, str):
-            _utf8(found)
-        elif isinstance(found, dict):
-            waiting += [(part, depth + 1) for pair in found.items() for part in pair]
-        elif isinstance(found, list):
-            waiting += [(part, depth + 1) for part in found]
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        _utf8(value)
+    elif isinstance(value, (dict, list)):
+        for part in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
+            _check(part, depth + 1)
     return value
 
 
@@ -36,7 +33,7 @@ def _whole(value: Any) -> Any:
 
 
 String = Annotated[str, AfterValidator(_utf8)]
-Json = Annotated[dict[str, Any], AfterValidator(_check)]
+Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:

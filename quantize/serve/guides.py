@@ -1,8 +1,8 @@
 """The server's guide of an answer holds it to a form, and records log-probabilities.
 
 Log-probabilities are those of the committed tokens and of the most probable ones at their positions,
-under the logits of the step at which the canvas was committed, at temperature 1. They are not those of
-a text from left to right: each is given the whole canvas as it stood before that step.
+at temperature 1, under the logits of the step at which the canvas was committed. They are not those of
+a text from left to right: each depends on the whole canvas as it stood before that step.
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,17 +34,6 @@ Body = ChatRequest | CompletionRequest
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request, turned into tokens."""
-
-    prompts: list[list[int]]
-    images: Images | None  # those of its only prompt
-    given: Given | None  # the known tokens of each answer
-    limit: int | None  # most tokens of an answer before a suffix
-    form: Matcher | None  # what each answer is held to; None is any text
-
-
 class Service:
     """Answers requests with one model, whose settings `sampler` a request may change for itself."""
 
@@ -64,7 +53,7 @@ class Service:
         self.max_length = min(limit for limit in limits if limit is not None)
         room = self.max_length - engine.canvas_length
         self.max_prompt = min(options.max_prompt_tokens or room, room)
-        # Long prompts must not stall the event loop, and one thread keeps the tokenizer to itself.
+        # Prompts and forms must not stall the event loop; one thread keeps the tokenizer to itself.
         self.encoder = ThreadPoolExecutor(1, "encoder")
         self._named: set[str] = set()  # ignored parameters that were logged
 
@@ -76,19 +65,16 @@ class Service:
         timer.daemon = True
         timer.start()
 
-    def _encode(self, body: Body) -> Prepared:
-        images = None
-        if isinstance(body, ChatRequest):
-            turns = [message.turn for message in body.messages]
-            tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
-            prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
-            prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
-            prompts = [prompt]
-        else:
+    def _prompts(self, body: Body) -> tuple[list[list[int]], Images | None]:
+        """Return a request's prompts as tokens, and the pictures of its only one."""
+        if isinstance(body, CompletionRequest):
             asked: Any = body.prompt
-            prompts = [self.text.encode(p) if isinstance(p, str) else p for p in asked]
-        known = infill.known(body, self.text.encode_piece, self.scheduler.engine.canvas_length)
-        return Prepared(prompts, images, *known, self.forms.matcher(body))
+            return [self.text.encode(p) if isinstance(p, str) else p for p in asked], None
+        turns = [message.turn for message in body.messages]
+        tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
+        prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
+        prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
+        return [prompt], images
 
     async def answer(self, body: Body) -> Said:
         """Answer a request."""
@@ -98,11 +84,10 @@ class Service:
         exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self.encoder, self._encode, body)
-            self._check_length(body, prepared.prompts)
-            jobs = self._jobs(body, prepared, exchange)
+            jobs = await loop.run_in_executor(self.encoder, self._jobs, body, exchange)
         exchange.submit(jobs)
-        prompt_tokens, chats = sum(map(len, prepared.prompts)), isinstance(body, ChatRequest)
+        chats = isinstance(body, ChatRequest)
+        prompt_tokens = sum(len(job.prompt) for job in jobs[:: body.n])
         shape = Shape(chats, self.options.model_name, self.text, jobs, prompt_tokens)
         headers = {"X-Ignored-Parameters": ", ".join(ignored)} if ignored else {}
         if body.stream:
@@ -158,14 +143,15 @@ class Service:
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def _check_length(self, body: Body, prompts: Sequence[Sequence[int]]) -> None:
-        longest = max(map(len, prompts))
-        if longest > self.max_prompt:
+    def _jobs(self, body: Body, exchange: Exchange) -> list[Job]:
+        prompts, images = self._prompts(body)
+        length = self.scheduler.engine.canvas_length
+        given, before_suffix = infill.known(body, self.text.encode_piece, length)
+        form = self.forms.matcher(body)
+        if (longest := max(map(len, prompts))) > self.max_prompt:
             message = f"the prompt has {longest} tokens; at most {self.max_prompt} are taken"
             param = "messages" if isinstance(body, ChatRequest) else "prompt"
             raise RequestError(400, message, param=param, code="context_length_exceeded")
-
-    def _jobs(self, body: Body, prepared: Prepared, exchange: Exchange) -> list[Job]:
         sampler = body.sampler(self.sampler)
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
@@ -176,9 +162,8 @@ class Service:
             empty = partial(Answer, split, tools=body.callable, one_call=once)
         stops = [] if any(kind == "calls" for _, kind, _ in body.forms) else list(body.stop)
         jobs: list[Job] = []  # choice j of a request with a seed has the noise of seed + j
-        length, given = self.scheduler.engine.canvas_length, prepared.given
-        limit = prepared.limit or body.token_limit or sampler.max_new_tokens
-        for prompt in prepared.prompts:
+        limit = before_suffix or body.token_limit or sampler.max_new_tokens
+        for prompt in prompts:
             canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
             last = max((*given.pinned, *given.initial), default=-1) if given else -1
             room = canvases * length
@@ -188,21 +173,21 @@ class Service:
             for choice in range(body.n):
                 answer = empty(sampler, limit, canvases, stops)
                 noise = (seed + choice + INT64) % (2 * INT64) - INT64
-                emit, images = partial(exchange.post, len(jobs)), prepared.images
-                guide = self._guide(body, prepared, min(limit, room))
+                emit = partial(exchange.post, len(jobs))
+                guide = self._guide(body, form, min(limit, room))
                 known = given if guide is None else replace(given or Given(), guide=guide)
                 jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, known, guide))
         return jobs
 
-    def _guide(self, body: Body, prepared: Prepared, room: int) -> AnswerGuide | None:
-        if prepared.form is None and body.top is None:
+    def _guide(self, body: Body, form: Matcher | None, room: int) -> AnswerGuide | None:
+        if form is None and body.top is None:
             return None
         constraint = None
-        if prepared.form is not None:
+        if form is not None:
             thinks = isinstance(body, ChatRequest) and body.thinking
             closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
             try:
-                constraint = Constraint(self.forms.grammars, prepared.form, room, closes)
+                constraint = Constraint(self.forms.grammars, form, room, closes)
             except InputError as error:
                 raise invalid("max_tokens", error) from error
         return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)

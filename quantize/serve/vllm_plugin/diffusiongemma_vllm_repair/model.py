@@ -5,8 +5,8 @@ vLLM 0.24 to 0.33, `prepare_inputs` of the model's state: every row with logits 
     embeddings = post_norm(embeddings + mlp(pre_norm(signal)))        (`_apply_self_conditioning`)
 
 and a row that commits a finished canvas has logits too. Its signal is zero and so is the MLP's output,
-but `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS, and that is
-what the pass writes into the cache. transformers' encoder reads the embeddings as they are.
+but `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS, and the pass
+writes these into the cache. transformers' encoder reads the embeddings as they are.
 
 Device memory says which rows commit (`is_encoder_phase`), so nothing waits here for the device.
 """
@@ -26,11 +26,7 @@ KNOWN = {
 
 
 def sources() -> str:
-    """Return the digest of vLLM's methods on which the repair relies.
-
-    Raises:
-        RuntimeError: one of them is gone.
-    """
+    """Return the digest of vLLM's methods on which the repair relies; RuntimeError: one is gone."""
     try:
         relied_on = (
             theirs.DiffusionGemmaSelfConditioning.forward,
