@@ -86,10 +86,7 @@ def round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 def _magic(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return 2^22 * max(1, 2^floor(log2 x)): adding it rounds x to e2m1's grid there.
-
-    Below 2 the grid is 0.5, FP32's spacing at 2^22; it doubles from one power of two to the next.
-    """
+    """Return 2^22 * max(1, 2^floor(log2 x)), where FP32's spacing is that of e2m1 at x."""
     exponent = magnitude.view(torch.int32) & 0x7F800000
     return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
 

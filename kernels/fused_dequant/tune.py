@@ -21,7 +21,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -207,25 +206,19 @@ def tuned(
             yield Choice(own, config, microseconds, before)
 
 
-def table_of(device_name: str, target: Capability, choices: Iterable[Choice]) -> dict[str, Any]:
-    """Return the table of a device, as `tuning` reads it."""
-    kernels: Table = {}
+def write_table(
+    path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
+) -> None:
+    """Write choices into a device's table, whole or not at all; its other entries stay."""
+    kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for choice in choices:
         kernels.setdefault(choice.product.key, {})[str(choice.product.M)] = choice.config
-    return {
+    table = {
         "device": device_name,
         "capability": name_of(target),
         "triton": triton.__version__,
         "kernels": dict(sorted(kernels.items())),
     }
-
-
-def write_table(path: Path, table: dict[str, Any]) -> None:
-    """Write a table whole or not at all; what it does not hold stays from the one before."""
-    if path.exists():
-        before = json.loads(path.read_text())["kernels"]
-        merged = {key: before.get(key, {}) | own for key, own in table["kernels"].items()}
-        table = {**table, "kernels": dict(sorted((before | merged).items()))}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(table, indent=1) + "\n")

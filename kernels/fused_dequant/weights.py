@@ -217,13 +217,10 @@ def _multiply_in_torch(
 def _by_expert(
     chosen: torch.Tensor, experts: int, each: int
 ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Sort choices int64 [N] by expert; return their indices, and runs of (expert, how many).
-
-    A run belongs to one sequence, which has `each` choices. Choices of no existing expert are left out.
-    """
+    """Sort choices int64 [N], `each` a sequence, by expert: indices, runs of (expert, how many)."""
     count = -(-len(chosen) // each)
     sequence = torch.arange(len(chosen)) // each
-    outside = (chosen < 0) | (chosen >= experts)
+    outside = (chosen < 0) | (chosen >= experts)  # of no existing expert: left out
     key, order = torch.where(outside, experts, chosen).mul_(count).add_(sequence).sort(stable=True)
     runs = torch.bincount(key, minlength=count * (experts + 1)).tolist()[: count * experts]
     found = [(run // count, many) for run, many in enumerate(runs) if many]
@@ -237,10 +234,7 @@ def _halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _unscaled(weight: Weight, *, halves: bool = False) -> torch.Tensor:
-    """Return the values [E, N, K] in float32, without the factors of whole rows (`_columns`).
-
-    With `halves` the rows are in the order of `_halves`.
-    """
+    """Return `_decoded` values [E, N, K] in float32, with `halves` in the order of `_halves`."""
     if halves:
         return kept(weight.data, "halves", lambda: _halves(_decoded(weight)).contiguous())
     return kept(weight.data, "unscaled", lambda: _decoded(weight))

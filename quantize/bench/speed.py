@@ -219,10 +219,7 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
 def _measure(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, canvases: int
 ) -> dict[str, Any]:
-    """Time the first canvas from its prompt on, then canvases with the encoding of the one before.
-
-    The later ones stand behind as many tokens as the prompts have, the canvas before among them.
-    """
+    """Time the first canvas from its prompt on, then canvases with the encoding of the one before."""
     slots = list(range(len(prompts)))
     _admit(engine, prompts, 0, sampler)
     for _ in range(2):  # captures the graphs: the step's, and from the second canvas the encoder's
@@ -254,10 +251,7 @@ def _admit(engine: FusedEngine, prompts: list[list[int]], left_out: int, sampler
 def _measure_tokens(
     engine: FusedEngine, prompts: list[list[int]], canvases: int
 ) -> tuple[dict[str, Any], float]:
-    """Time as many tokens as a canvas has, one a forward; return also how many experts one hits.
-
-    On average they stand behind as many tokens as the prompts have.
-    """
+    """Time as many tokens as a canvas has, one a forward; return also how many experts one hits."""
     slots, length = list(range(len(prompts))), engine.canvas_length
     last = [prompt[-1] for prompt in prompts]
     _admit(engine, prompts, 1, Sampler())
@@ -287,10 +281,7 @@ def _measure_tokens(
 def _repeated(
     canvas: Callable[[], int], count: int, device: torch.device, tokens: int
 ) -> dict[str, Any]:
-    """Write the same canvas of so many `tokens` `count` times, or longer where energy can be read.
-
-    `canvas` returns how many forwards it took.
-    """
+    """Time `canvas`, which returns its forwards, `count` times, or longer where energy is counted."""
     gauge = Gauge.of(device)
     least = SECONDS if gauge and gauge.joules() is not None else 0.0
     seconds: list[float] = []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from fused_dequant import tuning
-from fused_dequant.candidates import candidates, products
+from fused_dequant.candidates import Product, candidates, products
 from fused_dequant.targets import TARGETS, capability, name_of
 from rich.table import Table
 
@@ -19,7 +19,6 @@ from quantize.host.progress import say, track
 from quantize.runtime.fused.gpus import TUNED, check_gpu
 
 if TYPE_CHECKING:
-    from fused_dequant.candidates import Product
     from fused_dequant.tune import Choice, Timed
 
 SAVED_EVERY = 8  # choices, the most that a stop loses
@@ -65,7 +64,7 @@ def tune_gpu(
     for choice in track(tune.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
         found.append(choice)
         if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
-            tune.write_table(path, tune.table_of(name, target, found))
+            tune.write_table(path, name, target, found)
     tuning.forget()
     say(f"wrote {path}")
     return found

@@ -151,12 +151,10 @@ def free_unused(device: str) -> None:
 
 
 def _host_room(checkpoint: Checkpoint) -> float:
-    """Return the bytes of host memory that keys and values may take.
-
-    A file on a disk is streamed fast only as long as the system keeps all of it in memory too.
-    """
+    """Return the bytes of host memory that keys and values may take."""
     from quantize.runtime.fused.transfer import in_memory
 
     files = {info.file for info in checkpoint.tensors.values()}
+    # A file on a disk is streamed fast only while the system keeps all of it in memory.
     cached = sum(file.stat().st_size for file in files if not in_memory(file))
     return min(HOST_BYTES, free_memory() - cached - LEFT_BYTES)

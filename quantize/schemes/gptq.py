@@ -125,10 +125,10 @@ def _gptq_fixed(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
 def _round_all(
     weight: Tensor, hessian: Tensor, nearest: Tensor, usual: Tensor, shared: Tensor, grid: Codes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return code values, block scales, and which experts were left at the nearest codes.
+    """Return code values, block scales, and which experts [E] were left at the nearest codes.
 
     `nearest` [E, out, in] and `usual` [E, out, in / 16] are codes and scales of rounding to nearest; a
-    code's step is its scale over `shared` [E]. The Hessian's damping is undone.
+    code's step is its scale over `shared` [E].
     """
     undamped = hessian.diagonal(dim1=-2, dim2=-1).clone()
     factor, singular = _factored(hessian)
@@ -278,11 +278,7 @@ def round_block(
 def _descend(
     weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Codes
 ) -> None:
-    """Move block scales and codes one at a time to where the exact loss is least, in place.
-
-    When a block has moved, the slope of the blocks behind it in its SPAN is updated at once. The slope
-    of all inputs is updated by one product at the end of the SPAN.
-    """
+    """Move block scales and codes one at a time to where the exact loss is least, in place."""
     slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
     moved = weight.new_empty(*weight.shape[:-1], SPAN)
     for _ in range(SWEEPS):

@@ -75,11 +75,8 @@ class Hessians:
         _add(self._sums[name], x, order, starts, chosen[0].shape[1] if chosen else 1)
 
     def _sorted(self, chosen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the choices of some passes sorted by experts, and where each expert's begin.
-
-        The experts' two inputs have the same choices, which are sorted once: a tensor that is held
-        shares its memory with none but its views.
-        """
+        """Return the choices of some passes sorted by experts, and where each expert's begin."""
+        # The experts' two inputs have the same choices, in the same memory: they are sorted once.
         if self._choices is None or _places_of(self._choices[0]) != _places_of(chosen):
             # A byte is sorted in one pass.
             narrow = torch.uint8 if self._experts <= 256 else torch.int64

@@ -17,11 +17,7 @@ CONTEXT = 1024  # positions before the canvas of the estimate
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
-    """Return the named GPU, else the one of this machine, None without one.
-
-    Raises:
-        InputError: no GPU has this name.
-    """
+    """Return the named GPU, else this machine's, if any; raise InputError for an unknown name."""
     import torch
 
     from quantize.runtime.fused.gpus import at_hand, named

@@ -35,8 +35,7 @@ def show_serving(
 ) -> None:
     """Print how each format of a model would be served: what fits, and how fast at best.
 
-    Raises:
-        InputError: no GPU has that name.
+    Raise InputError if no GPU has that name.
     """
     machine = Machine.of(gpu_of(gpu, gpu_memory), gpu_memory)
     config, tensors = described(model, revision)

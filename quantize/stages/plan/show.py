@@ -41,10 +41,7 @@ def show_plan(
     """Print what a recipe would do to a model, from the config alone where that is enough.
 
     Stages are estimated for `gpu`, else the GPU that is here, else an H200, and `gpu_memory` bytes.
-
-    Raises:
-        InputError: no GPU or task has that name.
-        ResourceError: a stage does not fit `gpu_memory`.
+    Raise InputError if no GPU or task has that name, ResourceError if a stage does not fit.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
