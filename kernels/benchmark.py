@@ -123,19 +123,18 @@ def linear_rows() -> Iterator[Row]:
         weight = cases.random_weight(scheme, 1, N, K, DEVICE)
         x = cases.random_tokens(M, K, DEVICE)
         copies = [weight, *(weight.clone() for _ in range(max(1, BUFFER_BYTES // weight.bytes)))]
-        if scheme == "fp8":
-            q, scale = fd.quantize_rows(x, "fp8")
-            ours = [partial(fd.linear, q, w, scale) for w in copies]
+        q, scale = weight.reads(x)
+        ours = [partial(fd.linear, q, w, scale) for w in copies]
+        if scale is not None:
             theirs = [partial(scaled_mm, q, scale, w) for w in copies]
         else:
-            ours = [partial(fd.linear, x, w) for w in copies]
             dense = cases.random_weight("bf16", 1, N, K, DEVICE).data[0]
             count = max(2, BUFFER_BYTES // (2 * dense.numel()))
             theirs = [partial(torch.mm, x, dense.clone().T) for _ in range(count)]
         few = slice(0, 8)
         expected = cases.rounded(x[few], scheme) @ weights.dequantize(weight, torch.float64)[0].T
         error = reference.relative_error(ours[0]()[few], expected)
-        bytes_ = weight.bytes + M * (K * (1 if scheme == "fp8" else 2) + 2 * N)
+        bytes_ = weight.bytes + q.nbytes + 2 * M * N
         times = measure(ours), measure(theirs)
         yield Row(f"linear {N}x{K}", scheme, M, times[0], bytes_, 2.0 * M * N * K, times[1], error)
 

@@ -65,16 +65,13 @@ def split_thoughts(
 
     Special tokens are left out, except those to `keep` in the answer.
     """
-    inside = in_thoughts(tokenizer, tokens)
-    channel = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
-    thoughts = [token for token, yes in zip(tokens, inside, strict=True) if yes]
-    answer = [token for token, yes in zip(tokens, inside, strict=True) if not yes]
-    thought = tokenizer.decode(
-        [token for token in thoughts if token not in channel], skip_special_tokens=True
-    )
+    channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
     special = set(tokenizer.all_special_ids if keep else ()) - set(keep)
-    own = [token for token in answer if token not in {*channel, *special}]
-    answered = tokenizer.decode(own, skip_special_tokens=not keep)
+    inside = [*zip(tokens, in_thoughts(tokenizer, tokens), strict=True)]
+    thoughts = [token for token, yes in inside if yes and token not in channel]
+    answer = [token for token, yes in inside if not yes and token not in channel | special]
+    thought = tokenizer.decode(thoughts, skip_special_tokens=True)
+    answered = tokenizer.decode(answer, skip_special_tokens=not keep)
     return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), answered
 
 

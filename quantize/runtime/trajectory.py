@@ -171,20 +171,15 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
     tensors: dict[str, Tensor] = {}
     entries: list[dict[str, Any]] = []
     for index, item in enumerate(trajectories):
-        tensors[f"{index:05}.prompt"] = torch.tensor(item.prompt.ids, dtype=torch.int32)
-        tensors[f"{index:05}.steps"] = torch.cat(item.steps).int()
-        tensors[f"{index:05}.committed"] = item.committed.int()
+        prompt = torch.tensor(item.prompt.ids, dtype=torch.int32)
+        own = {"prompt": prompt, "steps": torch.cat(item.steps).int()}
+        own |= {"committed": item.committed.int()}
         if item.prompt.images is not None:
-            tensors[f"{index:05}.pixels"] = item.prompt.images.pixels
-            tensors[f"{index:05}.positions"] = item.prompt.images.positions
-        entries.append(
-            {
-                "seed": item.seed,
-                "thinking": item.prompt.thinking,
-                "held_out": item.held_out,
-                "steps_per_canvas": [len(steps) for steps in item.steps],
-            }
-        )
+            own |= vars(item.prompt.images)
+        tensors |= {f"{index:05}.{name}": tensor for name, tensor in own.items()}
+        taken = [len(steps) for steps in item.steps]
+        about = {"seed": item.seed, "thinking": item.prompt.thinking, "held_out": item.held_out}
+        entries.append(about | {"steps_per_canvas": taken})
     save_file(tensors, folder / TENSORS)
     write_json(folder / INDEX, {"sampler": asdict(sampler), "trajectories": entries})
 

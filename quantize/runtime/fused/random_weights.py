@@ -72,11 +72,9 @@ class _Maker:
         return in_memory_of_its_own(made)
 
     def ones(self, *shape: int) -> Tensor:
-        """Make a BF16 tensor of ones."""
         return torch.ones(shape, dtype=torch.bfloat16, device=self.device)
 
     def plain(self, rows: int, columns: int) -> Tensor:
-        """Make a BF16 matrix."""
         seed = next(self.seeds)
         return random_weight("bf16", 1, rows, columns, self.device, seed=seed).data[0]
 

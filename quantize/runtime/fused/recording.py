@@ -95,11 +95,11 @@ class Recorder:
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
             batch = _Batch(file.fileno(), beside)
             yield batch.add
-            crc = batch.end()
+            batch.wait()
         with _kept_in(self.folder):
             placed = path.with_suffix(".passes")
             save_file(batch.placements(), placed)
-            entry = {"rows": batch.count, "crc32": crc, "passes_crc32": _crc32(placed)}
+            entry = {"rows": batch.count, "crc32": batch.crc, "passes_crc32": _crc32(placed)}
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
@@ -133,7 +133,7 @@ class _Batch:
     def __init__(self, file: int, beside: ThreadPoolExecutor) -> None:
         self._file, self._beside = file, beside
         self._writing: Future[None] | None = None
-        self._crc, self.count = 0, 0
+        self.crc, self.count = 0, 0  # of the rows
         self._table: list[tuple[int, int, int, int]] = []
         self._slots: list[Tensor] = []
         self._places: list[Tensor] = []
@@ -151,30 +151,25 @@ class _Batch:
         self._table.append((len(own.h), len(rows.slots), own.decoded, real))
         self.count += len(own.h)
         h, copied = own.h, None
-        if h.is_cuda:  # the device goes on meanwhile
+        if h.is_cuda:
             h = torch.empty_like(h, device="cpu", pin_memory=True)
             h.copy_(own.h, non_blocking=True)
             copied = torch.cuda.current_stream(own.h.device).record_event()
-        self._wait()
+        self.wait()
         self._writing = self._beside.submit(self._write, h, copied)
 
     def _write(self, rows: Tensor, copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
         left = bytes_of(rows.view(torch.uint8).view(-1))
-        self._crc = zlib.crc32(left, self._crc)
+        self.crc = zlib.crc32(left, self.crc)
         while left:
             left = left[os.write(self._file, left) :]
 
-    def _wait(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def end(self) -> int:
-        """Wait until all is written; return the CRC32 of the rows."""
-        self._wait()
-        return self._crc
+    def wait(self) -> None:
+        """Wait until all is written."""
+        if self._writing is not None:
+            self._writing.result()
 
     def placements(self) -> dict[str, Tensor]:
         """Return what `_passes` reads."""

@@ -21,17 +21,16 @@ from fused_dequant import dispatch, selftest
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.targets import capability, fp4_units, name_of
 from fused_dequant.weights import in_fragments
-from platformdirs import user_cache_dir
 
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.reader import read_config
 from quantize.errors import ResourceError
 from quantize.host.files import write_json
 from quantize.host.progress import say
-from quantize.runtime.fused.gpus import check_gpu
+from quantize.runtime.fused.gpus import TUNED, check_gpu
 from quantize.schemes.modes import ActivationMode
 
-REMEMBERED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "selftest"
+REMEMBERED = TUNED.with_name("selftest")
 REPORT = "please report this, with what `quantize doctor` says"
 INSTEAD = "a plainer kernel is taken"
 # What NVFP4 becomes on Hopper, and what its mode `fp8` becomes elsewhere.
