@@ -147,9 +147,3 @@ def _expert_rows(M: int) -> list[Config]:
         8192: ((128, 0, 0), (128, 0, 3)),
     }[M]
     return list(_grid(BM_and_MORE_and_NARROWER=sizes))
-
-
-def distinct(jobs: list[tuple[Product, Config]]) -> list[tuple[Product, Config]]:
-    """Return one job for each kernel: all shapes share it, but those whose K leaves a remainder."""
-    keys = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
-    return list(keys.values())

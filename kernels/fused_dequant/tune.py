@@ -26,7 +26,7 @@ import torch
 import triton
 
 from fused_dequant import cases, quantize, routing, tuning, vocabulary
-from fused_dequant.candidates import Product, candidates, distinct
+from fused_dequant.candidates import Product, candidates
 from fused_dequant.reference import relative_error
 from fused_dequant.targets import Capability, capability, name_of
 from fused_dequant.timing import measure
@@ -106,8 +106,10 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
     """Fill Triton's cache, with a worker a core."""
+    # One job for each kernel: all shapes share it, but those whose K leaves a remainder.
+    own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
-        for failure in pool.imap_unordered(_compile, distinct(jobs), chunksize=4):
+        for failure in pool.imap_unordered(_compile, own.values(), chunksize=4):
             if failure:
                 _log.info("did not compile: %s", failure[:300])
 

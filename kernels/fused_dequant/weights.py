@@ -114,7 +114,7 @@ def build(
     """Return a weight of tensors as they are on disk, laid out for the device that holds them.
 
     Args:
-        scheme: bf16, fp8, int8 or nvfp4.
+        scheme: bf16, fp8, int8, nvfp4 or mxfp4.
         codes: [N, ...] of a dense weight, [E, N, ...] of experts.
         scale: of rows or blocks, [N, ...] or [E, N, ...].
         factor: f32 [1], [E] or, for gate and up, [E, 2]: 128 times what values are multiplied with

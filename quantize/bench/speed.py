@@ -124,18 +124,17 @@ def bench(
     context: int,
     canvases: int,
     place: Placement,
-    experts_hit: int | None = None,
     autoregressive: bool = False,
     hourly_price: float | None = None,
     stops: Path | None = None,
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES,
-    routed to `experts_hit` experts (None: all). `steps` are numbers of fixed steps or "adaptive":
-    canvases then stop by themselves, or take the steps of the JSON list `stops` in turns. `context` is
-    in tokens, `canvases` are measured a row. Raise ResourceError if there is no GPU, or too little
-    memory on it, and InputError if a mix or a number of steps is unknown, or nothing can be loaded.
+    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES.
+    `steps` are numbers of fixed steps or "adaptive": canvases then stop by themselves, or take the
+    steps of the JSON list `stops` in turns. `context` is in tokens, `canvases` are measured a row.
+    Raise ResourceError if there is no GPU, or too little memory on it, and InputError if a mix or a
+    number of steps is unknown, or nothing can be loaded.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
@@ -144,7 +143,7 @@ def bench(
     rates = measure_rates(torch.device("cuda"))
     own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
     length = context + 2 * model_config(own).canvas_length  # an adaptive request's, too
-    model = checkpoint or _random(random, config, experts_hit)
+    model = checkpoint or _random(random, config)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     started = time.monotonic()
@@ -199,11 +198,11 @@ def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
     return replace(own, max_denoising_steps=int(steps), confidence_threshold=NEVER)
 
 
-def _random(mix: str | None, config: dict[str, Any] | None, experts_hit: int | None) -> RandomModel:
+def _random(mix: str | None, config: dict[str, Any] | None) -> RandomModel:
     if mix not in MIXES or config is None:
         raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
     kinds = ("experts", "attention", "mlp")
-    return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)), experts_hit)
+    return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)))
 
 
 def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:

@@ -84,10 +84,6 @@ def generate(
     help="Canvases measured for each row; the median counts.",
 )  # fmt: skip
 @click.option(
-    "--experts-hit", type=click.IntRange(8, 128),
-    help="With random weights: number of experts that tokens are routed to.",
-)  # fmt: skip
-@click.option(
     "--autoregressive", is_flag=True,
     help="Measure the same weights one token a forward too, as a model without canvases writes.",
 )  # fmt: skip

@@ -30,7 +30,6 @@ class RandomModel:
 
     config: dict[str, Any]  # config.json of a BF16 model
     schemes: Mapping[str, str]  # kernel scheme of "experts", "attention" and "mlp"
-    experts_hit: int | None = None  # tokens are routed to the first of so many, None for all
 
 
 def open(
@@ -101,7 +100,7 @@ def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "Te
     if isinstance(checkpoint, RandomModel):
         return random_weights(
             checkpoint.config, dict(checkpoint.schemes), place.device, in_fp8=place.in_fp8,
-            in_fp4=in_fp4, experts_hit=checkpoint.experts_hit,
+            in_fp4=in_fp4,
         )  # fmt: skip
     scales: Sequence[Scales] = ()
     if in_fp4:

@@ -241,14 +241,9 @@ def round_block(
 ) -> None:  # fmt: skip
     """Round a block of 16 inputs under each scale that is tried, and keep the best.
 
-    Args:
-        weight: [E, out, 16], with the errors of the inputs before it.
-        factor: [E, 16, 16], the block of U on its diagonal.
-        shared: [E].
-        scales: [E, out]; read where the grid has no neighbours, else the chosen ones are written.
-        codes: [E, out, 16], written: code values.
-        errors: [E, out, 16], written: errors over U_ii.
-        grid: the codes.
+    `weight` [E, out, 16] has the errors of inputs before it, `factor` [E, 16, 16] is U's block on its
+    diagonal, `shared` is [E]. It writes `codes` (values) and `errors` (over U_ii), both [E, out, 16],
+    and the chosen `scales` [E, out], which it only reads where the grid has no neighbours.
     """
     if launches(weight.device):
         from fused_dequant import gptq
@@ -302,14 +297,9 @@ def descend_block(
 ) -> None:  # fmt: skip
     """Move a block's scales, then its codes, each to its own optimum given all the others.
 
-    Args:
-        slope: [E, out, 16], (W - Q) H of the block's inputs.
-        hessian: [E, 16, 16], the block of H on its diagonal.
-        shared: [E].
-        scales: [E, out], moved where the grid has neighbours.
-        codes: [E, out, 16], moved: code values.
-        moved: [E, out, 16], written: by how much the values codes * scale / shared grew.
-        grid: the codes.
+    `slope` [E, out, 16] is (W - Q) H of the block's inputs, `hessian` [E, 16, 16] H's block on its
+    diagonal, `shared` is [E]. It moves `codes` (values) [E, out, 16], and `scales` [E, out] where the
+    grid has neighbours; `moved` gets how much the values codes * scale / shared grew.
     """
     if launches(slope.device):
         from fused_dequant import gptq

@@ -29,14 +29,12 @@ def random_weights(
     *,
     in_fp8: bool = False,
     in_fp4: bool = False,
-    experts_hit: int | None = None,
 ) -> TextWeights:
     """Make the text stack of a BF16 model's config.json; on "meta" tensors have shapes and no values.
 
     `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
-    "mlp"; NVFP4 may be packed for FP8 products or for FP4 units. Tokens are routed to the first
-    `experts_hit` experts, None for all. Raise InputError if nothing is NVFP4 that could be packed so,
-    and ResourceError as `check_gpu` does.
+    "mlp"; NVFP4 may be packed for FP8 products or for FP4 units. Raise InputError if nothing is NVFP4
+    that could be packed so, and ResourceError as `check_gpu` does.
     """
     check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
     if in_fp8 or in_fp4:
@@ -53,7 +51,7 @@ def random_weights(
         weights.bf16(made.plain(2 * text.intermediate_size, text.hidden_size)),
         weights.bf16(made.plain(text.hidden_size, text.intermediate_size)),
     )
-    layers = tuple(made.layer(i, experts_hit) for i in range(text.num_hidden_layers))
+    layers = tuple(made.layer(i) for i in range(text.num_hidden_layers))
     norm = made.ones(text.hidden_size)
     return TextWeights(whole, embedding, norm, conditioning, layers, in_fp8=in_fp8, in_fp4=in_fp4)
 
@@ -78,16 +76,12 @@ class _Maker:
         seed = next(self.seeds)
         return random_weight("bf16", 1, rows, columns, self.device, seed=seed).data[0]
 
-    def layer(self, index: int, experts_hit: int | None) -> LayerWeights:
-        """Make a layer, whose router finds `experts_hit` experts, or all."""
+    def layer(self, index: int) -> LayerWeights:
         text, H = self.text, self.text.hidden_size
         sliding = text.layer_types[index] == "sliding_attention"
         own = text.per_layer_config[index]
         D, kv, heads = own.head_dim, own.num_key_value_heads, text.num_attention_heads
-        router = self.plain(text.num_experts, H) * H**0.5
-        if experts_hit is not None:
-            router[experts_hit:] = 0  # the top 8 of many random scores are above 0
-        ones = self.ones
+        router, ones = self.plain(text.num_experts, H) * H**0.5, self.ones
         return LayerWeights(
             sliding=sliding,
             norms={key: ones(H) * (0.1 if key == "post_attention" else 1) for key in NORMS},

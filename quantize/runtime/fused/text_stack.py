@@ -116,14 +116,9 @@ class FusedModel:
         # bf16(sqrt(H)), as transformers multiplies embeddings
         self.embed_scale = torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()
 
-    def encode(
-        self, tokens: Tensor, slots: Tensor, start: Tensor, soft: SoftTokens | None = None
-    ) -> None:
-        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on.
-
-        `soft` replaces some tokens' embeddings; B is 1 then.
-        """
-        self.run([self.encoding(tokens, slots, start, soft)])
+    def encode(self, tokens: Tensor, slots: Tensor, start: Tensor) -> None:
+        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on."""
+        self.run([self.encoding(tokens, slots, start)])
 
     @_alone
     def encoding(
