@@ -4,17 +4,14 @@ import os
 from collections.abc import Callable
 from dataclasses import Field, fields
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantize.cli.options import served_name, with_options
 from quantize.recipe.controls import REQUEST_NAMES
+from quantize.schemes.modes import ActivationMode
 from quantize.serve.options import KEY_VARIABLE, Options
-
-if TYPE_CHECKING:
-    from quantize.schemes.modes import ActivationMode
-
 
 HELP = """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
 
@@ -80,7 +77,7 @@ def _option(setting: Field[Any]) -> Callable[[Any], Any]:
     ),
 )  # fmt: skip
 def serve(
-    checkpoint: str, model_name: str | None, activations: "ActivationMode | None",
+    checkpoint: str, model_name: str | None, activations: ActivationMode | None,
     gpu_memory: float | None, prefix_mib: int, workers: int, **settings: Any,
 ) -> None:  # fmt: skip
     """Serve a checkpoint until SIGINT or SIGTERM."""

@@ -5,17 +5,13 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from quantize.cli.options import REAL_MODEL, STEPS, served_name, with_options
-from quantize.cli.serve import serve
-
-if TYPE_CHECKING:
-    from quantize.schemes.modes import ActivationMode
-
-__all__ = ["bench", "export", "generate", "serve", "tune"]
+from quantize.cli.serve import serve as serve
+from quantize.schemes.modes import ActivationMode
 
 
 @click.command()
@@ -42,7 +38,7 @@ __all__ = ["bench", "export", "generate", "serve", "tune"]
     help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
 )  # fmt: skip
 def generate(
-    checkpoint: str, prompt: str, activations: "ActivationMode | None", gpu_memory: float | None,
+    checkpoint: str, prompt: str, activations: ActivationMode | None, gpu_memory: float | None,
     plain: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
@@ -99,7 +95,7 @@ def generate(
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
-    checkpoint: str | None, activations: "ActivationMode | None", gpu_memory: float | None,
+    checkpoint: str | None, activations: ActivationMode | None, gpu_memory: float | None,
     sparse: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.

@@ -65,7 +65,15 @@ def export_gguf(
     tensors = plan_tensors(source, kept_as)
     before = fingerprint(source)
     types = [tensor.type for tensor in tensors]
-    keys = _about(name, before, types) | metadata(source)
+    main = next(each for each in ("NVFP4", "Q8_0", "BF16") if each in types)
+    keys: dict[str, Any] = {
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{main}"]),  # which viewers show
+        "general.quantization_version": 2,
+        FINGERPRINT: before,
+    }
+    keys |= metadata(source)
     rows = next(each.shape[0] for each in tensors if each.name == "token_embd.weight")
     keys |= vocabulary(source.folder, rows)
     folder = out.with_name(out.name + TEMPORARY_SUFFIX)
@@ -82,17 +90,6 @@ def export_gguf(
         state_path(folder).unlink()
         lock.unlink()
     return Exported(dict(sorted(Counter(types).items())), source.nbytes, out.stat().st_size)
-
-
-def _about(name: str, digest: str, types: Sequence[str]) -> dict[str, Any]:
-    main = next(each for each in ("NVFP4", "Q8_0", "BF16") if each in types)
-    return {
-        "general.type": "model",
-        "general.name": name,
-        "general.file_type": int(gguf.LlamaFileType[f"MOSTLY_{main}"]),  # which viewers show
-        "general.quantization_version": 2,
-        FINGERPRINT: digest,
-    }
 
 
 def _header(keys: dict[str, Any], tensors: Sequence[GGUFTensor]) -> bytes:

@@ -24,11 +24,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return GGUF key -> value of a checked checkpoint; floats are F32, integers U32.
-
-    Raises:
-        InputError: the model has a trait that llama.cpp's graph does not compute.
-    """
+    """Return GGUF key -> value (F32, U32); InputError: llama.cpp's graph does not compute a trait."""
     text = text_config(source)
     for key, wanted in BUILT_IN.items():
         value: Any = text

@@ -64,15 +64,12 @@ ROUTER_SCALE, FIRST_DOWN = "router.per_expert_scale", "experts.0.down_proj"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor [..., out, in] of the file, under llama.cpp's name, in blocks of a type.
-
-    Each of `tasks` returns its next bytes, uint8 [n].
-    """
+    """One tensor [..., out, in] of the file, under llama.cpp's name, in blocks of a type."""
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # each returns the next bytes, uint8 [n]
 
     @property
     def nbytes(self) -> int:

@@ -7,13 +7,16 @@ no GPU is needed. Without torchrun there is one process.
 """
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_distributed: Callable[[], Any] = partial(import_module, "torch.distributed")  # torch takes seconds
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,6 @@ def joined() -> Generator[Processes]:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:
         distributed.destroy_process_group()
-
-
-def _distributed() -> Any:
-    import torch
-
-    return torch.distributed
 
 
 def is_alone() -> bool:

@@ -110,10 +110,7 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter and show it while the block runs, as a bar or as lines.
-
-    `brief` leaves out the lines at the beginning and the end, where the caller says what came of it.
-    """
+    """Yield a meter, shown meanwhile as a bar or as lines: if `brief`, without the first and last."""
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:

@@ -42,10 +42,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes of host memory that may still be taken, by a container's limit too.
-
-    The page cache counts as free in a container too.
-    """
+    """Return the bytes of host memory that are free or hold files, within a container's limit."""
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))

@@ -68,10 +68,7 @@ def read_call(body: str, names: Collection[str]) -> Call | None:
 
 
 def _as_json(text: str) -> str:
-    """Write strings and words of `text` as JSON's, whose parser says if they are in the right order.
-
-    ValueError: something is neither a sign, a string nor a word.
-    """
+    """Write the strings and words of `text` as JSON's; ValueError: it holds something else."""
     said, opened, at, names = list[str](), list[str](), 0, False
     while at < len(text):
         found = (_KEY if names else _VALUE).match(text, at)

@@ -60,10 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Compile a form: "json" by its schema, "regex" of whole texts, or "lark" in Lark's notation.
-
-        InputError: the form is wrong, too complex, or needs what the library does not have.
-        """
+        """Compile a "json" schema, a "regex" of whole texts, or "lark"; InputError: it cannot be."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
@@ -125,7 +122,7 @@ class Constraint:
     def __init__(
         self, grammars: Grammars, matcher: Matcher, room: int, closes: int | None = None
     ) -> None:
-        self.error: str | None = None
+        self.error: str | None = None  # why the answer could not be held to its form
         self._grammars, self._matcher = grammars, matcher.deep_copy()
         self._room, self._closes, self._rounds = room, closes, 0
         way = grammars.way_out(self._matcher, room - (closes is not None))
@@ -194,19 +191,16 @@ class Constraint:
 
 @dataclass
 class _Line:
-    """One reading of a finished canvas, whose text `ended` there, or has a `way` to an accepted end.
-
-    `room` counts from its first token.
-    """
+    """One reading of a finished canvas."""
 
     grammars: Grammars
     logits: Tensor
     shortlist: list[list[int]]
     tokens: list[int]
-    start: int
-    room: int
-    ended: bool = False
-    way: list[int] | None = None
+    start: int  # of the form
+    room: int  # from the first token on
+    ended: bool = False  # the text, once it is written
+    way: list[int] | None = None  # from there to an accepted end
 
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
         """Return the canvas as the grammar allows it, and the matcher behind it.

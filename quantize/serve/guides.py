@@ -30,26 +30,16 @@ class AnswerGuide:
     """Guides one answer, of canvases of `length` tokens: None constrains, or records, nothing."""
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
-        self._length, self._constraint, self.top = length, constraint, top
+        self._length, self.constraint, self.top = length, constraint, top
         self.scored: list[Scored] = []
-
-    @property
-    def error(self) -> str | None:
-        """The reason why the answer could not be held to its form, if any."""
-        return self._constraint.error if self._constraint else None
-
-    @property
-    def complete(self) -> bool:
-        """Whether the answer is a whole text of its form, if it has one."""
-        return self._constraint is not None and self._constraint.complete
 
     def lead(self) -> Sequence[int]:
         """Return the tokens that the next canvas must begin with."""
-        return [] if self._constraint is None else self._constraint.lead(self._length)
+        return [] if self.constraint is None else self.constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Decide a finished canvas, and record its log-probabilities if it is committed."""
-        held = self._constraint
+        held = self.constraint
         verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.stand is None:
             self.scored += scored(logits, verdict.tokens, self.top)

@@ -25,36 +25,30 @@ MAX_BYTES = 4 << 20  # bytes of one encoded picture
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 
 
-class Pictures:
-    """Reads pictures for one model; `config` is transformers' configuration of it."""
+def put(
+    config: Any, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
+) -> tuple[list[int], Images | None]:
+    """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def put(
-        self, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
-    ) -> tuple[list[int], Images | None]:
-        """Return the prompt with room for the pictures' tokens, and the prepared pictures.
-
-        `prompt` are ids, one placeholder a picture; `urls` has the parameter and data URL of each, and
-        `soft_tokens` are the most that one takes. RequestError: a picture is refused, or there are too
-        many. InputError: the chat template wrote no placeholders.
-        """
-        if not urls:
-            return prompt, None
-        if len(urls) > MAX_PICTURES:
-            message = f"{len(urls)} pictures; at most {MAX_PICTURES} are taken"
-            raise RequestError(400, message, param="messages", code="too_many_images")
-        found: list[tuple[Images, list[int]]] = []
-        for param, url in urls:
-            try:
-                found.append(prepare([read(url)], self.config, soft_tokens))
-            except InputError as error:
-                raise invalid(param, error, "invalid_image") from error
-        pixels = torch.cat([images.pixels for images, _ in found])
-        positions = torch.cat([images.positions for images, _ in found])
-        counts = [count for _, each in found for count in each]
-        return place(prompt, counts, self.config), Images(pixels, positions)
+    `prompt` are ids, one placeholder a picture; `urls` has the parameter and data URL of each, and
+    `soft_tokens` are the most that one takes. RequestError: a picture is refused, or there are too
+    many. InputError: the chat template wrote no placeholders.
+    """
+    if not urls:
+        return prompt, None
+    if len(urls) > MAX_PICTURES:
+        message = f"{len(urls)} pictures; at most {MAX_PICTURES} are taken"
+        raise RequestError(400, message, param="messages", code="too_many_images")
+    found: list[tuple[Images, list[int]]] = []
+    for param, url in urls:
+        try:
+            found.append(prepare([read(url)], config, soft_tokens))
+        except InputError as error:
+            raise invalid(param, error, "invalid_image") from error
+    pixels = torch.cat([images.pixels for images, _ in found])
+    positions = torch.cat([images.positions for images, _ in found])
+    counts = [count for _, each in found for count in each]
+    return place(prompt, counts, config), Images(pixels, positions)
 
 
 def read(url: str) -> Image:

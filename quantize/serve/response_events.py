@@ -25,15 +25,12 @@ ITEMS: dict[str, tuple[str, str, Json, Json]] = {
 
 
 class Answer:
-    """Grows by the chunks of a chat's answer and says each change as an event.
-
-    `response` is the answer as it stands; its last item is open until another begins.
-    """
+    """Grows by the chunks of a chat's answer and says each change as an event."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         told = {"model", "instructions", "parallel_tool_calls", "temperature"}
         told |= {"tools", "tool_choice", "top_p", "text"}
-        self.items: list[Json] = []
+        self.items: list[Json] = []  # the last one is open until another begins
         self.response: Json = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",

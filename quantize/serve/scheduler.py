@@ -216,13 +216,14 @@ class Scheduler:
         self.metrics.steps.inc(sum(canvas.steps for _, canvas in finished))
         for slot, canvas in finished:
             job = self._running[slot]
-            if job.guide is not None and job.guide.error is not None:
-                message = f"the answer could not be held to its form: {job.guide.error}"
+            held = None if job.guide is None else job.guide.constraint
+            if held and held.error is not None:
+                message = f"the answer could not be held to its form: {held.error}"
                 job.emit(RequestError(400, message, code="constraint_failed"))
                 self._leave([slot])
                 continue
             with self._failing_alone(job):
-                job.answer.commit(canvas, job.guide is not None and job.guide.complete)
+                job.answer.commit(canvas, held is not None and held.complete)
                 self._unsaid.append(job)
             if job.answer.finish:
                 self._leave([slot])

@@ -22,10 +22,7 @@ from quantize.runtime.chat import load_tokenizer
 from quantize.runtime.engine import Engine
 from quantize.runtime.placement import free_unused
 from quantize.serve.app import create_app
-from quantize.serve.metrics import Metrics
 from quantize.serve.options import KEY_VARIABLE, Options
-from quantize.serve.pictures import Pictures
-from quantize.serve.scheduler import Scheduler
 from quantize.serve.service import Service
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
@@ -65,16 +62,6 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             self.leave()
         super().handle_exit(sig, frame)
-
-
-def make_service(
-    engine: Engine, text: Text, pictures: Pictures, sampler: Sampler, options: Options
-) -> Service:
-    """Return what answers requests by an engine, its text, pictures, sampler and options."""
-    metrics = Metrics()
-    metrics.watch(engine.prefixes, engine.device)
-    scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
-    return Service(scheduler, text, pictures, sampler, options)
 
 
 def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
@@ -138,11 +125,11 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     text = Text(load_tokenizer(checkpoint))
-    pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
+    config = model_config(Checkpoint.open(checkpoint).config)
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
-    service = make_service(engine, text, pictures, sampler, options)
+    service = Service(engine, text, config, sampler, options)
     Server(create_app(service), options, service.leave).run([sock])

@@ -13,9 +13,10 @@ from typing import Any
 from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.chat import CLOSE
+from quantize.runtime.engine import Engine
 from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
-from quantize.serve import infill, unsupported
+from quantize.serve import infill, pictures, unsupported
 from quantize.serve.answers import Said, Shape
 from quantize.serve.constraint import Constraint, Matcher
 from quantize.serve.exchange import Exchange
@@ -23,8 +24,8 @@ from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.messages import hints
+from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
-from quantize.serve.pictures import Pictures
 from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
 from quantize.serve.scheduler import Draft, Job, Scheduler
 from quantize.serve.text import Answer, Text
@@ -35,20 +36,19 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers requests with one model, whose settings `sampler` a request may change for itself."""
+    """Answers requests with one model, whose settings `sampler` a request may change for itself.
+
+    `config` is transformers' configuration of the model.
+    """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        text: Text,
-        pictures: Pictures,
-        sampler: Sampler,
-        options: Options,
+        self, engine: Engine, text: Text, config: Any, sampler: Sampler, options: Options
     ) -> None:
-        self.scheduler, self.text, self.pictures = scheduler, text, pictures
-        self.sampler, self.options = sampler, options
+        metrics = Metrics()
+        metrics.watch(engine.prefixes, engine.device)
+        self.scheduler = Scheduler(engine, max_queue=options.max_queue, metrics=metrics)
+        self.text, self.config, self.sampler, self.options = text, config, sampler, options
         self.forms = Forms(text.tokenizer, sampler.eos_token_ids)
-        engine = scheduler.engine
         limits = (engine.max_length, sampler.max_length, options.max_context)
         self.max_length = min(limit for limit in limits if limit is not None)
         room = self.max_length - engine.canvas_length
@@ -73,7 +73,7 @@ class Service:
         turns = [message.turn for message in body.messages]
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
         prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
-        prompt, images = self.pictures.put(prompt, body.pictures, body.image_tokens)
+        prompt, images = pictures.put(self.config, prompt, body.pictures, body.image_tokens)
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:

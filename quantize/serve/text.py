@@ -36,10 +36,7 @@ class Text:
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the ids of a chat that ends where the model's turn begins.
-
-        InputError: the chat template refuses the messages, or has no place for tools.
-        """
+        """Return the ids up to the model's turn; InputError: the template refuses messages or tools."""
         declares = "tools" in str(self.tokenizer.chat_template)
         if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
             raise InputError("tools: this model's chat template has no place for them")

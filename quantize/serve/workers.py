@@ -33,10 +33,7 @@ spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's 
 
 
 class Worker:
-    """One server in a process of its own, at a Unix socket in `folder`.
-
-    `gpus` are the workers' names for CUDA_VISIBLE_DEVICES, none on a CPU.
-    """
+    """One server, at a Unix socket in `folder`: a process on GPU `gpus[index]`, or without a GPU."""
 
     def __init__(
         self, index: int, folder: Path, checkpoint: Path, options: Options, place: Placement,

@@ -40,8 +40,8 @@ from quantize.runtime.engine import Engine
 from quantize.runtime.fused.engine import FusedEngine
 from quantize.serve.app import create_app
 from quantize.serve.options import Options
-from quantize.serve.pictures import Pictures
-from quantize.serve.server import Server, make_service, open_engine
+from quantize.serve.server import Server, open_engine
+from quantize.serve.service import Service
 from quantize.serve.text import Text
 
 PORT = 8123
@@ -57,10 +57,10 @@ def serving(checkpoint: Path, engine: Engine | None = None, **settings: Any) -> 
     engine = engine or open_engine(
         checkpoint, options, Placement(best_device(), activations="none")
     )
-    pictures = Pictures(model_config(Checkpoint.open(checkpoint).config))
+    config = model_config(Checkpoint.open(checkpoint).config)
     sampler = Sampler.from_checkpoint(checkpoint)
     text = Text(load_tokenizer(checkpoint))
-    service = make_service(engine, text, pictures, sampler, options)
+    service = Service(engine, text, config, sampler, options)
     server = Server(create_app(service), options, service.leave)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -29,8 +29,7 @@ from quantize.runtime.images import Images
 from quantize.runtime.known_tokens import Given
 from quantize.serve.app import create_app
 from quantize.serve.options import Options
-from quantize.serve.pictures import Pictures
-from quantize.serve.server import Server, make_service
+from quantize.serve.server import Server
 from quantize.serve.service import Service
 from quantize.serve.text import Text
 
@@ -210,8 +209,8 @@ def running(
     """A server on a free port until the block ends."""
     options = Options("bundled", port=0, **settings)
     engine = engine or engine_of(options.max_num_seqs)
-    pictures = Pictures(model_config(Checkpoint.open(CHECKPOINT).config))
-    service = make_service(engine, text or Text(tokenizer()), pictures, SAMPLER, options)
+    config = model_config(Checkpoint.open(CHECKPOINT).config)
+    service = Service(engine, text or Text(tokenizer()), config, SAMPLER, options)
     server = Server(create_app(service), options, service.leave)
     thread = threading.Thread(target=server.run)
     thread.start()
