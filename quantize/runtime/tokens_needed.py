@@ -17,7 +17,8 @@ class TokensNeeded:
     STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)
 
     def __init__(self) -> None:
-        self._found: list[Tensor] = []
+        kinds = len(self.STEPS) * (len(self.MOST) + 1)
+        self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
         """Count the rows of one draw."""
@@ -28,12 +29,12 @@ class TokensNeeded:
         for own, sharpness, at in zip(*shown, strict=True):
             kind = torch.bucketize(tokens_needed(own, sharpness), most)
             kind += of * (at.clamp(max=len(self.STEPS)) - 1)
-            each = torch.arange(of * len(self.STEPS), device=logits.device)
+            each = torch.arange(len(self._found[0]), device=logits.device)
             self._found.append((kind[:, None] == each).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
         """Return how many rows of all processes needed at most so many tokens, by step."""
-        own = torch.stack(self._found).sum(0).cpu()
+        own = torch.stack([found.cpu() for found in self._found]).sum(0)
         rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]
         return {

@@ -202,6 +202,7 @@ def test_rows_are_counted_by_the_tokens_that_hold_their_mass(calibrated: Path) -
 
 def test_histogram_of_tokens_needed() -> None:
     """Rows of which 1, 3, 64 and 200 tokens are alike, at several steps; of eight one is counted."""
+    assert not any(sum(of.values()) for of in TokensNeeded().counted(ALONE).values())  # no batch
     logits = torch.zeros(4, 300)
     for row, count in zip(logits, (1, 3, 64, 200), strict=True):
         row[:count] = 30
