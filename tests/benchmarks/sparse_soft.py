@@ -106,9 +106,10 @@ def recorded(engine: Engine, count: int, device: str) -> list[Trajectory]:
         error_over_norm=[float((error / norm).mean()), float((error / norm).max())],
         bf16_rounding_over_norm=[float((rounding / norm).mean()), float((rounding / norm).max())],
         rows_with_more_error_than_rounding=float((error > rounding).double().mean()),
-        rows_whose_bound_is_below_2_to_minus_9=float(
-            (LEFT_OUT * norms.largest < norm / 512).double().mean()
-        ),
+        rows_whose_bound_is_below_largest_and_typical_rounding=[
+            float((LEFT_OUT * norms.largest < norm * each).double().mean())
+            for each in (2**-8, 1.65e-3)
+        ],
     )
     return found
 
@@ -123,7 +124,7 @@ def replayed(base: Engine, checkpoint: Path, trajectories: list[Trajectory], dev
     def rounded(*given: torch.Tensor) -> torch.Tensor:
         soft = exact(*given).float()
         noise = torch.rand(soft.shape, generator=generator).to(soft.device) - 0.5
-        return (soft * (1 + 2**-8 * noise)).to(torch.bfloat16)
+        return (soft * (1 + 2**-7 * noise)).to(torch.bfloat16)
 
     engines["rounded"].model.soft_embedding = rounded
     compared = {
