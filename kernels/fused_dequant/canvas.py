@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
 TILE = 256  # tokens of which `look` notes numbers together
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Draw(NamedTuple):
     """What one step drew at each position, all [B, L]."""
 
-    sampled: torch.Tensor  # int64, from softmax(logits / T)
-    replacement: torch.Tensor  # int64, drawn uniformly, taken where the sample is not accepted
-    argmax: torch.Tensor  # int64, the most probable token, the lowest of several
-    entropy: torch.Tensor  # f32, in nats
+    sampled: Tensor  # int64, from softmax(logits / T)
+    replacement: Tensor  # int64, drawn uniformly, taken where the sample is not accepted
+    argmax: Tensor  # int64, the most probable token, the lowest of several
+    entropy: Tensor  # f32, in nats
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
@@ -48,12 +49,12 @@ class Probabilities:
     `sparse_soft_embedding` reads it.
     """
 
-    p: torch.Tensor
-    total: torch.Tensor
-    statistics: torch.Tensor | None = None
+    p: Tensor
+    total: Tensor
+    statistics: Tensor | None = None
 
     @classmethod
-    def room(cls, logits: torch.Tensor, *, sparse: bool) -> "Probabilities":
+    def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
         """Return tensors for logits [M, V]."""
         (M, V), device = logits.shape, logits.device
         noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
@@ -69,22 +70,20 @@ class Probabilities:
 class CanvasState:
     """Denoising state of B sequences; `accept` writes into these tensors."""
 
-    seeds: torch.Tensor  # int64 [B]
-    canvas_index: torch.Tensor  # int64 [B], from 0
-    step: torch.Tensor  # int32 [B], to be taken next, from 1; it stays once a sequence has finished
-    finished: torch.Tensor  # bool [B], stopped by its own criterion
+    seeds: Tensor  # int64 [B]
+    canvas_index: Tensor  # int64 [B], from 0
+    step: Tensor  # int32 [B], to be taken next, from 1; it stays once a sequence has finished
+    finished: Tensor  # bool [B], stopped by its own criterion
     # f32 [B, L], 1 / T of the last step, 0 before; the next `soft_embedding`'s
-    inverse_temperature: torch.Tensor
-    canvas: torch.Tensor  # int64 [B, L], which the decoder reads next
-    argmax: torch.Tensor  # int64 [B, L], which would be committed
+    inverse_temperature: Tensor
+    canvas: Tensor  # int64 [B, L], which the decoder reads next
+    argmax: Tensor  # int64 [B, L], which would be committed
     # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
-    history: torch.Tensor
-    accepted: torch.Tensor  # bool [B, L], by the last step
+    history: Tensor
+    accepted: Tensor  # bool [B, L], by the last step
 
     @classmethod
-    def begin(
-        cls, canvas: torch.Tensor, seeds: torch.Tensor, stability: int, index: int = 0
-    ) -> "CanvasState":
+    def begin(cls, canvas: Tensor, seeds: Tensor, stability: int, index: int = 0) -> "CanvasState":
         """Return the state before step 1 of canvas `index`, whose tokens are `canvas` int64 [B, L]."""
         B, device = len(canvas), canvas.device
         return cls(
@@ -99,13 +98,13 @@ class CanvasState:
             accepted=torch.zeros(canvas.shape, dtype=torch.bool, device=device),
         )
 
-    def part(self, sequences: slice | torch.Tensor) -> "CanvasState":
+    def part(self, sequences: slice | Tensor) -> "CanvasState":
         """Return the state of some sequences: of a slice in the same memory, of indices a copy."""
         own = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
         return CanvasState(history=self.history[:, sequences], **own)
 
 
-def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
+def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
     """See `operations.sample`."""
     scaled = logits.float() / _temperature(state, schedule)[:, None, None]
     u = uniforms(state.seeds, state.canvas_index, state.step, logits.shape[1])
@@ -128,18 +127,18 @@ def accept(draw, state, schedule, rules):
     }
     stop = stopped(s.history, draw.argmax, draw.entropy, rules.confidence_threshold)
     for name, new in after.items():
-        old: torch.Tensor = getattr(s, name)
+        old: Tensor = getattr(s, name)
         old.copy_(torch.where(live[:, None], new, old))
     s.finished.logical_or_(live & stop)
     s.step.add_(live.to(s.step.dtype))
 
 
-def _temperature(state: CanvasState, schedule: torch.Tensor) -> torch.Tensor:
+def _temperature(state: CanvasState, schedule: Tensor) -> Tensor:
     """Return the temperature [B] of each sequence's step; past the last step, the last step's."""
     return schedule[state.step.clamp(max=len(schedule)).long() - 1]
 
 
-def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
+def accepted(entropy: Tensor, bound: float) -> Tensor:
     """Return which positions are accepted, [B, L] bool; the most certain one always is.
 
     In ascending order of entropy [B, L], in nats, those are whose lower ones add up to at most `bound`.
@@ -149,9 +148,7 @@ def accepted(entropy: torch.Tensor, bound: float) -> torch.Tensor:
     return torch.zeros_like(lower, dtype=torch.bool).scatter(-1, order, lower <= bound)
 
 
-def stopped(
-    history: torch.Tensor, argmax: torch.Tensor, entropy: torch.Tensor, confidence: float
-) -> torch.Tensor:
+def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
     """Return which sequences stop, [B] bool: their argmax did not change and they are confident.
 
     history [S, B, L] is the argmax of the S steps before; with S = 0 it never changed.
@@ -160,13 +157,13 @@ def stopped(
     return stable & (entropy.mean(-1) < confidence)
 
 
-def token_entropy(logits: torch.Tensor) -> torch.Tensor:
+def token_entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats of each position: [B, L, V] -> [B, L] float32."""
     log_probabilities = logits.float().log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
 
-def sample_by_inverse_cdf(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
     """Return the token int64 [...] at which the cumulative distribution passes `u` [...] in [0, 1).
 
     Probabilities float32 [..., V] need not add up to 1; a token of probability 0 is never returned.
@@ -178,7 +175,7 @@ def sample_by_inverse_cdf(probabilities: torch.Tensor, u: torch.Tensor) -> torch
     return torch.minimum(token, torch.searchsorted(cdf, total.contiguous())).squeeze(-1)
 
 
-def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
     """Return Philox4x32-10 of 32-bit words held in int64 tensors that broadcast: [..., 4]."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -195,16 +192,12 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> torch.Tens
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
 
 
-def random_tokens(
-    seeds: torch.Tensor, canvas: int | torch.Tensor, length: int, vocabulary: int
-) -> torch.Tensor:
+def random_tokens(seeds: Tensor, canvas: int | Tensor, length: int, vocabulary: int) -> Tensor:
     """Return the uniformly drawn tokens int64 [B, length] that a canvas begins with."""
     return (uniforms(seeds, canvas, 0, length)[..., 1] * vocabulary).long()
 
 
-def uniforms(
-    seeds: torch.Tensor, canvas: int | torch.Tensor, step: int | torch.Tensor, length: int
-) -> torch.Tensor:
+def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
     """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1), of 24 bits each.
 
     The key is `seeds` int64 [B], low word first, the counter (position, step, canvas, 0); the first two
@@ -213,7 +206,7 @@ def uniforms(
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)
-    one, two = (n[:, None].long() if isinstance(n, torch.Tensor) else n for n in (step, canvas))
+    one, two = (n[:, None].long() if isinstance(n, Tensor) else n for n in (step, canvas))
     key = (seeds[:, None] & MASK32, (seeds[:, None] >> 32) & MASK32)
     words = philox((position, zero + one, zero + two, zero), key)[..., :2]
     return (words >> 8).to(torch.float32) * 2.0**-24  # 24 bits: exact in float32, never 1

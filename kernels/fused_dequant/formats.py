@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -44,7 +45,7 @@ E4M3_LEAST_SCALE = 2.0**-2
 # What a product reads: bf16 rows [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or
 # NVFP4's codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's
 # weight knows.
-Activation = tuple[torch.Tensor, torch.Tensor | None]
+Activation = tuple[Tensor, Tensor | None]
 EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}
 # The scheme whose rows are NVFP4 too.
 FOUR_BIT = "nvfp4_e2m1"
@@ -58,7 +59,7 @@ GATE_UP_RUN = 8
 BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
-def blocks(weight: torch.Tensor) -> Iterator[tuple[int | slice, ...]]:
+def blocks(weight: Tensor) -> Iterator[tuple[int | slice, ...]]:
     """Yield indices of [..., out, in], of about BLOCK_VALUES each: some Linears, or rows of one."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
@@ -73,25 +74,25 @@ def _blocks(shape: Sequence[int], values: int) -> Iterator[tuple[int | slice, ..
     yield from ((slice(start, start + step),) for start in range(0, shape[0], step))
 
 
-def quotient(x: torch.Tensor, number: float) -> torch.Tensor:
+def quotient(x: Tensor, number: float) -> Tensor:
     """Divide by a tensor, since CUDA turns division by a Python number into an inexact product."""
     return x / x.new_full((), number)  # made there: nothing waits for a copy
 
 
-def round_e2m1(x: torch.Tensor) -> torch.Tensor:
+def round_e2m1(x: Tensor) -> Tensor:
     """Round FP32 values in -6..6 to the nearest e2m1 value, ties to the even code."""
     magnitude = x.abs()
     magic = _magic(magnitude)
     return magnitude.add_(magic).sub_(magic).copysign_(x)
 
 
-def _magic(magnitude: torch.Tensor) -> torch.Tensor:
+def _magic(magnitude: Tensor) -> Tensor:
     """Return 2^22 * max(1, 2^floor(log2 x)), where FP32's spacing is that of e2m1 at x."""
     exponent = magnitude.view(torch.int32) & 0x7F800000
     return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
 
 
-def e2m1_codes(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
     """Return the codes 0..15 (uint8) of FP32 values in -6..6; x, and `room` for as many, are used up.
 
     Adding `_magic` leaves the number of grid steps from 0 in the last byte. Each power of two above 1
@@ -106,39 +107,39 @@ def e2m1_codes(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     return bits.add_(magic.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
 
 
-def pack(codes: torch.Tensor) -> torch.Tensor:
+def pack(codes: Tensor) -> Tensor:
     """Pack codes [..., K] two a byte, the even column in the low nibble (little-endian)."""
     pairs = codes.view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
-def pack_e2m1(values: torch.Tensor) -> torch.Tensor:
+def pack_e2m1(values: Tensor) -> Tensor:
     """Pack e2m1 values [..., K] FP32 two codes a byte: uint8 [..., K / 2]. -0 keeps its sign."""
     codes = e2m1_codes(values.clone(), torch.empty_like(values))
     return pack(codes | (values.signbit().view(torch.uint8) << 3))
 
 
-def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+def unpack_e2m1(packed: Tensor) -> Tensor:
     """Return the FP32 values [..., K] of packed codes [..., K / 2]; -0 keeps its sign."""
     found = _pairs(packed.device).index_select(0, packed.flatten().int())
     return found.view(torch.float32).view(*packed.shape[:-1], -1)
 
 
 @cache
-def _pairs(device: torch.device) -> torch.Tensor:
+def _pairs(device: torch.device) -> Tensor:
     """Return the two FP32 values of each byte as one int64, since one look-up costs half of two."""
     values = torch.tensor([*E2M1, *(-value for value in E2M1)])
     high, low = torch.meshgrid(values, values, indexing="ij")
     return torch.stack((low, high), -1).flatten().view(torch.int64).to(device)
 
 
-def block_scale(ranges: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
     """Return NVFP4's scales of blocks with these ranges: e4m3 numbers, held in FP32, never 0."""
     scale = (shared * quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
 
 
-def round_groups(x: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """Round [..., K] to NVFP4: e2m1 values FP32 [..., K/16, 16], block scales e4m3 in FP32 [..., K/16].
 
     `shared` FP32, the global scale, broadcasts over the block scales. Values beyond it saturate; a
@@ -150,26 +151,21 @@ def round_groups(x: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, t
     return round_e2m1((groups / step).clamp_(-E2M1_MAX, E2M1_MAX)), scale
 
 
-def quantize_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [..., K]: packed codes uint8 [..., K/2], block scales e4m3 [..., K/16]."""
     values, scale = round_groups(x, global_scale)
     return pack_e2m1(values.flatten(-2)), scale.to(FP8)
 
 
 def dequantize_nvfp4(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+    packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return values [..., K] of codes uint8 [..., K/2], scales e4m3 [..., K/16], f32 to [..., 1]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, GROUP))
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
 
 
-def nvfp4_as_e4m3(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
     """Round NVFP4 weights to e4m3 [..., K]: e2m1 * scale / 8, half to even; W4A8 multiplies these.
 
     packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative; 6 * 448 / 8 is still in range.
@@ -185,20 +181,20 @@ def nvfp4_as_e4m3(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def e8m0_scale(ranges: torch.Tensor) -> torch.Tensor:
+def e8m0_scale(ranges: Tensor) -> Tensor:
     """Return MXFP4's scales e8m0 uint8 of blocks with these BF16 ranges, of 0 the smallest."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 
 
-def e8m0_values(scale: torch.Tensor) -> torch.Tensor:
+def e8m0_values(scale: Tensor) -> Tensor:
     """Return the BF16 values of e8m0 bytes; 2^-127 is a BF16 subnormal."""
     bits = scale.int() << 7
     values = torch.where(scale == 0, 0x40, bits).to(torch.int16).view(torch.bfloat16)
     return values.masked_fill(scale == 0xFF, torch.nan)
 
 
-def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize x [..., K]: packed codes uint8 [..., K/2], scales e8m0 uint8 [..., K/32]."""
     groups = x.float().unflatten(-1, (-1, MX_GROUP))
     scale = e8m0_scale(groups.abs().amax(-1))
@@ -206,13 +202,13 @@ def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pack_e2m1(round_e2m1(scaled).flatten(-2)), scale
 
 
-def dequantize_mxfp4(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values [..., K] of codes uint8 [..., K/2] and scales e8m0 uint8 [..., K/32]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, MX_GROUP))
     return values.mul_(e8m0_values(scale).to(dtype)[..., None]).flatten(-2)
 
 
-def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize rows x [..., K] symmetrically: values of `dtype` [..., K] and scales f32 [...].
 
     scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; q = x * (1 / scale), half to even: one
@@ -229,7 +225,7 @@ def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return scaled.clamp_(-largest, largest).to(dtype), scale
 
 
-def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     """Join gate, up [..., I, C], I % 8 == 0, to [..., 2I, C]: runs of 8 gate and 8 up rows in turn."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(

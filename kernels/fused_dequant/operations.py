@@ -39,6 +39,7 @@ from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from fused_dequant import canvas, reference, tuning
 from fused_dequant.activations import in_torch
@@ -49,7 +50,7 @@ from fused_dequant.kept import in_float32
 from fused_dequant.weights import Weight, is_hopper
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
-Norms = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Norms = tuple[Tensor, Tensor, Tensor, Tensor]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -76,7 +77,7 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def linear(x: torch.Tensor, weight: Weight, scale: torch.Tensor | None = None) -> torch.Tensor:
+def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
     """Multiply x [..., K] by a dense weight (E = 1): bf16 [..., N].
 
     x is bf16, which 8-bit schemes quantize, or is quantized already, [M, K] with `scale` f32 [M].
@@ -87,14 +88,14 @@ def linear(x: torch.Tensor, weight: Weight, scale: torch.Tensor | None = None) -
 
 
 def routed_experts(
-    x: torch.Tensor,
-    scale: torch.Tensor | None,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
+    x: Tensor,
+    scale: Tensor | None,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
     gate_up: Weight,
     down: Weight,
-    between: Callable[[torch.Tensor], Activation] | None = None,
-) -> torch.Tensor:
+    between: Callable[[Tensor], Activation] | None = None,
+) -> Tensor:
     """Run each token through its experts: [M, topk, H], which `after_experts` sums over topk.
 
     The result, and the hidden rows, are bf16 on a GPU and float32 elsewhere. x is [M, H], or [M * topk,
@@ -116,9 +117,7 @@ def routed_experts(
     return y.view(*expert_ids.shape, -1)
 
 
-def lm_head(
-    x: torch.Tensor, embedding: torch.Tensor, softcap: float, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
     A captured step need not copy 134 MB of logits that go to `out`.
@@ -132,11 +131,8 @@ def lm_head(
 
 
 def soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    logits: Tensor, embedding: Tensor, inverse_temperature: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
 
     Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M] may change between replays of a
@@ -162,12 +158,12 @@ def looks(device: torch.device, softcap: float, coldest: float) -> bool:
 
 
 def look(
-    x: torch.Tensor,
-    embedding: torch.Tensor,
+    x: Tensor,
+    embedding: Tensor,
     softcap: float,
     state: CanvasState,
-    schedule: torch.Tensor,
-    logits: torch.Tensor,
+    schedule: Tensor,
+    logits: Tensor,
     probabilities: Probabilities,
 ) -> Draw:
     """Write `lm_head` of x [B * L, H] into `logits`, and `probabilities`; return `sample` of it.
@@ -182,8 +178,8 @@ def look(
 
 
 def soft_embedding_of(
-    probabilities: Probabilities, embedding: torch.Tensor, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
+) -> Tensor:
     """Return `soft_embedding` of what `look` left, at the temperatures it read."""
     from fused_dequant import vocabulary
 
@@ -191,12 +187,12 @@ def soft_embedding_of(
 
 
 def sparse_soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    out: torch.Tensor | None = None,
+    logits: Tensor,
+    embedding: Tensor,
+    inverse_temperature: Tensor,
+    out: Tensor | None = None,
     left: Probabilities | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return `soft_embedding` within 1e-3 of the largest norm of a row of `embedding`.
 
     A row of logits whose 64 most probable tokens hold less than 0.999 of the mass is multiplied whole.
@@ -212,16 +208,16 @@ def sparse_soft_embedding(
 
 @with_kernels("residual")
 def begin(
-    tokens: torch.Tensor,
-    embedding: torch.Tensor,
+    tokens: Tensor,
+    embedding: Tensor,
     factor: float,
-    update: torch.Tensor | None,
-    w_next: torch.Tensor,
+    update: Tensor | None,
+    w_next: Tensor,
     decoded: int,
     scheme: str,
     eps: float = 1e-6,
-    shared: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Activation]:
+    shared: Tensor | None = None,
+) -> tuple[Tensor, Activation]:
     """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
 
     h is embedding[token] * factor. The first `decoded` rows are the decoder's: to them `update` bf16
@@ -233,18 +229,18 @@ def begin(
 
 
 def attention_heads(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
     q_heads: int,
     eps: float = 1e-6,
-) -> torch.Tensor:
+) -> Tensor:
     """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
 
     qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
@@ -267,14 +263,14 @@ def attention_heads(
 
 
 def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    first: Tensor,
+    last: Tensor,
     scheme: str,
-    shared: torch.Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> Activation:
     """Return softmax(q @ K.T) @ V over positions first[m] .. last[m], for a product of `scheme`.
 
@@ -289,7 +285,7 @@ def attend(
     return in_torch(rows.flatten(1), scheme, shared)
 
 
-def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) -> None:
+def _check_cells(rows: Tensor, keys: Tensor, slots: Tensor) -> None:
     if keys.shape[1] % CELLS or len(rows) % len(slots):
         raise ValueError(
             f"capacity {keys.shape[1]} is not a multiple of {CELLS}, or M not one of slots"
@@ -298,13 +294,13 @@ def _check_cells(rows: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor) ->
 
 @with_kernels("residual")
 def after_attention(
-    h: torch.Tensor,
-    o: torch.Tensor,
+    h: Tensor,
+    o: Tensor,
     norms: Norms,
     schemes: tuple[str, str],
     eps: float = 1e-6,
-    shared: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> tuple[torch.Tensor, Activation, Activation, torch.Tensor]:
+    shared: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Activation, Activation, Tensor]:
     """Add the attention's output and normalise for what follows.
 
     h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
@@ -320,8 +316,8 @@ def after_attention(
 
 @with_kernels("router")
 def choose_experts(
-    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
+) -> tuple[Tensor, Tensor]:
     """Return expert ids int32, ascending, and routing weights f32, both [M, topk].
 
     x bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
@@ -331,16 +327,16 @@ def choose_experts(
 
 @with_kernels("residual")
 def after_experts(
-    h: torch.Tensor,
-    dense: torch.Tensor,
-    routed: torch.Tensor,
+    h: Tensor,
+    dense: Tensor,
+    routed: Tensor,
     norms: Norms,
-    scalars: tuple[torch.Tensor, torch.Tensor],
+    scalars: tuple[Tensor, Tensor],
     decoded: int,
     scheme: str,
     eps: float = 1e-6,
-    shared: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Activation]:
+    shared: Tensor | None = None,
+) -> tuple[Tensor, Activation]:
     """Join the two branches, end the layer, and normalise for the next product.
 
     h, dense bf16 [M, H]; routed [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
@@ -353,20 +349,18 @@ def after_experts(
 
 
 @with_kernels("residual")
-def scaled_norm(
-    x: torch.Tensor, factor: float, weight: torch.Tensor, eps: float = 1e-6
-) -> torch.Tensor:
+def scaled_norm(x: Tensor, factor: float, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Return the RMS norm of x * factor, times weight: bf16 [M, H]."""
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
 @with_kernels("residual")
-def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate_up: Tensor) -> Tensor:
     """Return gelu_tanh(gate) * up of bf16 [M, 2I], gate first; each is rounded to bf16."""
     return reference.gelu_mul(*gate_up.chunk(2, -1))
 
 
-def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
+def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
     """Draw the tokens of one step from logits [B, L, V], bf16 or f32, soft-capped, not divided by T.
 
     `schedule` f32 [N] has the temperature of each step, step 1 first. On a GPU the inverse CDF is of
@@ -383,6 +377,6 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
 
 
 @with_kernels("sampling")
-def accept(draw: Draw, state: CanvasState, schedule: torch.Tensor, rules: Rules) -> None:
+def accept(draw: Draw, state: CanvasState, schedule: Tensor, rules: Rules) -> None:
     """Write the next state into `CanvasState`; sequences that finished or passed step N stay."""
     canvas.accept(draw, state, schedule, rules)

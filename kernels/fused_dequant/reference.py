@@ -10,18 +10,17 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fused_dequant.dispatch import sequence_rows
 
 
-def matmul(
-    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return x @ weight.T [M, N] of x [M, K] and weight [N, K]."""
     return x.to(dtype) @ weight.to(dtype).T
 
 
-def matmul_each(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tensor:
+def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """Return x @ weight.T in float32, multiplying `rows` rows of x at a time."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
     for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
@@ -29,26 +28,26 @@ def matmul_each(x: torch.Tensor, weight: torch.Tensor, rows: int) -> torch.Tenso
     return y
 
 
-def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Return gelu(gate) * up with the tanh approximation, as Gemma's `gelu_pytorch_tanh`."""
     return F.gelu(gate, approximate="tanh") * up
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x * rsqrt(mean(x^2) + eps) * weight along the last dimension."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight.to(x.dtype)
 
 
 def experts(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    expert_ids: torch.Tensor,
-    routing_weights: torch.Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    expert_ids: Tensor,
+    routing_weights: Tensor,
     dtype: torch.dtype = torch.float32,
-    activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Run routed experts, one at a time: [M, H].
 
     x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I];
@@ -69,18 +68,18 @@ def experts(
 
 
 def lm_head(
-    x: torch.Tensor, embedding: torch.Tensor, softcap: float, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+    x: Tensor, embedding: Tensor, softcap: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap) [M, V] of x [M, H] and embedding [V, H]."""
     return softcap * torch.tanh(matmul(x, embedding, dtype) / softcap)
 
 
 def soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
+    logits: Tensor,
+    embedding: Tensor,
+    inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> Tensor:
     """Return softmax(logits / T) @ embedding [M, H] of logits [M, V], embedding [V, H], 1 / T [M]."""
     scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
@@ -90,11 +89,11 @@ LEFT_OUT, MOST = 1e-3, 64  # mass that a sparse row may leave out, and the token
 
 
 def sparse_soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
+    logits: Tensor,
+    embedding: Tensor,
+    inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> Tensor:
     """Return `soft_embedding` of the most probable tokens that hold 1 - LEFT_OUT of a row's mass.
 
     A row that needs more than MOST of them is multiplied whole: with all rows, so that its bits do not
@@ -111,7 +110,7 @@ def sparse_soft_embedding(
     return soft if sparse.all() else torch.where(sparse[:, None], soft, p @ embedding.to(dtype))
 
 
-def tokens_needed(logits: torch.Tensor, inverse_temperature: torch.Tensor) -> torch.Tensor:
+def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Return how many tokens of each row hold 1 - LEFT_OUT of its mass, more than 128 as 129: [M]."""
     p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
     held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
@@ -127,10 +126,10 @@ def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, d
     k_raw = parts[:, q_heads : q_heads + kv_heads]
     v_raw = parts[:, q_heads + kv_heads :] if parts.shape[1] > q_heads + kv_heads else k_raw
 
-    def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def normed(x: Tensor, weight: Tensor | None) -> Tensor:
         return rms_norm(x, weight, eps).to(qkv.dtype).to(dtype)
 
-    def rotated(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: Tensor) -> Tensor:
         low, high = x.chunk(2, -1)
         c, s = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
         return torch.cat([low * c - high * s, high * c + low * s], -1)
@@ -166,7 +165,7 @@ def attend(q, keys, values, slots, first, last):
     return out
 
 
-def _run(cells: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def _run(cells: Tensor, begin: int, end: int) -> Tensor:
     """Return a ring's cells [capacity, ...] of positions `begin` to `end`."""
     start, count = begin % len(cells), end + 1 - begin
     behind = start + count - len(cells)
@@ -207,8 +206,8 @@ def begin(tokens, embedding, factor, update, w_next, decoded, eps):
 
 
 def choose_experts(
-    x: torch.Tensor, router: torch.Tensor, per_expert_scale: torch.Tensor, topk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
+) -> tuple[Tensor, Tensor]:
     """Return ids int32, ascending, and routing weights f32, [M, topk], of x [M, H], router [E, H]."""
     # in float32: torch's own bf16 products differ by CPU
     logits = matmul_each(x, router, sequence_rows(len(x))).to(x.dtype)
@@ -219,12 +218,11 @@ def choose_experts(
     return ids.int(), scaled
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return the RMS norm, computed in float32, in the dtype of x."""
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return rms_norm(x.float(), weight, eps).to(x.dtype)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the relative Frobenius error |actual - expected| / |expected| in float64."""
     a, e = actual.double(), expected.double()
     return float((a - e).norm() / e.norm())

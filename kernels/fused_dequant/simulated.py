@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fused_dequant import formats, weights
 from fused_dequant.dispatch import launches
@@ -24,9 +25,7 @@ from fused_dequant.weights import Weight
 EXPERTS_AT_ONCE = 16
 
 
-def round_nvfp4(
-    x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None = None
-) -> torch.Tensor:
+def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
     """Round rows bf16 or f32 [M, K] as the module's docstring says: bf16 [M, K]; K is in whole blocks.
 
     `global_scale` is f32 [1], or [E] with `experts` int [M, topk]: each row is then rounded once for
@@ -40,9 +39,7 @@ def round_nvfp4(
     return round_in_torch(x, global_scale, experts)
 
 
-def round_in_torch(
-    x: torch.Tensor, global_scale: torch.Tensor, experts: torch.Tensor | None = None
-) -> torch.Tensor:
+def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
     """Round as `round_nvfp4` does, in plain torch."""
     if experts is not None:
         x = x.repeat_interleave(experts.shape[1], 0)
@@ -51,7 +48,7 @@ def round_in_torch(
     return (rounded * scale[..., None]).flatten(-2).to(torch.bfloat16)
 
 
-def scaled(weight: Weight, global_scale: torch.Tensor) -> Weight:
+def scaled(weight: Weight, global_scale: Tensor) -> Weight:
     """Return an NVFP4 weight whose products are divided by the global scale f32 [1] or [E]."""
     if weight.factor is None:
         raise ValueError(f"rounded rows are multiplied with NVFP4 weights, not {weight.scheme}")
@@ -70,7 +67,7 @@ def plain(weight: Weight) -> Weight:
     return weights.bf16(kept(weight.data, "bf16", lambda: _in_bf16(weight)))
 
 
-def _in_bf16(weight: Weight) -> torch.Tensor:
+def _in_bf16(weight: Weight) -> Tensor:
     found = torch.empty(weight.data.shape, dtype=torch.bfloat16, device=weight.data.device)
     assert weight.scale is not None
     parts = (tensor.split(EXPERTS_AT_ONCE) for tensor in (found, weight.data, weight.scale))
@@ -80,14 +77,14 @@ def _in_bf16(weight: Weight) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    routing_weights: torch.Tensor,
+    x: Tensor,
+    ids: Tensor,
+    routing_weights: Tensor,
     gate_up: Weight,
     down: Weight,
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    see: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
+    scales: tuple[Tensor, Tensor] | None = None,
+    see: Callable[[Tensor], None] | None = None,
+) -> Tensor:
     """Run experts as `operations.routed_experts`, of bf16 rows [M, H]: [M, topk, H].
 
     Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are below E. `scales` are
@@ -95,13 +92,13 @@ def experts(
     with `down`'s input before it is rounded: [M * topk, I], row by row of `ids`.
     """
 
-    def rounded(rows: torch.Tensor, product: int, chosen: torch.Tensor) -> torch.Tensor:
+    def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:
         if scales is None:
             return rows
         own = scales[product]
         return round_nvfp4(rows, own, chosen if len(own) > 1 else None)
 
-    def between(hidden: torch.Tensor) -> Activation:
+    def between(hidden: Tensor) -> Activation:
         hidden = hidden.to(torch.bfloat16)  # as on a GPU: other roundings could give other codes
         if see is not None:
             see(hidden)

@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 
 import torch
+from torch import Tensor
 
 from fused_dequant import dispatch, formats, reference, tuning, w4a4, w4a8, w4a16
 from fused_dequant.activations import quantize_rows, values
@@ -27,9 +28,9 @@ class Weight:
     """Tensors of one scheme (`layouts`)."""
 
     scheme: str
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
+    data: Tensor
+    scale: Tensor | None = None
+    factor: Tensor | None = None
     # in memory filled on another stream: no kernel reads it before its predecessor ends (`chain`)
     streamed: bool = False
 
@@ -45,12 +46,12 @@ class Weight:
         return sum(t.nbytes for t in (self.data, self.scale, self.factor) if t is not None)
 
     @property
-    def shared(self) -> torch.Tensor | None:
+    def shared(self) -> Tensor | None:
         """Return the global scale f32 [1] under which rows are quantized to NVFP4, if they are."""
         return self.factor[0, 2:] if self.scheme == FOUR_BIT and self.factor is not None else None
 
     @property
-    def multiply(self) -> Callable[..., torch.Tensor]:
+    def multiply(self) -> Callable[..., Tensor]:
         """Return the product with this weight: a kernel's launch (`matmul.launch`), elsewhere torch."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
@@ -63,7 +64,7 @@ class Weight:
         rows = launched_as(tokens)
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
-    def reads(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Activation:
+    def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
         """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.
 
         `scale` is that of rows quantized already. Raise ValueError if the rows do not fit the weight.
@@ -104,12 +105,12 @@ def require(scheme: str, device: torch.device) -> None:
 
 def build(
     scheme: str,
-    codes: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
+    codes: Tensor,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
     *,
     in_fp8: bool = False,
-    shared: torch.Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> Weight:
     """Return a weight of tensors as they are on disk, laid out for the device that holds them.
 
@@ -143,7 +144,7 @@ def build(
     return Weight(scheme, data, blocks, factor.contiguous())
 
 
-def _in_fp8(data: torch.Tensor, blocks: torch.Tensor, factor: torch.Tensor, dense: bool) -> Weight:
+def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor, dense: bool) -> Weight:
     if not dense and _in_whole_fragments(data, "nvfp4_e4m3"):
         return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor.contiguous())
     runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
@@ -151,12 +152,12 @@ def _in_fp8(data: torch.Tensor, blocks: torch.Tensor, factor: torch.Tensor, dens
     return build("fp8", formats.nvfp4_as_e4m3(data, blocks), rows)
 
 
-def bf16(weight: torch.Tensor) -> Weight:
+def bf16(weight: Tensor) -> Weight:
     """Return a BF16 weight of [N, K] or [E, N, K]."""
     return build("bf16", weight.to(torch.bfloat16))
 
 
-def _in_whole_fragments(data: torch.Tensor, scheme: str) -> bool:
+def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
     whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
     return whole and in_fragments(data.device, scheme)
 
@@ -166,7 +167,7 @@ def in_fragments(device: torch.device, scheme: str) -> bool:
     return is_hopper(device) and scheme not in dispatch.distrusted
 
 
-def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
     data, columns = _decoded(weight, dtype), _columns(weight)
     if columns is None:
@@ -176,7 +177,7 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tens
     return data * columns.to(dtype)[..., None]
 
 
-def _decoded(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _decoded(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return values [E, N, K] in `dtype` without the factors of whole rows, which `_columns` has."""
     if weight.scheme in SCALED_ROWS:
         return weight.data.to(dtype)
@@ -185,12 +186,12 @@ def _decoded(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 def _multiply_in_torch(
     weight: Weight,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
+    x: Tensor,
+    x_scale: Tensor | None,
     config: tuning.Config,
-    ids: torch.Tensor | None = None,
-    share: torch.Tensor | None = None,
-) -> torch.Tensor:
+    ids: Tensor | None = None,
+    share: Tensor | None = None,
+) -> Tensor:
     """Multiply as `matmul.launch`, by `ids` [M, topk], not blocks; experts' rows stay float32."""
     rows, columns = values((x, x_scale)), _columns(weight)
     if ids is None:
@@ -214,9 +215,7 @@ def _multiply_in_torch(
     return y.index_select(0, order.argsort())
 
 
-def _by_expert(
-    chosen: torch.Tensor, experts: int, each: int
-) -> tuple[torch.Tensor, list[tuple[int, int]]]:
+def _by_expert(chosen: Tensor, experts: int, each: int) -> tuple[Tensor, list[tuple[int, int]]]:
     """Sort choices int64 [N], `each` a sequence, by expert: indices, runs of (expert, how many)."""
     count = -(-len(chosen) // each)
     sequence = torch.arange(len(chosen)) // each
@@ -227,20 +226,20 @@ def _by_expert(
     return order[: sum(runs)], found
 
 
-def _halves(rows: torch.Tensor) -> torch.Tensor:
+def _halves(rows: Tensor) -> Tensor:
     """Return interleaved rows [E, 2I, ...] with all of gate's first, then all of up's."""
     runs = rows.unflatten(1, (-1, 2, formats.GATE_UP_RUN))
     return runs.transpose(1, 2).flatten(1, 3)
 
 
-def _unscaled(weight: Weight, *, halves: bool = False) -> torch.Tensor:
+def _unscaled(weight: Weight, *, halves: bool = False) -> Tensor:
     """Return `_decoded` values [E, N, K] in float32, with `halves` in the order of `_halves`."""
     if halves:
         return kept(weight.data, "halves", lambda: _halves(_decoded(weight)).contiguous())
     return kept(weight.data, "unscaled", lambda: _decoded(weight))
 
 
-def _columns(weight: Weight) -> torch.Tensor | None:
+def _columns(weight: Weight) -> Tensor | None:
     """Return what a product's columns are multiplied with, f32 [E, N]; None for nothing."""
     if weight.scheme in SCALED_ROWS:
         return weight.scale
@@ -257,5 +256,5 @@ def is_hopper(device: torch.device) -> bool:
     return device.type != "cpu" and capability(device) == (9, 0)
 
 
-def _with_experts(tensor: torch.Tensor) -> torch.Tensor:
+def _with_experts(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 3 else tensor[None]

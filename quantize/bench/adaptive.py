@@ -79,8 +79,7 @@ def adaptive_rows(
     ways = {"by step": False, "by canvas": True}
     for name, whole in [*ways.items()] * 2:  # the first time captures graphs
         held: Any = SomeSlots(engine, batch, whole=whole)
-        started = time.perf_counter()
-        seeds = range(len(requests))
+        started, seeds = time.perf_counter(), range(len(requests))
         samples = complete(held, requests, seeds, max_new_tokens=2 * length, sampler=own)
         seconds = time.perf_counter() - started
         steps = [count for sample in samples for count in sample.steps_per_canvas]

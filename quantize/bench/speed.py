@@ -237,8 +237,8 @@ def _measure(
         return max(canvas.steps for canvas in done if canvas) + 1
 
     times = _repeated(canvas, canvases, engine.device, len(slots) * engine.canvas_length)
-    times |= {"ms_a_step": time_step(engine, slots), "parts": profile_step(engine, slots)}
-    return times | {"first_canvas_ms": first * 1e3}
+    steps = {"ms_a_step": time_step(engine, slots), "parts": profile_step(engine, slots)}
+    return times | steps | {"first_canvas_ms": first * 1e3}
 
 
 def _admit(engine: FusedEngine, prompts: list[list[int]], left_out: int, sampler: Sampler) -> None:

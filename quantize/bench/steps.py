@@ -58,7 +58,6 @@ def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
 
 def _within(event: Any, part: Any) -> bool:
     """Return whether a kernel ran on the stream and within the time span of a profiled part."""
-    if event.device_resource_id != part.device_resource_id:
-        return False
-    start, end = part.time_range.start, part.time_range.end
-    return start <= event.time_range.start and event.time_range.end <= end
+    own, span = event.time_range, part.time_range
+    inside = span.start <= own.start and own.end <= span.end
+    return inside and event.device_resource_id == part.device_resource_id

@@ -62,11 +62,8 @@ def open(
     from quantize.runtime.fused.inputs import inputs_of
     from quantize.runtime.fused.trust import schemes_of, trust
 
-    activations = place.activations
-    if isinstance(checkpoint, RandomModel):
-        schemes = set(checkpoint.schemes.values())
-    else:
-        schemes = schemes_of(checkpoint)
+    activations, own = place.activations, checkpoint
+    schemes = own.schemes.values() if isinstance(own, RandomModel) else schemes_of(own)
     in_fp4 = trust(schemes, activations, torch.device(place.device))
     shared = beside.model.weights if isinstance(beside, FusedEngine) else None
     if shared and (shared.in_fp8, shared.in_fp4) != (place.in_fp8, in_fp4):

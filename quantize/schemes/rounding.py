@@ -46,6 +46,7 @@ from fused_dequant.formats import (
     round_e2m1,
     unpack_e2m1,
 )
+from torch import Tensor
 
 Observer = Literal["memoryless_minmax", "memoryless_mse"]
 
@@ -63,21 +64,21 @@ class Codes:
     """A number format of weights."""
 
     name: str  # what the kernels call it
-    scale: Callable[[torch.Tensor], torch.Tensor]  # the scales of ranges, in their dtype, never 0
+    scale: Callable[[Tensor], Tensor]  # the scales of ranges, in their dtype, never 0
     group: int | None  # the inputs that share a scale; None for all inputs of a row
     # Rounds weights over their scale, which it uses up, so that `cast` changes nothing.
-    fit: Callable[[torch.Tensor], torch.Tensor]
+    fit: Callable[[Tensor], Tensor]
     cast: torch.dtype  # the dtype whose cast ends the rounding
-    store: Callable[[torch.Tensor], torch.Tensor]  # FP32 values of codes -> codes as on disk
+    store: Callable[[Tensor], Tensor]  # FP32 values of codes -> codes as on disk
     # e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is fixed.
     neighbours: int = 0
 
-    def nearest(self, scaled: torch.Tensor) -> torch.Tensor:
+    def nearest(self, scaled: Tensor) -> Tensor:
         """Return the nearest codes' values of FP32 weights over their scale, which it uses up."""
         return self.fit(scaled).to(self.cast).float()
 
 
-def observe(weight: torch.Tensor, codes: Codes, observer: Observer) -> torch.Tensor:
+def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
     """Return the range [..., out, groups] in BF16 that each scale must cover.
 
     `memoryless_minmax` covers the largest magnitude; `memoryless_mse` shrinks it where that lowers
@@ -96,7 +97,7 @@ def observe(weight: torch.Tensor, codes: Codes, observer: Observer) -> torch.Ten
     return ranges
 
 
-def global_scale(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
+def global_scale(ranges: Sequence[Tensor]) -> Tensor:
     """Return the FP32 global scale [..., 1] that Linears with these ranges [..., out, groups] share.
 
     448 * 6 / the largest, rounded to BF16 as compressed-tensors does; 1 where that overflows.
@@ -108,12 +109,8 @@ def global_scale(ranges: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def quantize_rows(
-    codes: Codes,
-    weight: torch.Tensor,
-    ranges: torch.Tensor,
-    _: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
+    codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
+) -> dict[str, Tensor]:
     """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8) with a scale a row, by suffix.
 
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` found. `out` is memory for the
@@ -127,11 +124,8 @@ def quantize_rows(
 
 
 def quantize_groups(
-    weight: torch.Tensor,
-    ranges: torch.Tensor,
-    shared: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+    weight: Tensor, ranges: Tensor, shared: Tensor | None = None, out: Tensor | None = None
+) -> dict[str, Tensor]:
     """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16, by on-disk suffix.
 
     The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` found; `shared` is the
@@ -147,14 +141,12 @@ def quantize_groups(
     }
 
 
-def _packed(
-    weight: torch.Tensor, steps: torch.Tensor, group: int, out: torch.Tensor | None
-) -> torch.Tensor:
+def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Tensor:
     """Return the packed codes of weights over the step of their group [..., out, in / group]."""
     *leading, inputs = weight.shape
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
     divisor, groups = steps.unsqueeze(-1), weight.unflatten(-1, (-1, group))
-    rooms: tuple[torch.Tensor, ...] = ()  # FP32 memory of a block, used again: new pages cost time
+    rooms: tuple[Tensor, ...] = ()  # FP32 memory of a block, used again: new pages cost time
     for block in blocks(weight):
         own = groups[block]
         rooms = rooms or tuple(torch.empty_like(own, dtype=torch.float32) for _ in range(2))
@@ -165,15 +157,15 @@ def _packed(
 
 
 def quantize_mx(
-    weight: torch.Tensor, ranges: torch.Tensor, _: torch.Tensor | None, out: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+    weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
+) -> dict[str, Tensor]:
     """Quantize BF16 weights [..., out, in] to e2m1 in groups of 32, with the arguments of NVFP4's."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
 
 
-def dequantize_rows(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the BF16 weights [..., out, in] of 8-bit codes, by on-disk suffix."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
@@ -187,12 +179,12 @@ def dequantize_rows(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 @lru_cache
-def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the value of each byte: looking it up takes a CPU a fifth of casting e4m3."""
     return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype).to(device)
 
 
-def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantize_groups(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the BF16 weights [..., out, in] of e2m1 codes, by on-disk suffix."""
     if tensors["weight_scale"].dtype == torch.uint8:
         return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
@@ -205,7 +197,7 @@ def dequantize_groups(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return _values_of(packed, scale)
 
 
-def _values_of(packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def _values_of(packed: Tensor, steps: Tensor) -> Tensor:
     """Return the BF16 weights [..., out, in] of packed codes and the steps of their groups."""
     *leading, half = packed.shape
     weight = torch.empty((*leading, 2 * half), dtype=torch.bfloat16, device=packed.device)
@@ -215,7 +207,7 @@ def _values_of(packed: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def dequantize_in_e4m3(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the BF16 weights [..., out, in] of e2m1 codes as FP8 products read them.
 
     `formats.nvfp4_as_e4m3` * 8 / global scale; normal numbers are off by 1/17 at most.
@@ -228,13 +220,13 @@ def dequantize_in_e4m3(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return codes.float().mul_(shared).bfloat16()
 
 
-def round_tokens(dtype: torch.dtype, x: torch.Tensor, _: float | None) -> torch.Tensor:
+def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
     """Round activations [..., K] to e4m3 or int8 with one scale a token, in x's dtype."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
 
-def round_groups(x: torch.Tensor, global_scale: float | None) -> torch.Tensor:
+def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
     """Round activations [..., K] to e2m1, in x's dtype, with an e4m3 scale for each 16 values.
 
     `global_scale` = 448 * 6 / the calibrated amax. Values beyond it saturate. Arithmetic is FP32.
@@ -246,13 +238,13 @@ def round_groups(x: torch.Tensor, global_scale: float | None) -> torch.Tensor:
     return (codes * (scale / shared).unsqueeze(-1)).flatten(-2).to(x.dtype)
 
 
-def _quotients(half_range: float, ranges: torch.Tensor) -> torch.Tensor:
+def _quotients(half_range: float, ranges: Tensor) -> Tensor:
     """Return range / half range, half the distance from the lowest to the highest code; never 0."""
     scale = quotient(ranges, half_range)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
 
-def _fit_e4m3(scaled: torch.Tensor) -> torch.Tensor:
+def _fit_e4m3(scaled: Tensor) -> Tensor:
     if scaled.dtype != torch.bfloat16:
         return scaled.clamp_(-FP8_MAX, FP8_MAX)
     magnitude = scaled.abs()  # int16 bits are clamped in half the time of BF16 numbers
@@ -260,13 +252,11 @@ def _fit_e4m3(scaled: torch.Tensor) -> torch.Tensor:
     return magnitude.copysign_(scaled)
 
 
-def _fit_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+def _fit_e2m1(scaled: Tensor) -> Tensor:
     return round_e2m1(scaled.clamp_(-E2M1_MAX, E2M1_MAX).float())
 
 
-def _rows(
-    name: str, half_range: float, fit: Callable[[torch.Tensor], torch.Tensor], cast: torch.dtype
-):
+def _rows(name: str, half_range: float, fit: Callable[[Tensor], Tensor], cast: torch.dtype):
     return Codes(name, partial(_quotients, half_range), None, fit, cast, lambda x: x.to(cast))
 
 
@@ -282,7 +272,7 @@ MX_GROUPS = Codes(
 )  # fmt: skip
 
 
-def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
+def _shrink(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
     """Return the shrunk ranges [..., out, groups] of least error: llm-compressor's memoryless_mse.
 
     It tries 1.00, 0.99, ... 0.81 of every range, and gives a Linear up after 5 steps that improved
@@ -303,7 +293,7 @@ def _shrink(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.T
     return best
 
 
-def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Tensor:
+def _error(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
     """Return the sum of |W - W'|^2.4 of each group [..., out, groups], W' under `ranges`."""
     result = torch.empty_like(ranges)
     scale = codes.scale(ranges).unsqueeze(-1)
@@ -314,7 +304,7 @@ def _error(groups: torch.Tensor, ranges: torch.Tensor, codes: Codes) -> torch.Te
     return result
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
+def all_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; comparing bits is 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
         step = BLOCK_VALUES if tensor.device.type == "cpu" else 64 * BLOCK_VALUES  # each waits
@@ -323,7 +313,7 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or bool(finite_each(tensor[None]))
 
 
-def finite_each(tensor: torch.Tensor, *, scale: bool = False) -> torch.Tensor:
+def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
     """Return for each of [n, ...] whether it is finite: bool [n]; `scale` says that bytes are e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
@@ -335,7 +325,7 @@ def finite_each(tensor: torch.Tensor, *, scale: bool = False) -> torch.Tensor:
     return each.isfinite().all(1)
 
 
-def sound_scales(scale: torch.Tensor) -> bool:
+def sound_scales(scale: Tensor) -> bool:
     """Whether scales of rows or blocks are finite, and e4m3 ones not negative: layouts have no sign."""
     if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
         return False

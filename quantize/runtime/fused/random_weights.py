@@ -64,7 +64,6 @@ class _Maker:
         self.seeds = itertools.count()
 
     def linear(self, kind: str, rows: int, columns: int) -> Weight:
-        """Make a Linear of "attention" or "mlp", or one of every expert."""
         scheme, count = self.schemes[kind], self.text.num_experts if kind == "experts" else 1
         made = random_weight(scheme, count, rows, columns, self.device, seed=next(self.seeds))
         return in_memory_of_its_own(made)

@@ -167,12 +167,11 @@ class _Batch:
             left = left[os.write(self._file, left) :]
 
     def wait(self) -> None:
-        """Wait until all is written."""
         if self._writing is not None:
             self._writing.result()
 
     def placements(self) -> dict[str, Tensor]:
-        """Return what `_passes` reads."""
+        """Return what `Recording` reads of the passes."""
         none = torch.empty(0, dtype=torch.int64)
         return {
             "passes": torch.tensor(self._table, dtype=torch.int64).view(-1, 4),
@@ -233,7 +232,6 @@ def _crc32(path: Path) -> int:
 def _batch(path: Path, entry: Mapping[str, Any]) -> RecordedBatch:
     tensors = load_file(path.with_suffix(".passes"))
     rows, sequences, decoded, real = tensors["passes"].unbind(1)
-
     counts = {"places": rows, "real": real.clamp(min=0), "slots": sequences}
     places, chosen, slots = (tensors[name].split(own.tolist(), -1) for name, own in counts.items())
     ends = pairwise(accumulate(rows.tolist(), initial=0))

@@ -48,6 +48,7 @@ class Piece:
 
 
 Work = Callable[[Piece, Tensor], None]  # changes the rows [count, H] of a piece in place
+Rows = Sequence[Tensor]  # bf16 [rows, H] of each batch, on the host
 
 
 def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
@@ -111,17 +112,8 @@ class Shuttle:
         self._slots = list(rows)
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
-    def run(
-        self,
-        pieces: Sequence[Piece],
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-        work: Work,
-    ) -> None:
-        """Work on pieces in order, from the rows of `sources`; write them to `targets`, if any.
-
-        Both are bf16 [rows, H] a batch, on the host, and may be the same.
-        """
+    def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
+        """Work on pieces in order, from `sources`; write them to `targets`, if any, maybe the same."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
             return
@@ -132,11 +124,7 @@ class Shuttle:
                 targets[piece.batch][piece.rows] = rows
 
     def _run_on_gpu(
-        self,
-        pieces: Sequence[Piece],
-        sources: Sequence[Tensor],
-        targets: Sequence[Tensor] | None,
-        work: Work,
+        self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work
     ) -> None:
         coming, going = self._ways
         arriving: deque[Future[Event]] = deque()
