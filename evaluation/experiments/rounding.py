@@ -182,20 +182,17 @@ def answer(
     place = Placement(device, activations=mode)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     model = Answerer(folder, "", sampler, place, capacity=BATCH)
-    order = list(requests)
-    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     right = [[False] * len(rows) for _ in range(repeats)]
     tokens = steps = 0
     started = time.monotonic()
-    for batch, answers in model(batches):
-        for request, done in zip(batch, answers, strict=True):
-            repeat, at = requests[request]
-            number = FINAL_ANSWER.search(done.text)
-            right[repeat][at] = number is not None and int(number[1]) == rows[at]["answer_number"]
-            tokens, steps = tokens + done.tokens, steps + sum(done.denoising_steps)
+    for request, done in model(list(requests)):
+        repeat, at = requests[request]
+        number = FINAL_ANSWER.search(done.text)
+        right[repeat][at] = number is not None and int(number[1]) == rows[at]["answer_number"]
+        tokens, steps = tokens + done.tokens, steps + sum(done.denoising_steps)
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"right": right, "tokens": tokens, "steps": steps})
-    say(f"{name}, {mode}: {len(order)} answers in {time.monotonic() - started:.0f} s")
+    say(f"{name}, {mode}: {len(requests)} answers in {time.monotonic() - started:.0f} s")
 
 
 def per_problem(right: Sequence[Sequence[bool]]) -> list[float]:

@@ -1,15 +1,14 @@
 """Keeps finished samples on disk, appended as they finish while a task runs.
 
 There is one file a task and model. Its first line says what made the samples (model, sampler,
-precision); a store that is opened for anything else refuses. Every further line is one batch:
-`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated", "signs"}, ...], "sha256"}`,
+precision); a store that is opened for anything else refuses. Every further line is one sample (or some,
+as earlier versions wrote them):
+`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated", "signs"}], "sha256"}`,
 written as it finishes, so a kill loses only what was in flight. A thread syncs the file, so that no
 model waits for a disk; a machine that goes down loses at most what finished during two syncs. A torn
-last line is cut off; any other line that is not what was written is an error. Batches are formed from
-the full list of samples, so a resumed run feeds the model the same batches and ends with the same
-bytes.
+last line is cut off; any other line that is not what was written is an error.
 
-Process r of n takes every n-th batch and writes a file of its own. Whoever opens a store reads all of
+Process r of n takes every n-th sample and writes a file of its own. Whoever opens a store reads all of
 them, so a resumed run may have any number of processes.
 
 A sample is known by its key, a hash of prompt, seed, token limit and thinking.
@@ -56,11 +55,9 @@ class Completion:
     signs: list[str] | None = None
 
 
-Batch = Sequence[Request]
-Finished = tuple[Batch, Sequence[Completion]]
-# Takes all missing batches and yields each as it is finished, in any order: a model in this process
-# answers one after the other, a server several at a time.
-Generate = Callable[[Sequence[Batch]], Iterator[Finished]]
+Finished = tuple[Request, Completion]
+# Takes all missing requests and yields each with its answer as it is finished, in any order.
+Generate = Callable[[Sequence[Request]], Iterator[Finished]]
 Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 
@@ -82,7 +79,7 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 class SampleStore:
     """The samples of one task that are finished, in memory and on disk.
 
-    The first finished batch creates the file `path`. `made_with` is everything besides their requests
+    The first finished sample creates the file `path`. `made_with` is everything besides their requests
     that samples depend on, `share` this process among those that share the batches.
 
     Raises:
@@ -109,33 +106,25 @@ class SampleStore:
         self,
         requests: Sequence[Request],
         generate: Generate,
-        batch_size: int,
         progress: Progress,
         keep: Callable[[str], str] = str,
     ) -> None:
-        """Generate the missing samples of this process' share in batches, longest prompts first.
+        """Generate the missing samples of this process' share, longest prompts first.
 
         Then wait for the other processes and read their samples. `requests` are all of the task,
-        finished ones included. `progress` wraps the finished batches, given their number of samples;
-        `keep` returns what is stored of an answer's text.
+        finished ones included. `progress` wraps what is finished, given the number of samples; `keep`
+        returns what is stored of an answer's text.
 
         Raises:
             ValueError: some requests were not answered.
         """
         ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
-        batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
-        mine = batches[self.share.rank :: self.share.processes]
-        missing = [b for b in mine if any(request.key not in self.done for request in b)]
-        if missing:
+        mine = ordered[self.share.rank :: self.share.processes]
+        if missing := [request for request in mine if request.key not in self.done]:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file, _syncing(file) as sync:
-                for batch, completions in progress(generate(missing), sum(map(len, missing))):
-                    if len(completions) != len(batch):
-                        raise ValueError(
-                            f"{len(batch)} requests and {len(completions)} completions"
-                        )
-                    kept = [_kept(each, keep) for each in completions]
-                    self._append(file, batch, kept)
+                for request, completion in progress(generate(missing), len(missing)):
+                    self._append(file, request.key, _kept(completion, keep))
                     sync()
         self.share.wait()
         self._read_all()
@@ -143,14 +132,13 @@ class SampleStore:
         if unanswered := sum(request.key not in self.done for request in ordered):
             raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
-    def _append(self, file: TextIO, batch: Batch, completions: Sequence[Completion]) -> None:
-        finished = {r.key: c for r, c in zip(batch, completions, strict=True)}
-        answers = [{"key": key, **asdict(c)} for key, c in finished.items()]
+    def _append(self, file: TextIO, key: str, completion: Completion) -> None:
+        answers = [{"key": key, **asdict(completion)}]
         line = {"batch": answers, "sha256": _sha256(answers)}
         header = "" if file.tell() else self._header
         file.write(header + json.dumps(line, ensure_ascii=False) + "\n")
         file.flush()
-        self.done |= finished
+        self.done[key] = completion
 
     def _files(self) -> list[Path]:
         others = self.first.parent.glob(f"{self.first.name}.*")

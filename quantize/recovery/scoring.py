@@ -55,7 +55,6 @@ def score(
     data_file: Path | None,
     definition: Definition | None = None,
     seed: int,
-    batch_size: int,
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
@@ -76,7 +75,7 @@ def score(
     keep = _keeping(task, definition)
 
     def complete(requests: Sequence[Request]) -> None:
-        store.complete(requests, generate, batch_size, progress, keep)
+        store.complete(requests, generate, progress, keep)
 
     model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
     for model.repeat in part.repeats:

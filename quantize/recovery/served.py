@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from quantize.recovery.health import END_OF_THINKING, THINKING
-from quantize.recovery.samples import Batch, Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request
 
 MEANING = {401: "set OPENAI_API_KEY", 404: "is the URL right, and the model's name?"}
 LONGEST_WAIT = 60.0
@@ -61,11 +61,12 @@ class Server:
         self.about = self._listed()
         self.model: str = self.about["id"]
 
-    def answer(self, batch: Batch) -> list[Completion]:
-        """Answer the requests of a batch one after the other."""
-        return [self._answer(request) for request in batch]
+    def answer(self, request: Request) -> Completion:
+        """Answer one request.
 
-    def _answer(self, request: Request) -> Completion:
+        Raises:
+            ServerError: the server refuses, cannot be reached, or sends what is no answer.
+        """
         reply = self._ask(
             "chat/completions",
             {
@@ -138,26 +139,26 @@ class Servers:
         self.all = [Server(url, **settings) for url in urls]
         self.in_flight = in_flight
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch when all of it is answered.
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        """Yield each request when it is answered.
 
         The next one is asked for when a finished one has been taken, and so stored: a kill loses
-        `in_flight` batches a server at most, however slow the store is.
+        `in_flight` answers a server at most, however slow the store is.
         """
-        waiting = iter(batches)
+        waiting = iter(requests)
         free = [server for _ in range(self.in_flight) for server in self.all]
-        running: dict[Future[list[Completion]], tuple[Batch, Server]] = {}
+        running: dict[Future[Completion], tuple[Request, Server]] = {}
         with ThreadPoolExecutor(len(free)) as pool:
 
             def ask() -> None:
-                for batch in islice(waiting, len(free)):
+                for request in islice(waiting, len(free)):
                     server = free.pop(0)
-                    running[pool.submit(server.answer, batch)] = batch, server
+                    running[pool.submit(server.answer, request)] = request, server
 
             ask()
             while running:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    batch, server = running.pop(future)
-                    yield batch, future.result()
+                    request, server = running.pop(future)
+                    yield request, future.result()
                     free.append(server)
                     ask()

@@ -56,11 +56,11 @@ class Clock:
     seconds: float = 0.0
 
     def timed(self, finished: Iterator[Finished], _: int) -> Iterable[Finished]:
-        """Pass on finished batches; what `SampleStore.complete` wraps them in."""
+        """Pass on what is finished; what `SampleStore.complete` wraps them in."""
         started = time.perf_counter()
-        for batch, completions in finished:
-            self.tokens += sum(len(each.denoising_steps) * self.canvas for each in completions)
-            yield batch, completions
+        for request, completion in finished:
+            self.tokens += len(completion.denoising_steps) * self.canvas
+            yield request, completion
         self.seconds = time.perf_counter() - started
 
 
@@ -143,14 +143,14 @@ def evaluated(
         Placement(best_device(), gpu_memory, activations, CONTEXT + CANVASES * canvas),
         capacity=capacity,
     )  # fmt: skip
-    for _ in answerer([[request] for request in chats(answerer.capacity, 2 * canvas)]):
+    for _ in answerer(chats(answerer.capacity, 2 * canvas)):
         pass  # loads, compiles and captures
     at_once = answerer.engine(0).slots
     asked = chats(WAVES * at_once, CANVASES * canvas, first=1000)
     clock = Clock(canvas)
     with tempfile.TemporaryDirectory() as scratch, split(answerer.engine(0)) as went:
         store = SampleStore(Path(scratch) / "samples.jsonl", {})
-        store.complete(asked, answerer, 1, clock.timed)
+        store.complete(asked, answerer, clock.timed)
     facts: Facts = {
         "slots": answerer.capacity,
         "at_once": at_once,

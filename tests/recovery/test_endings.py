@@ -14,7 +14,7 @@ import pytest
 
 from quantize.recovery.filters import boxed_integer, final_choice, integer
 from quantize.recovery.rows import Row
-from quantize.recovery.samples import Batch, Completion, Finished, SampleStore
+from quantize.recovery.samples import Completion, Finished, Request, SampleStore
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
@@ -108,10 +108,10 @@ def test_gpqa_endings_are_scored_by_their_letter(tmp_path: Path) -> None:
 
 
 def _score(task: str, folder: Path, data: Path, answer: Callable[[int], str]) -> list[Row]:
-    def generate(batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            asked = (int(request.prompt.split("\n")[0][1:]) for request in batch)
-            yield batch, [Completion(answer(i), 5, [1], False) for i in asked]
+    def generate(requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
+            asked = int(request.prompt.split("\n")[0][1:])
+            yield request, Completion(answer(asked), 5, [1], False)
 
     found = score(
         task,
@@ -120,7 +120,6 @@ def _score(task: str, folder: Path, data: Path, answer: Callable[[int], str]) ->
         Part(range(size(task, data)[0]), range(1)),
         data_file=data,
         seed=0,
-        batch_size=8,
         sampler={},
         progress=lambda finished, _: finished,
     )

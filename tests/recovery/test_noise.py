@@ -47,7 +47,6 @@ def fresh_scores(folder: Path) -> dict[str, list[float]]:
         Part(range(QUESTIONS), range(REPEATS)),
         data_file=HELDOUT,
         seed=0,
-        batch_size=64,
         sampler={},
         progress=lambda finished, _: finished,
     )

@@ -1,6 +1,7 @@
 """Finished samples: torn files, kills, foreign stores, and what a resumed run asks the model."""
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -12,7 +13,6 @@ import pytest
 from syncs import noted_syncs
 
 from quantize.recovery.samples import (
-    Batch,
     Completion,
     Finished,
     Request,
@@ -26,27 +26,27 @@ MADE_WITH = {"model": "a", "sampler": {"t": 1}}
 
 
 class Model:
-    """Answers with the seed; remembers what it was asked; may die after some batches."""
+    """Answers with the seed; remembers what it was asked; may die after some answers."""
 
     def __init__(self, dies_after: int = 1000) -> None:
         self.dies_after = dies_after
-        self.asked: list[list[int]] = []
+        self.asked: list[int] = []
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
             if len(self.asked) == self.dies_after:
                 raise KeyboardInterrupt
-            self.asked.append([request.seed for request in batch])
-            yield batch, [Completion(f"é{r.seed}", 3, [2], False) for r in batch]
+            self.asked.append(request.seed)
+            yield request, Completion(f"é{request.seed}", 3, [2], False)
 
 
 def complete(path: Path, model: Model, keep: Callable[[str], str] = str) -> SampleStore:
     store = SampleStore(path, MADE_WITH)
-    store.complete(REQUESTS, model, 3, lambda finished, total: finished, keep)
+    store.complete(REQUESTS, model, lambda finished, total: finished, keep)
     return store
 
 
-def test_a_killed_run_asks_for_the_same_batches_and_ends_with_the_same_bytes(
+def test_a_killed_run_asks_for_the_rest_and_ends_with_the_same_bytes(
     tmp_path: Path,
 ) -> None:
     whole = Model()
@@ -77,11 +77,11 @@ def test_a_line_torn_at_any_byte_is_run_again_and_nothing_else(tmp_path: Path) -
         complete(torn, model)
         assert torn.read_bytes() == whole
         kept = whole[:size].count(b"\n") - 1
-        assert len(model.asked) == 4 - max(kept, 0)
+        assert len(model.asked) == 10 - max(kept, 0)
 
 
 @pytest.mark.parametrize("dies_after", [1000, 2])
-def test_every_batch_is_written_before_the_next_and_all_is_on_the_disk_in_the_end(
+def test_every_answer_is_written_before_the_next_and_all_is_on_the_disk_in_the_end(
     dies_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Syncs wait here until nothing is asked any more: no model waits for them."""
@@ -100,7 +100,7 @@ def test_every_batch_is_written_before_the_next_and_all_is_on_the_disk_in_the_en
 
     store = SampleStore(path, MADE_WITH)
     with contextlib.suppress(KeyboardInterrupt):
-        store.complete(REQUESTS, Model(dies_after), 3, progress)
+        store.complete(REQUESTS, Model(dies_after), progress)
     assert lines == list(range(2, len(lines) + 2))  # with the header
     assert all(late)
     assert noted[-1].size == path.stat().st_size
@@ -120,9 +120,9 @@ def test_a_store_says_what_its_samples_were_made_with(tmp_path: Path) -> None:
     """In its first line; the order of settings means nothing, and folders are made."""
     path = tmp_path / "run" / "side" / "store"
     complete(path, Model())
-    header, *batches = path.read_text("utf-8").splitlines()
+    header, *lines = path.read_text("utf-8").splitlines()
     assert json.loads(header) == {"made_with": MADE_WITH}
-    assert "é3" in batches[0] + batches[1] + batches[2] + batches[3]  # as it is, not escaped
+    assert sum("é3" in line for line in lines) == 1  # as it is, not escaped
     assert len(SampleStore(path, dict(reversed(MADE_WITH.items()))).done) == 10
     other = {"model": "b" * 500}
     with pytest.raises(ValueError, match="made with") as error:
@@ -135,8 +135,8 @@ def test_longest_prompts_come_first_and_progress_is_told_how_many_samples(tmp_pa
     told: list[int] = []
     model = Model()
     store = SampleStore(tmp_path / "store", MADE_WITH)
-    store.complete(REQUESTS, model, 3, lambda finished, total: (told.append(total), finished)[1])
-    lengths = [len(REQUESTS[seed].prompt) for batch in model.asked for seed in batch]
+    store.complete(REQUESTS, model, lambda finished, total: (told.append(total), finished)[1])
+    lengths = [len(REQUESTS[seed].prompt) for seed in model.asked]
     assert lengths == sorted(lengths, reverse=True)
     assert told == [10]
 
@@ -145,7 +145,7 @@ def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
     complete_together(tmp_path / "store", 3)
     files = sorted(file.name for file in tmp_path.iterdir())
     assert files == ["store", "store.1", "store.2"]
-    assert [len((tmp_path / f).read_bytes().splitlines()) for f in files] == [3, 2, 2]
+    assert [len((tmp_path / f).read_bytes().splitlines()) for f in files] == [5, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def complete_together(path: Path, processes: int) -> list[tuple[Model, SampleSto
 
     def work(rank: int) -> tuple[Model, SampleStore]:
         store, model = SampleStore(path, MADE_WITH, Share(rank, processes, barrier.wait)), Model()
-        store.complete(REQUESTS, model, 3, lambda finished, total: finished)
+        store.complete(REQUESTS, model, lambda finished, total: finished)
         return model, store
 
     with ThreadPoolExecutor(processes) as pool:
         return list(pool.map(work, range(processes)))
 
 
-def test_processes_share_the_batches_of_one(tmp_path: Path) -> None:
+def test_processes_share_the_requests_of_one(tmp_path: Path) -> None:
     alone = Model()
     expected = complete(tmp_path / "alone", alone).done
     together = complete_together(tmp_path / "together", 3)
@@ -201,18 +201,24 @@ def test_processes_share_the_batches_of_one(tmp_path: Path) -> None:
 
 
 def test_missing_answers_are_an_error(tmp_path: Path) -> None:
-    def lazy(batches: Sequence[Batch]) -> Iterator[Finished]:
-        yield batches[0], [Completion("", 1, [1], False)] * len(batches[0])
+    def lazy(requests: Sequence[Request]) -> Iterator[Finished]:
+        yield requests[0], Completion("", 1, [1], False)
 
-    def short(batches: Sequence[Batch]) -> Iterator[Finished]:
-        yield batches[0], []
+    with pytest.raises(ValueError, match="9 of 10 requests were not answered"):
+        SampleStore(tmp_path / "lazy", {}).complete(REQUESTS, lazy, lambda f, _: f)
 
-    for name, model, message in (
-        ("lazy", lazy, "7 of 10 requests were not answered"),
-        ("short", short, "3 requests and 0 completions"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SampleStore(tmp_path / name, {}).complete(REQUESTS, model, 3, lambda f, _: f)
+
+def test_a_line_of_several_samples_is_read(tmp_path: Path) -> None:
+    """Versions with batches wrote them."""
+    path = tmp_path / "store"
+    complete(path, Model())
+    header, *lines = path.read_text("utf-8").splitlines(keepends=True)
+    answers = [answer for line in lines for answer in json.loads(line)["batch"]]
+    digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()[:16]
+    path.write_text(header + json.dumps({"batch": answers, "sha256": digest}) + "\n", "utf-8")
+    model = Model()
+    assert len(complete(path, model).done) == 10
+    assert model.asked == []
 
 
 def test_seeds_depend_on_document_repeat_and_run_alone() -> None:

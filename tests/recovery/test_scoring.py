@@ -192,7 +192,7 @@ def test_parts_make_up_the_whole(tmp_path: Path) -> None:
     store = SampleStore(tmp_path / "parts.jsonl", {"model": "scripted"})
     for part in (Part([1, 3], range(1)), Part([0, 2], range(1)), Part(range(4), range(1, 2))):
         found = score(
-            "word_problems", store, answering(answer), part, data_file=data, seed=0, batch_size=8,
+            "word_problems", store, answering(answer), part, data_file=data, seed=0,
             sampler={"entropy_bound": 0.1}, progress=lambda finished, _: finished,
         )  # fmt: skip
         assert found is not None
@@ -259,7 +259,6 @@ def score_own(
         data_file=data,
         definition=definition,
         seed=0,
-        batch_size=8,
         sampler={},
         progress=lambda finished, _: finished,
     )

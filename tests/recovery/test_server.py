@@ -32,7 +32,7 @@ def scored(url: str, data: Path, out: Path, repeats: int) -> None:
     part = Part(range(size("gsm8k", data)[0]), range(repeats))
     scoring = score(
         "gsm8k", SampleStore(out / "samples.jsonl", {"model": "scripted"}),
-        Servers([url], first_wait=0.01), part, data_file=data, seed=0, batch_size=1, sampler={},
+        Servers([url], first_wait=0.01), part, data_file=data, seed=0, sampler={},
         progress=lambda finished, total: finished,
     )  # fmt: skip
     (out / "rows.json").write_text(json.dumps([asdict(row) for row in scoring.rows]))
@@ -186,7 +186,7 @@ def test_the_whole_gsm8k_test_set_killed_twice(scripted: ScriptedServer, tmp_pat
 def test_a_server_that_stays_broken_is_given_up(scripted: ScriptedServer) -> None:
     servers = Servers([scripted.url], attempts=3, first_wait=0.01, timeout=20)
     with pytest.raises(ServerError, match=r"gave up after 3 attempts"):
-        list(servers([[Request(next(iter(scripted.truth)), 1, 64)]]))
+        list(servers([Request(next(iter(scripted.truth)), 1, 64)]))
     assert len(scripted.asked) == 3
 
 
@@ -194,8 +194,8 @@ def test_a_server_that_stays_broken_is_given_up(scripted: ScriptedServer) -> Non
 def test_one_answer_word_for_word(scripted: ScriptedServer) -> None:
     question = next(iter(scripted.truth))
     request = Request(question, 2**63 - 1, 64)
-    ((batch, (completion,)),) = Servers([scripted.url + "/v1/"])([[request]])
-    assert batch == [request]
+    ((asked, completion),) = Servers([scripted.url + "/v1/"])([request])
+    assert asked == request
     expected = {"text": scripted.answer(question, 2**63 - 1), "tokens": 7}
     assert asdict(completion) == expected | {
         "denoising_steps": [],
@@ -211,7 +211,7 @@ def test_several_servers_share_the_requests(scripted: ScriptedServer) -> None:
     threading.Thread(target=second.serve_forever, args=(0.01,), daemon=True).start()
     servers = Servers([scripted.url, second.url], in_flight=2, first_wait=0.01)
     asked = [Request(q, seed, 64) for q in scripted.truth for seed in range(5)]
-    found = {batch[0]: done[0].text for batch, done in servers([[each] for each in asked])}
+    found = {request: done.text for request, done in servers(asked)}
     second.shutdown()
     second.server_close()
     assert found == {each: scripted.answer(each.prompt, each.seed) for each in asked}
@@ -271,7 +271,7 @@ def test_what_is_none_of_the_protocols_is_one_line(key: str, models: Any) -> Non
         usage = {"usage": {"completion_tokens": "many"}}
         for server.answer in (models, ANSWER | {"choices": [{"message": "7"}]}, ANSWER | usage):
             with pytest.raises(ServerError, match="none of the protocol's"):
-                found.answer([Request("q", 0, 8)])
+                found.answer(Request("q", 0, 8))
     finally:
         server.shutdown()
         server.server_close()

@@ -79,7 +79,7 @@ def test_a_needle_is_found_by_its_number(tmp_path: Path) -> None:
     part = Part(range(4), range(1))
     found = score(
         "needle_1k", SampleStore(tmp_path / "s.jsonl", {}), answering(knows), part, data_file=None,
-        seed=0, batch_size=8, sampler={}, progress=lambda finished, _: finished,
+        seed=0, sampler={}, progress=lambda finished, _: finished,
     )  # fmt: skip
     assert found
     assert [row.score for row in found.rows] == ["0" in row.target for row in found.rows]

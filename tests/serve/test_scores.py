@@ -31,10 +31,8 @@ def test_our_backend_gets_the_completions_of_this_process(
     server: Running, task: str, count: int
 ) -> None:
     asked = first_requests(task, data_file=HELDOUT, questions=range(count), seed=0)
-    served = {
-        batch[0].key: completions[0]
-        for batch, completions in Servers([server.url], in_flight=IN_FLIGHT)([[r] for r in asked])
-    }
+    found = Servers([server.url], in_flight=IN_FLIGHT)(asked)
+    served = {request.key: completion for request, completion in found}
     assert len(served) == count
     for request in asked:
         assert comparable(served[request.key]) == comparable(here(request))

@@ -40,15 +40,16 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
 
     def finished() -> Iterator[Any]:
         now.time, backend.loading_seconds = now.time + 10, backend.loading_seconds + 4
-        yield ["a", "b"], [SimpleNamespace(tokens=5), SimpleNamespace(tokens=6)]
+        yield "a", SimpleNamespace(tokens=5)
+        yield "b", SimpleNamespace(tokens=6)
         now.time += 5
-        yield ["c"], [SimpleNamespace(tokens=7)]
+        yield "c", SimpleNamespace(tokens=7)
 
     rates = Rates()
     assert rates.hours(10) == 0
     for count, name in enumerate(("bf16", "bf16", "quantized"), 1):
         model: Any = SimpleNamespace(name=name, backend=backend)
-        assert len(list(rates.counted(finished(), 3, model, FIRST, ""))) == 2
+        assert len(list(rates.counted(finished(), 3, model, FIRST, ""))) == 3
         assert rates.hours(10) == pytest.approx(10 * 11 / 3 / 3600)
         facts = {"samples": 3, "tokens": 18, "seconds": 11.0}
         twice = {key: value * min(count, 2) for key, value in facts.items()}
@@ -117,19 +118,19 @@ def test_the_mark_of_a_whole_evaluation_is_moved_last(
     assert not found.folder.exists()
 
 
-@pytest.mark.parametrize(("batch_size", "together"), [(1, True), (4, False)])
-def test_parts_are_asked_together_only_where_no_sample_depends_on_its_batch(
-    batch_size: int, together: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("begun", [False, True])
+def test_parts_are_asked_together_where_none_has_answers(
+    begun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked:
         plan = Plan("such_questions", 100, 1, 0)
 
     asked: list[Part] = []
-    monkeypatch.setattr(Answers, "scored", lambda *_: None)
+    monkeypatch.setattr(Answers, "scored", lambda *_: object() if begun else None)
     monkeypatch.setattr(Answers, "_extend", lambda _, model, task, part, title: asked.append(part))
     found, task = object.__new__(Answers), Asked()
     found._processes, found._there = ALONE, None
-    model: Any = SimpleNamespace(backend=SimpleNamespace(batch_size=batch_size))
+    model: Any = SimpleNamespace(backend=None)
     found.ask([model], {task: 2})  # type: ignore[dict-item]
     plan = task.plan
-    assert asked == ([plan.first(plan.looks[1])] if together else plan.parts[:2])
+    assert asked == (plan.parts[:2] if begun else [plan.first(plan.looks[1])])

@@ -13,7 +13,7 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate
-from quantize.recovery.samples import Batch, Completion, Finished
+from quantize.recovery.samples import Completion, Finished, Request
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
@@ -37,11 +37,11 @@ class Scripted(Answerer):
         super().__init__(folder, digest, *more, **settings)
         self.digest = digest
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            self.asked += [self.digest] * len(batch)
-            right = self.digest == "source"
-            yield batch, [Completion(f"#### {right + r.seed % 2}", 3, [2], False) for r in batch]
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
+            self.asked.append(self.digest)
+            right = (self.digest == "source") + request.seed % 2
+            yield request, Completion(f"#### {right}", 3, [2], False)
 
     def record(self, requests: object) -> dict[str, Any]:
         return {"vocabulary": {}, "samples": []}

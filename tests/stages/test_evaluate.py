@@ -120,7 +120,7 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
     def answers(asked: Sequence[Request]) -> dict[Request, Completion]:
         model = Answerer(CHECKPOINT, "", sampler, PLACE, capacity=2)
         assert model.sampler_settings["batch_invariant"]
-        found = {r: c for batch, done in model([asked]) for r, c in zip(batch, done, strict=True)}
+        found = dict(model(asked))
         model.release()
         return found
 
@@ -146,7 +146,7 @@ def test_tokens_are_told_of_before_their_sample_is_finished(
     model.engine(0)
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "open", lambda _: pytest.fail("headers are read again"))
-        completions = [c for _, done in model([requests]) for c in done]
+        completions = [done for _, done in model(requests)]
     model.release()
     assert len(told) == sum(len(c.denoising_steps) for c in completions) >= len(requests)
     assert sum(tokens for _, tokens in told) == sum(c.tokens for c in completions)

@@ -13,7 +13,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
 from quantize.recovery.gate import Verdict
-from quantize.recovery.samples import Batch, Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers, compared_models, evaluate, local_model
 from quantize.stages.evaluate.local_model import Answerer
@@ -66,10 +66,10 @@ class Bench:
                 super().__init__(folder, digest, *more, **settings)
                 self.name = "bf16" if digest == "source" else "quantized"
 
-            def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+            def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
                 bench.loaded.append(self.name)
-                for batch in batches:
-                    yield batch, [bench.answer(self.name, request) for request in batch]
+                for request in requests:
+                    yield request, bench.answer(self.name, request)
 
             def release(self) -> None:
                 bench.released.append(self.name)

@@ -17,7 +17,7 @@ from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.rows import Scoring
-from quantize.recovery.samples import Batch, Completion, Finished
+from quantize.recovery.samples import Completion, Finished, Request
 from quantize.recovery.terms import Terms
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
@@ -73,10 +73,10 @@ class Counting(Answerer):
 
     asked = 0
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            Counting.asked += len(batch)
-            yield batch, [Completion("#### 1", 1, [1], False) for _ in batch]
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
+            Counting.asked += 1
+            yield request, Completion("#### 1", 1, [1], False)
 
     def record(self, requests: object) -> dict[str, Any]:
         return {"vocabulary": {}, "samples": []}

@@ -7,17 +7,17 @@ from typing import Any
 
 from quantize.recovery.own import Definition
 from quantize.recovery.rows import Scoring
-from quantize.recovery.samples import Batch, Completion, Finished, Request, SampleStore
+from quantize.recovery.samples import Completion, Finished, Request, SampleStore
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
 Answer = Callable[[Request], str]
 
 
-def answering(answer: Answer) -> Callable[[Sequence[Batch]], Iterator[Finished]]:
-    def generate(batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            yield batch, [Completion(answer(r), 5, [3], r.seed % 7 == 0) for r in batch]
+def answering(answer: Answer) -> Callable[[Sequence[Request]], Iterator[Finished]]:
+    def generate(requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
+            yield request, Completion(answer(request), 5, [3], request.seed % 7 == 0)
 
     return generate
 
@@ -41,7 +41,6 @@ def run(
         data_file=data,
         definition=definition,
         seed=0,
-        batch_size=8,
         sampler={"entropy_bound": 0.1},
         progress=lambda finished, _: finished,
     )

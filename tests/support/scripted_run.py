@@ -18,7 +18,7 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
-from quantize.recovery.samples import Batch, Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.stages.evaluate import compared_models, evaluate
@@ -32,7 +32,6 @@ HOSTILE = "</script><b>&\n"
 class Scripted:
     """A served model that knows every answer; the quantized one forgets some."""
 
-    batch_size = 1
     loading_seconds = 0.0
 
     def __init__(
@@ -46,12 +45,11 @@ class Scripted:
         rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
         self.truth = {row["question"]: row["answer"].split("#### ")[1] for row in rows}
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        for batch in batches:
-            for request in batch:
-                forgotten = request.seed % (4 if self.forgets else 9) == 0
-                text = "?" if forgotten else self.answer(request.prompt)
-                yield [request], [Completion(text, 5, [], False)]
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        for request in requests:
+            forgotten = request.seed % (4 if self.forgets else 9) == 0
+            text = "?" if forgotten else self.answer(request.prompt)
+            yield request, Completion(text, 5, [], False)
 
     def release(self) -> None:
         """Hold nothing."""

@@ -122,14 +122,13 @@ class Answers:
     ) -> None:
         """Let models answer all that the first so many looks at each task cover; `title` names them.
 
-        What is done already is not asked again. A task without answers takes all parts at once, where
-        samples do not depend on their batch: so fewer slots wait for the last of a part.
+        What is done already is not asked again. A task without answers takes all parts at once: so
+        fewer slots wait for the last of a part.
         """
         for model in self.there_first(models):
             for task, number in looks.items():
                 parts = task.plan.parts[:number]
-                alone = number and model.backend.batch_size == 1
-                if alone and self._processes.of_first(self.scored(model, task) is None):
+                if number and self._processes.of_first(self.scored(model, task) is None):
                     parts = [task.plan.first(task.plan.looks[number - 1])]
                 for part in parts:
                     self._extend(model, task, part, title)
@@ -151,7 +150,6 @@ class Answers:
                 data_file=task.data,
                 definition=task.own,
                 seed=model.seed,
-                batch_size=model.backend.batch_size,
                 sampler=model.backend.sampler_settings,
                 progress=lambda finished, total: self._rates.counted(
                     finished, total, model, task, title
@@ -234,18 +232,17 @@ class Rates:
         task: Task,
         look: str,
     ) -> Iterator[Finished]:
-        """Pass on finished batches, and show how many samples and tokens are done."""
+        """Pass on what is finished, and show how many samples and tokens are done."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
         title = ", ".join(filter(None, (task.name, look, model.name)))
         with metered(title, samples, "samples", brief=bool(look)) as meter:
             if isinstance(model.backend, Answerer):
                 model.backend.announce = meter.announce
-            for batch, completions in finished:
-                tokens = sum(completion.tokens for completion in completions)
-                meter.add(len(batch), tokens)
-                facts["samples"] += len(batch)
-                facts["tokens"] += tokens
+            for request, completion in finished:
+                meter.add(1, completion.tokens)
+                facts["samples"] += 1
+                facts["tokens"] += completion.tokens
                 seconds = time.monotonic() - began - model.backend.loading_seconds
                 facts["seconds"] = round(before + seconds, 3)
-                yield batch, completions
+                yield request, completion

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_bytes
 from quantize.host.locks import locked
-from quantize.recovery.samples import Batch, Completion, Finished, SampleStore, Share
+from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
 from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE
@@ -80,7 +80,6 @@ class ImportedBaseline:
     `made_with` is what answers made here would depend on.
     """
 
-    batch_size = 1
     loading_seconds = 0.0
 
     def __init__(
@@ -92,14 +91,14 @@ class ImportedBaseline:
         self.pack, self.sampler_settings = pack, sampler_settings
         self.made_with = dict(made_with) | {"model": made_with["model"] | {"imported": origin}}
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Refuse: BF16 is not here.
 
         Raises:
             InputError: always; the pack lacks answers.
         """
         raise InputError(
-            f"{self.pack.path}: lacks {sum(map(len, batches)):,} answers, to other questions or behind "
+            f"{self.pack.path}: lacks {len(requests):,} answers, to other questions or behind "
             f"the end of the run that made it; import one of `quantize evaluate RUN --all`, or remove "
             f"this file to ask BF16 here"
         )

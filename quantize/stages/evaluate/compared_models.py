@@ -14,7 +14,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import say
 from quantize.recipe.sections import Evaluation, OperatingPoint
-from quantize.recovery.samples import Batch, Finished
+from quantize.recovery.samples import Finished, Request
 from quantize.recovery.served import Servers
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
@@ -29,11 +29,10 @@ class Backend(Protocol):
 
     sampler_settings: dict[str, Any]
     made_with: dict[str, Any]  # everything besides their requests that its samples depend on
-    batch_size: int  # requests of a batch; 1 where samples depend on nothing else
     loading_seconds: float  # how long the model has taken to load so far
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
-        """Yield each batch as it is finished."""
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        """Yield each request with its answer as it is finished; samples depend on nothing else."""
         ...
 
     def release(self) -> None:
@@ -51,7 +50,6 @@ class ServedModel:
         InputError: one serves other weights, they differ, or neither they nor the user name theirs.
     """
 
-    batch_size = 1
     loading_seconds = 0.0
 
     def __init__(
@@ -85,9 +83,9 @@ class ServedModel:
         served = {"served": server.model, "weights": weights, "revision": revision}
         return served | {"activations": server.about.get("activations")}
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Request every sample singly, several at a time."""
-        return self.servers(batches)
+        return self.servers(requests)
 
     def release(self) -> None:
         """Do nothing: the servers keep their model."""

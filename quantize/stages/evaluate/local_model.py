@@ -16,7 +16,7 @@ import torch
 from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
-from quantize.recovery.samples import Batch, Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request
 from quantize.runs.manifest import package_versions, sha256_of, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
 from quantize.runtime.chat import encode_chat, load_tokenizer
@@ -41,8 +41,6 @@ class Answerer:
     Raises:
         ResourceError: not one sample fits the GPU.
     """
-
-    batch_size = 1
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class Answerer:
         # Everything that can change an answer; baseline and candidate differ in `model` alone.
         self.made_with: dict[str, Any] = {
             "model": model,
-            "batch_size": self.batch_size,
+            "batch_size": 1,  # a sample does not depend on its batch
             "tokenizer": tokenizer_digest(folder),
             "sampler": self.sampler_settings,
             "dtype": "torch.bfloat16",
@@ -122,9 +120,8 @@ class Answerer:
         self._engine = None
         free_unused(self._place.device)
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Answer all requests, each as it is finished."""
-        requests = [request for batch in batches for request in batch]
         prompts, engine, budget = self._ready(requests)
         seeds = [request.seed for request in requests]
 
@@ -137,7 +134,7 @@ class Answerer:
             on_canvas=announce,
         )  # fmt: skip
         for index, sample in done:
-            yield [requests[index]], [_completion(self.tokenizer, sample)]
+            yield requests[index], _completion(self.tokenizer, sample)
 
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         prompts = [_encode(self.tokenizer, request) for request in requests]
@@ -193,7 +190,6 @@ class ExportedAnswerer:
         InputError: the file was made from another checkpoint, or there is no such program.
     """
 
-    batch_size = 1
     loading_seconds = 0.0
 
     def __init__(
@@ -214,28 +210,25 @@ class ExportedAnswerer:
         self.made_with: dict[str, Any] = base.made_with | {"model": model}
         self._running: LlamaCpp | None = None
 
-    def __call__(self, batches: Sequence[Batch]) -> Iterator[Finished]:
+    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Answer one request after the other."""
         if self._running is None:
             canvas: int = read_config(self.folder)["canvas_length"]
             self._running = LlamaCpp(self.program, self.file, canvas)
-        for batch in batches:
-            yield batch, [self._answer(self._running, request) for request in batch]
+        for request in requests:
+            sample = self._running.answer(
+                _encode(self.tokenizer, request),
+                request.seed,
+                max_new_tokens=request.max_new_tokens,
+                sampler=self.sampler,
+            )
+            yield request, _completion(self.tokenizer, sample)
 
     def release(self) -> None:
         """End the process until it is asked again."""
         if self._running is not None:
             self._running.close()
         self._running = None
-
-    def _answer(self, running: LlamaCpp, request: Request) -> Completion:
-        sample = running.answer(
-            _encode(self.tokenizer, request),
-            request.seed,
-            max_new_tokens=request.max_new_tokens,
-            sampler=self.sampler,
-        )
-        return _completion(self.tokenizer, sample)
 
 
 def _encode(tokenizer: Any, request: Request) -> list[int]:
