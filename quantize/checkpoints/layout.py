@@ -11,7 +11,9 @@ import json
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from quantize.checkpoints.architecture import spelled_out
@@ -178,9 +180,10 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Reads from a compressed-tensors quantization_config which scheme a module has."""
+    """Reads from compressed-tensors' quantization_config which of the schemes `used` a module has."""
 
     passed_over: re.Pattern[str] | None = None
+    on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         method = quantization_config.get("quant_method")
@@ -197,15 +200,7 @@ class ConfigSchemes:
             )
         self._schemes = {name: _group_scheme(name, group) for name, group in groups.items()}
         self._rules = {name: named_by(group["targets"]) for name, group in groups.items()}
-
-    @property
-    def used(self) -> set[Scheme]:
-        """The schemes that modules can have."""
-        return set(self._schemes.values())
-
-    def on_disk(self, scheme: Scheme) -> OnDisk:
-        """Return how a scheme is written here."""
-        return scheme.compressed
+        self.used = set(self._schemes.values())
 
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""

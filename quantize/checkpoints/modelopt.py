@@ -14,7 +14,9 @@ ignored: the cache here is BF16.
 """
 
 import re
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 from quantize.errors import InputError
@@ -25,7 +27,9 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Reads from a ModelOpt quantization_config which scheme a module has."""
+    """Reads from ModelOpt's quantization_config which of the schemes `used` a module has."""
+
+    on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # all that `of` returns have one
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         stated = quantization_config
@@ -36,11 +40,7 @@ class ModelOptSchemes:
         self._schemes: dict[str, Scheme] = {name: _scheme(e) for name, e in entries.items()}
         cached = stated.get("kv_cache_scheme") or stated.get("kv_cache_quant_algo")
         self.passed_over = KV_SCALES if cached else None
-
-    @property
-    def used(self) -> set[Scheme]:
-        """The schemes that modules can have."""
-        return set(self._schemes.values())
+        self.used = set(self._schemes.values())
 
     def of(self, module: str) -> Scheme | None:
         """Return the scheme of a Linear module, None when it stays BF16."""
@@ -50,11 +50,6 @@ class ModelOptSchemes:
         above = [prefix for name in names for prefix in _prefixes(name)]
         nearest = max((p for p in above if p in self._schemes), key=len, default=None)
         return None if nearest is None else self._schemes[nearest]
-
-    def on_disk(self, scheme: Scheme) -> OnDisk:
-        """Return how a scheme is written here, of which ModelOpt has all that `of` returns."""
-        assert scheme.modelopt is not None
-        return scheme.modelopt
 
 
 def _scheme(entry: dict[str, Any]) -> Scheme:
