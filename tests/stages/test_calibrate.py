@@ -304,10 +304,12 @@ def test_an_unusable_scale_is_an_error_that_names_the_module(bad: float) -> None
 
 
 def test_modules_that_share_an_input_share_a_scale() -> None:
-    good = {"a.gate_proj": torch.tensor([2.0]), "a.up_proj": torch.tensor([2.0])}
+    good = {f"l.0.mlp.{part}_proj": torch.tensor([2.0]) for part in ("gate", "up")}
     check_scales(good)
-    with pytest.raises(QuantizeError, match=r"a\.gate_proj and its up_proj"):
-        check_scales(good | {"a.up_proj": torch.tensor([3.0])})
+    with pytest.raises(
+        QuantizeError, match=r"l\.0\.mlp\.up_proj.* is 3 and l\.0\.mlp\.gate_proj's is 2"
+    ):
+        check_scales(good | {"l.0.mlp.up_proj": torch.tensor([3.0])})
 
 
 def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:

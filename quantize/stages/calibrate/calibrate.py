@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.scales import positive, shared
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
 from quantize.host.files import folder_when_complete, write_json
@@ -137,23 +138,15 @@ def fall_back(
 
 
 def check_scales(scales: Mapping[str, Tensor]) -> None:
-    """Check that every scale is finite and above 0, and that inputs shared by modules share a scale.
+    """Check that scales are finite and above 0, and the same where a server fuses modules.
 
     Raises:
         QuantizeError: a scale is not; the message names the module.
     """
-    for module, scale in scales.items():
-        if not (scale.isfinite() & (scale > 0)).all():
-            raise QuantizeError(
-                f"{module}: calibrated input_global_scale is {scale.tolist()}; no token reached it, or "
-                f"its input was not finite"
-            )
-    for first, other in (("gate_proj", "up_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj")):
-        for module in (module for module in scales if module.endswith(first)):
-            scale = scales[module]
-            twin = scales.get(module.removesuffix(first) + other, scale)
-            if not torch.equal(twin, scale):
-                raise QuantizeError(
-                    f"{module} and its {other} read the same input and have the scales "
-                    f"{scale.item()} and {twin.item()}"
-                )
+    stated = {module: {INPUT_SCALE: scale.item()} for module, scale in scales.items()}
+    for sound, fault in positive(stated):
+        if not sound:
+            raise QuantizeError(f"{fault}; no token reached it, or its input was not finite")
+    for same, fault in shared(stated):
+        if not same:
+            raise QuantizeError(f"calibrated {fault}")
