@@ -79,7 +79,6 @@ class _Sequence:
 
     @property
     def under_way(self) -> bool:
-        """Whether its canvas has begun."""
         return self.step is not None or self.saved is not None
 
     def save(self) -> None:
@@ -93,7 +92,6 @@ class _Sequence:
         self.step, self.row, self.saved = step, row, None
 
     def end_canvas(self) -> None:
-        """Leave the canvas, finished or not."""
         self.step, self.saved, self.taken = None, None, 0
 
 

@@ -30,9 +30,7 @@ BETWEEN = (3, 6, 12)  # rows of steps beside the powers of two
 # Of a step's graphs: canvases encoded with it, and whether any token is pinned.
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
-Told = tuple[
-    list[int], int, bool
-]  # of a row: its tokens, steps taken, whether its canvas is finished
+Told = tuple[list[int], int, bool]  # a row's tokens, steps taken, whether its canvas is finished
 
 
 def bucket(rows: int) -> int:

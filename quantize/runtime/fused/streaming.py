@@ -94,7 +94,9 @@ class StreamedLayers:
         if self._coming and self._coming[0].index == index:
             self._give_back()
         else:
-            self._begin(index)
+            self.close()
+            self._send_for(index, self._slots[0])
+            self._send_for(self._after[index], self._slots[1])
         taken = self._coming.popleft()
         try:
             layer, arrived = taken.arrival.result()
@@ -111,12 +113,6 @@ class StreamedLayers:
         used, self._in_use = self._in_use, None
         if used is not None:
             self._send_for(self._after[self._after[used.index]], used.slot)
-
-    def _begin(self, index: int) -> None:
-        self.close()
-        for slot in self._slots:
-            self._send_for(index, slot)
-            index = self._after[index]
 
     def _send_for(self, index: int, slot: "_Slot") -> None:
         """Fill a slot with a layer as soon as what has been launched is done."""

@@ -334,7 +334,8 @@ class FusedModel:
             else:
                 routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
         self._join()
-        norm, (scheme, shared) = self._next(index)
+        last = index + 1 == len(self.weights.entrances)
+        norm, (scheme, shared) = (self.weights.norm, BF16) if last else self._entrance(index + 1)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalars = layer.decoder_scalar, layer.encoder_scalar
         return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
@@ -378,11 +379,6 @@ class FusedModel:
     def _branch(self) -> torch.cuda.Stream | None:
         """The branch's stream; None while observers are shown inputs, which they add on one stream."""
         return None if self.inputs is not None and self.inputs.shown else self._side
-
-    def _next(self, index: int) -> Entrance:
-        """Return the norm behind a layer, and how the next one, if any, reads its result."""
-        last = index + 1 == len(self.weights.entrances)
-        return (self.weights.norm, BF16) if last else self._entrance(index + 1)
 
     def _entrance(self, index: int) -> Entrance:
         """Return the norm of a layer's input and how it is read, without touching its weights."""

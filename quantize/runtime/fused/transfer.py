@@ -172,7 +172,10 @@ class Transfer:
         size = max(PIECE, -(-len(into) // THREADS))
 
         def read(start: int) -> int:
-            return _read_fully(handle, into[start : start + size], begin + start)
+            own, done = into[start : start + size], 0
+            while count := os.preadv(handle, [own[done:]], begin + start + done):  # 2 GiB at most
+                done += count
+            return done
 
         try:
             count = sum(self._pool.map(read, range(0, len(into), size)))
@@ -208,14 +211,6 @@ def in_memory(file: Path) -> bool:
         if mount.split()[2] == own:
             return kind.split()[0] in MEMORY_FILES
     return False
-
-
-def _read_fully(handle: int, into: memoryview, begin: int) -> int:
-    """Fill `into` from byte `begin` on (a call reads at most 2 GiB); return the bytes read."""
-    done = 0
-    while done < len(into) and (count := os.preadv(handle, [into[done:]], begin + done)):
-        done += count
-    return done
 
 
 def _close(files: dict[Path, int]) -> None:
