@@ -7,13 +7,13 @@ at it while work runs: power is the energy between two steps over the time betwe
 import ctypes
 import time
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Event
 from typing import Any
 
 import torch
+
+from quantize.host.progress import every
 
 LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 PROCESSORS = 1  # NVML_CLOCK_SM
@@ -94,20 +94,18 @@ class Watched:
 @contextmanager
 def watched(gauge: Gauge | None) -> Generator[Watched]:
     """Look at a gauge from another thread while the block runs; without a gauge nothing is seen."""
-    seen, over = Watched(), Event()
+    seen = Watched()
+    if gauge is None:
+        yield seen
+        return
+    last = gauge.joules()
 
     def look() -> None:
-        last = gauge and gauge.joules()
-        while gauge and not over.wait(LOOK):
-            if (joules := gauge.joules()) is not None and joules != last:
-                last = joules
-                seen.steps.append((time.perf_counter(), joules))
-                seen.clocks += [clock] if (clock := gauge.clock()) else []
+        nonlocal last
+        if (joules := gauge.joules()) is not None and joules != last:
+            last = joules
+            seen.steps.append((time.perf_counter(), joules))
+            seen.clocks += [clock] if (clock := gauge.clock()) else []
 
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(look)
-        try:
-            yield seen
-        finally:
-            over.set()
-        looking.result()
+    with every(LOOK, look):
+        yield seen

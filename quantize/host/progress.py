@@ -9,11 +9,11 @@ While `noted` runs, a file says the same to another terminal (`quantize status`)
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import TypeVar
 
 from rich.console import Console
@@ -155,21 +155,22 @@ def noted(file: Path) -> Generator[None]:
         last = text
 
     try:
-        with _every(NOTED_EVERY, note):
+        with every(NOTED_EVERY, note):
             yield
     finally:
         file.unlink(missing_ok=True)
 
 
 @contextmanager
-def _every(seconds: float, work: Callable[[], None]) -> Generator[None]:
-    over = threading.Event()
+def every(seconds: float, work: Callable[[], None]) -> Generator[None]:
+    """Do some work on a thread of its own, again and again while the block runs."""
+    over = Event()
 
     def keep() -> None:
         while not over.wait(seconds):
             work()
 
-    keeper = threading.Thread(target=keep, daemon=True)
+    keeper = Thread(target=keep, daemon=True)
     keeper.start()
     try:
         yield
@@ -208,7 +209,7 @@ def _lines(meter: Meter, brief: bool) -> Generator[None]:
     def speak() -> None:
         say("; ".join([f"{meter.title}: {meter.status()}", *_inner(meter)]))
 
-    with _every(EVERY, speak):
+    with every(EVERY, speak):
         yield
     if not brief:
         say(f"{meter.title}: {meter.end()}")

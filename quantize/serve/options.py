@@ -46,9 +46,6 @@ class Options:
         False,
         "On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
     )
-    max_prompt_tokens: int | None = _setting(
-        None, "Most tokens of a prompt; else as many as the context leaves.", COUNT
-    )
     max_body_bytes: int = _setting(8 << 20, "Most bytes of a request body.", COUNT)
     request_timeout: float = _setting(
         600.0, "Seconds a request may take, waiting included.", click.FloatRange(0, min_open=True)

@@ -51,8 +51,7 @@ class Service:
         self.forms = Forms(text.tokenizer, sampler.eos_token_ids)
         limits = (engine.max_length, sampler.max_length, options.max_context)
         self.max_length = min(limit for limit in limits if limit is not None)
-        room = self.max_length - engine.canvas_length
-        self.max_prompt = min(options.max_prompt_tokens or room, room)
+        self.max_prompt = self.max_length - engine.canvas_length
         # Prompts and forms must not stall the event loop; one thread keeps the tokenizer to itself.
         self.encoder = ThreadPoolExecutor(1, "encoder")
         self._named: set[str] = set()  # ignored parameters that were logged

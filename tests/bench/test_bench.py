@@ -14,7 +14,7 @@ import torch
 
 from quantize.bench import speed as bench
 from quantize.bench.one_token import Continuation
-from quantize.host import gauge
+from quantize.host import gauge, progress
 from quantize.host.gauge import Clock, Gauge
 from quantize.runtime import Sampler
 from quantize.runtime.fused.engine import FusedEngine
@@ -132,7 +132,7 @@ def repeated(
     """What bench says of 1,024 tokens that take 17 forwards and so many ms."""
     monkeypatch.setattr(bench, "time", card)
     monkeypatch.setattr(gauge, "time", card)
-    monkeypatch.setattr(gauge, "Event", lambda: card)
+    monkeypatch.setattr(progress, "Event", lambda: card)
     monkeypatch.setattr(bench.Gauge, "of", lambda device: card if watched else None)
     return bench._repeated(lambda: card.work(ms, watched) or 17, count, torch.device("cpu"), 1024)
 

@@ -11,9 +11,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 HEADER, REPAIRED = "x-diffusiongemma-commit-pass", "repaired"
 
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+Call = Callable[..., Awaitable[Any]]
 
 
 def register() -> None:
@@ -28,10 +26,10 @@ def register() -> None:
 class SaysRepaired:
     """ASGI middleware (vLLM's --middleware) that names the repair in a header of every response."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: Call) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Call, send: Call) -> None:
         """Pass a request on, and add the header to its response."""
 
         async def named(message: Message) -> None:
