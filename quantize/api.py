@@ -62,7 +62,7 @@ def plan(
     """Return what a recipe would do with every tensor of a model: scheme or reason, bytes.
 
     Google's model is planned from its config, which ships: nothing is downloaded. InputError: recipe or
-    model are wrong, or the recipe matches nothing of it.
+    model is wrong, or the recipe matches nothing of the model.
     """
     loaded = load_recipe(recipe)
     _, tensors = described(model, revision)
@@ -115,7 +115,7 @@ def fidelity(
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare two runs' quantized models by question, A as BF16; InputError: a run lacks scores."""
+    """Compare two runs' quantized models by question, A as baseline; InputError: one has no scores."""
     return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
 
 

@@ -50,7 +50,6 @@ SIGTERM lets running requests finish and refuses those that wait.
 
 
 def _option(setting: Field[Any]) -> Callable[[Any], Any]:
-    """Return the option that sets a setting of the server."""
     name = f"--{setting.name.replace('_', '-')}"
     return click.option(name, default=setting.default, show_default=True, **setting.metadata)
 

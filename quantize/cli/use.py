@@ -155,7 +155,7 @@ def tune(only: str) -> None:
     "--type", "kept_as", type=click.Choice(["bf16", "q8_0"]), default="bf16", show_default=True,
     help="Type of the matrices that the checkpoint holds in BF16.",
 )  # fmt: skip
-def export(checkpoint: str, format_: str, out: Path, kept_as: str) -> None:
+def export(checkpoint: str, format_: str, out: Path, kept_as: Any) -> None:
     """Write a checkpoint in another format: quantize export CHECKPOINT --to gguf OUT.gguf
 
     CHECKPOINT is a run, a folder or a Hub id, BF16 or quantized to NVFP4; `bundled` is the model that
@@ -170,11 +170,7 @@ def export(checkpoint: str, format_: str, out: Path, kept_as: str) -> None:
     run = RunDir(Path(checkpoint))
     source = run.checkpoint if run.manifest_json.is_file() else None
     folder = source or resolve(checkpoint)
-    done = export_gguf(
-        Checkpoint.open(folder),
-        out,
-        name=served_name(str(folder) if source else checkpoint, folder),
-        kept_as="Q8_0" if kept_as == "q8_0" else "BF16",
-    )
+    name = served_name(str(folder) if source else checkpoint, folder)
+    done = export_gguf(Checkpoint.open(folder), out, name=name, kept_as=kept_as.upper())
     types = ", ".join(f"{count} {kind}" for kind, count in done.types.items())
     say(f"{out}: {done.bytes_out:,} bytes ({types}) from {done.bytes_in:,}; no vision tower")

@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return GGUF key -> value (F32, U32); InputError: llama.cpp's graph does not compute a trait."""
+    """Return GGUF key -> value (F32, U32); InputError: llama.cpp does not compute such a model."""
     text = text_config(source)
     for key, wanted in BUILT_IN.items():
         value: Any = text

@@ -110,7 +110,7 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter, shown meanwhile as a bar or as lines: if `brief`, without the first and last."""
+    """Yield a meter, shown as a bar or as lines; a `brief` one has no line at its begin and its end."""
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:

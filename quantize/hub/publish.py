@@ -130,8 +130,8 @@ def _look(hub: Hub, release: Release, request: Request) -> Plan:
 def _find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
     """Compare a release with the files at one commit, by checksums.
 
-    Weights of no part of the release are deleted, since loaders may take them. So is the card of other
-    weights; the new one follows in a commit of its own.
+    Other weights are deleted, since loaders may take them, and so is their card; the new card follows
+    in a commit of its own.
     """
     weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
     card = [file for file in release.card if not file.is_at(remote.get(file.path))]

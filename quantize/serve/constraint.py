@@ -60,7 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Compile a "json" schema, a "regex" of whole texts, or "lark"; InputError: it cannot be."""
+        """Compile a "json" schema, a "regex" or a "lark" grammar; InputError: it is not valid."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
     """Return an application behind its guard, and before that the answers to browsers' preflights."""
-    guard = Guard(app, options, metrics)
+    guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard
     told = ["X-Ignored-Parameters", "X-Worker", "Retry-After"]
@@ -45,7 +45,7 @@ def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
     )
 
 
-class Guard:
+class _Guard:
     """Wraps an application with checks of host, key and size.
 
     A server without a key answers only to its own names: a web page that points a name of its own at
@@ -57,7 +57,6 @@ class Guard:
         self.key = _digest(options.api_key.encode()) if options.api_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -18,7 +18,7 @@ Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer put
 def known(
     body: ChatRequest | CompletionRequest, encode: Encode, length: int
 ) -> tuple[Given | None, int | None]:
-    """Return the known tokens of each answer and the token limit before a suffix, None for neither.
+    """Return each answer's known tokens, and its token limit before a suffix; each may be None.
 
     `length` is a canvas' number of tokens. RequestError: pieces overlap, or a suffix has no room.
     """

@@ -115,7 +115,7 @@ class Service:
             yield refusal.body
 
     def _ignored(self, body: Body) -> list[str]:
-        """Return a request's ignored parameters, counted and once logged; 400 for one it refuses."""
+        """Count, log and return the parameters that are ignored; RequestError 400: one is refused."""
         ignored: list[str] = []
         given = body.model_dump(include={*unsupported.NEUTRAL_ONLY, *unsupported.IGNORABLE})
         given |= hints(body.messages) if isinstance(body, ChatRequest) else {}

@@ -134,7 +134,7 @@ def _ended() -> RequestError:
 
 
 def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, none for a CPU; ResourceError: fewer."""
+    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, none for a CPU; ResourceError: too few."""
     if torch.device(place.device).type == "cpu":
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
