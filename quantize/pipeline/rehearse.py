@@ -208,17 +208,17 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return bytes/s measured now, and by them each stage's most seconds, as `quantize plan` does."""
-    rates: dict[str, float | None] = {"disk": disk_rate(run.folder.path), "link": None}
+    disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)
     seconds: dict[str, float] = {}
     if gpu is not None and budget is not None:
-        rates["link"] = link_rate(place.device)
-        machine = Machine(gpu, budget, rates["link"], rates["disk"])
+        link = link_rate(place.device)
+        machine = Machine(gpu, budget, link, disk)
         source = run.source
         rows = planned(whole, source.config, source.tensors, run.targets, machine)
         seconds = {row.stage: row.seconds[1] for row in rows if row.seconds}
-    return {"bytes_a_second": rates, "by_rates": seconds}
+    return {"bytes_a_second": {"disk": disk, "link": link}, "by_rates": seconds}
 
 
 def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:

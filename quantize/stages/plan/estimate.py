@@ -10,6 +10,7 @@ answers of typical length that end when the verdict is certain, to all answers a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from quantize.checkpoints.reader import TensorInfo
@@ -61,8 +62,7 @@ class Machine:
     budget: float  # bytes of its memory that may be used
     # Bytes/s from the host; None for what the GPU's maker states, as far as it is reached.
     link: float | None = None
-    # Bytes/s of the disk, where they are known: weights are taken to be in memory otherwise.
-    disk: float | None = None
+    disk: float = inf  # bytes/s of the disk; files are taken to be in memory where it is not known
 
     @classmethod
     def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
@@ -162,7 +162,7 @@ class _Stages:
 
     def _read(self, nbytes: float, fast: float) -> float:
         """Return the seconds that files take: `fast` from memory, or what the disk takes."""
-        return max(fast, nbytes / self._machine.disk if self._machine.disk else 0.0)
+        return max(fast, nbytes / self._machine.disk)
 
     def _calibrate(self, need: Need) -> Row:
         settings = self._recipe.calibration
@@ -171,9 +171,8 @@ class _Stages:
         row, compute, link = self._passes(need, count, CALIBRATING)
         loading = self._read(self._before, CALIBRATE_SECONDS * self._before / 1e9)
         bound = "link" if link > compute else "compute"  # a layer's passes wait for its weights
-        return self._timed(
-            replace(row, scratch=self._rows_bytes()), loading, (bound, compute + link)
-        )
+        row = replace(row, scratch=self._rows_bytes())
+        return self._timed(row, loading, (bound, compute + link))
 
     def _rows_bytes(self) -> float:
         """Return the bytes of what enters the first layer, recorded at every step and prompt."""
@@ -197,16 +196,15 @@ class _Stages:
             "round", gpu=gpu, streamed=self._before, host=HOST_BYTES["round"],
             disk=self._after, scratch=3 * self._rows_bytes(),
         )  # fmt: skip
-        parts = [("compute", rounding + passes), ("link", moved / (self._machine.link_rate or 1))]
-        if self._machine.disk:
-            parts.append(("disk", moved / self._machine.disk))
+        link, disk = moved / (self._machine.link_rate or 1), moved / self._machine.disk
+        parts = ("compute", rounding + passes), ("link", link), ("disk", disk)
         return self._timed(row, self._read(self._before, ROUNDING_FILES_SECONDS), *parts)
 
     def _files(self, stage: str, seconds: float) -> Row:
         """Return the row of a stage that reads and writes files, a piece at a time."""
         fast = seconds * self._before / 1e9
         link = 2 * self._before / self._machine.link_rate if self._machine.link_rate else 0.0
-        disk = (self._before + self._after) / self._machine.disk if self._machine.disk else 0.0
+        disk = (self._before + self._after) / self._machine.disk
         written = self._after if stage == "convert" else 0.0
         row = Row(stage, gpu=PIECES_BYTES, host=HOST_BYTES[stage], disk=written)
         return self._timed(row, 0.0, ("host", fast), ("link", link), ("disk", disk))
@@ -275,12 +273,9 @@ def evaluation_seconds(recipe: Recipe) -> float:
 
 def cannot_pass(recipe: Recipe) -> list[str]:
     """Return a sentence for each task on which the gate cannot PASS, whatever the answers are."""
-    found = (
-        out_of_reach(
-            task,
-            Plan(recipe.gate.estimand, questions, recipe.evaluation.repeats.get(task, 1), 0),
-            recipe.gate.terms(task),
-        )
-        for task, questions in known_sizes(recipe).items()
-    )
+    found: list[str | None] = []
+    for task, questions in known_sizes(recipe).items():
+        repeats = recipe.evaluation.repeats.get(task, 1)
+        own = Plan(recipe.gate.estimand, questions, repeats, 0)
+        found.append(out_of_reach(task, own, recipe.gate.terms(task)))
     return [sentence for sentence in found if sentence]
