@@ -18,6 +18,7 @@ schemes (`--scheme`) where FP4 matrix units are wanted.
 
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -321,10 +322,9 @@ def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe
         InputError: every group stays in BF16.
     """
     layers: dict[tuple[str, str], list[int]] = {}
-    count = dict.fromkeys(PATHS, 0)
     for (layer, kind), option in chosen.items():
         layers.setdefault((option.scheme, kind), []).append(layer)
-        count[kind] += 1
+    count = Counter(kind for _, kind in chosen)
     scheme: dict[str, list[str]] = {}
     ignore = list(base.quantization.ignore)
     for (found, kind), own in layers.items():

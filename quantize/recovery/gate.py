@@ -16,8 +16,8 @@ difference and bounds, and beside them those of all answers.
 
 Step inflation (`steps`) and signs of ill health (`health`) are judged beside accuracy, on the same
 looks and in the same correction: a task passes when each sign's limit is excluded too, and the run
-fails when a limit is shown to be exceeded. A limit that answers cannot be judged by leaves it
-INCONCLUSIVE.
+fails when a limit is shown to be exceeded. Where answers do not tell what a limit is
+about, the verdict is INCONCLUSIVE.
 
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
 when some task fails after Holm's correction, without which many tasks would make a false alarm likely.

@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The order in which looks take the questions; of more of them these keep their order."""
+        """The order in which looks take the questions; further questions would not change it."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -257,8 +257,8 @@ def until_decided(
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain.
 
-    `ask` lets both models answer a task's first so many looks, none for 0; it returns how many are
-    complete, those of an earlier run included, and what they show.
+    `ask(task, n)` lets both models answer the task's first n looks; it returns how many are complete,
+    those of an earlier run included, and what they show.
 
     Returns:
         Task -> number of looks taken, and task -> what they show, None where none was.

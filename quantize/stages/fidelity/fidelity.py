@@ -12,9 +12,9 @@ the prefix itself. So a step's distance has no sampling noise and no errors of e
     routing share of the top-k experts that both routers choose, by layer
 
 Every quantized Linear is also compared alone, on the inputs that BF16 gives it, and every router's
-tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell: on the bundled model
-sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16 activations), two experts
-swapped leave 0.92 and two rows of a router swapped 0.90.
+tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell sound from damaged:
+on the bundled model sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16
+activations), two experts swapped leave 0.92, and two rows of a router swapped 0.90.
 
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.

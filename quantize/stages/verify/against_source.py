@@ -36,7 +36,7 @@ from quantize.stages.verify.verify_weights import (
 )
 
 CHECKS = ("kept", "error", "length")
-TIMES = 2.0  # the error of rounding to nearest that another way of rounding may have
+TIMES = 2.0  # another way of rounding may err so many times as much as rounding to nearest
 STRETCH = 0.05
 
 

@@ -26,7 +26,7 @@ from quantize.stages.device import Device
 from quantize.stages.verify.decompression import Decompressor, compared_rows
 
 FAULTS_KEPT = 10
-A_LINEAR = 2.0  # times its source tensor's limit may the error of each Linear be
+A_LINEAR = 2.0  # the error of one Linear may be so many times its source tensor's limit
 S = TypeVar("S")
 T = TypeVar("T")
 PartOf = tuple[Target, int, int]  # rows (experts) start:stop of a source tensor
