@@ -76,7 +76,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="quantize")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Quantize DiffusionGemma to FP8 or NVFP4, and prove that it still thinks.
+    """Quantize DiffusionGemma to FP8, INT8, NVFP4 or MXFP4, and measure what that costs.
 
     \b
     Start here (the bundled model, a few minutes on a CPU):
@@ -85,8 +85,8 @@ def cli(context: click.Context) -> None:
       quantize plan --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
       quantize run  --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
 
-    A run lies in outputs/RECIPE-HASH/. A run that was interrupted, or whose files were changed, goes
-    on with --resume: what is done and stands is kept.
+    A run lies in outputs/RECIPE-HASH/. --resume continues a run that was interrupted, or whose files
+    were changed, and keeps all results that are still valid.
     """
     command = context.invoked_subcommand
     if command not in [stage.name for stage in STAGES if stage.shares_work]:

@@ -14,7 +14,7 @@ PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 @with_options("checkpoint")
 @click.option(
     "--against", metavar="BF16",
-    help="Folder or Hub id of the BF16 model; without it the checkpoint is one of the bundled model.",
+    help="Folder or Hub id of the BF16 model; by default the bundled model.",
 )  # fmt: skip
 @with_options("recipe", "out", "task", "limit")
 @click.option(
@@ -41,7 +41,7 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(
     "--questions", type=click.IntRange(min=0), default=20, show_default=True,
-    help="Most differing questions to list a task.",
+    help="Most questions to list of a task, of those that differ.",
 )  # fmt: skip
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
@@ -77,7 +77,7 @@ def baseline() -> None:
 @with_options("run")
 @PACK
 def export_(run: Path, pack: Path) -> None:
-    """Write BF16's answers of a run to PACK, with what they were made with, and no question."""
+    """Write BF16's answers of a run to PACK, without questions."""
     from quantize.runs.folder import existing_run
     from quantize.stages.evaluate.baseline_pack import export_pack
 
@@ -91,7 +91,7 @@ def import_(pack: Path, out: Path) -> None:
     """Let the runs in a folder take BF16's answers from PACK.
 
     Each run checks that sampler, data, seed, weights, tokenizer and versions are its own, and names
-    what is not.
+    what differs.
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
@@ -102,12 +102,12 @@ def import_(pack: Path, out: Path) -> None:
 @click.command()
 @click.argument("recipe")
 @click.option(
-    "--bytes", "nbytes", type=click.FloatRange(min=0), help="The most bytes of a checkpoint."
+    "--bytes", "nbytes", type=click.FloatRange(min=0), help="Most bytes of the checkpoint."
 )
-@click.option("--kl", type=click.FloatRange(min=0), help="Or the largest predicted KL, in nats.")
+@click.option("--kl", type=click.FloatRange(min=0), help="Instead: the largest predicted KL.")
 @click.option(
     "--scheme", "schemes", multiple=True, default=("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
-    show_default=True, help="A scheme that a part may have beside BF16; repeat it.",
+    show_default=True, help="A scheme that a part may get beside BF16; repeatable.",
 )  # fmt: skip
 @with_options("model", "revision", "out", "gpu-memory", "gpu")
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
@@ -131,7 +131,7 @@ def nemo() -> None:
 @with_options("run")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def nemo_export(run: Path, folder: Path) -> None:
-    """Write the scores of a run to FOLDER/bf16 and FOLDER/quantized, without any text."""
+    """Write the scores of a run to FOLDER, without any text."""
     from quantize.reports.nemo import export
     from quantize.runs.folder import existing_run
 
@@ -144,7 +144,7 @@ def nemo_export(run: Path, folder: Path) -> None:
 @click.argument("candidate", type=click.Path(path_type=Path))
 @click.option(
     "--margin", "margins", type=(str, float), metavar="NAME POINTS",
-    multiple=True, required=True, help="Points of accuracy that a benchmark may lose; one for each.",
+    multiple=True, required=True, help="Points of accuracy that a benchmark may lose; repeatable.",
 )  # fmt: skip
 @click.option(
     "--estimand", type=click.Choice(["these_questions", "such_questions"]), required=True,
@@ -153,9 +153,9 @@ def nemo_export(run: Path, folder: Path) -> None:
 def nemo_judge(
     baseline: Path, candidate: Path, margins: tuple[tuple[str, float], ...], estimand: Any
 ) -> int:
-    """Judge two folders of NeMo Evaluator's bundles by our gate, on accuracy alone.
+    """Judge two folders of NeMo Evaluator's scores by our gate.
 
-    Exit codes are those of `quantize run`.
+    Only accuracy is judged. Exit codes are those of `quantize run`.
     """
     from quantize.reports.nemo import judge_bundles
 

@@ -30,15 +30,15 @@ def recipes(name: str | None) -> None:
 @click.option("--recipe", help="A recipe whose own tasks are listed too: a name or a YAML file.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S",
-    help="Tokens a second of the model that answers, for the hours.  [default: 1562, the 26B model "
+    help="Tokens a second with which hours are computed.  [default: 1562, the 26B model "
     "in BF16 on an H200, 16 slots, 26 steps a canvas]",
 )  # fmt: skip
 def tasks(recipe: str | None, rate: float | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
 
-    The cost is the most tokens that each model needs for one answer to every question, or for as many
-    as the `repeats` of --recipe say, and the hours that these take. Most answers end earlier. A
-    question mark stands where a data set's size is not known beforehand.
+    The cost is the most tokens that each model needs, and the hours that these take, for one answer to
+    every question or for as many as the `repeats` of --recipe say. Most answers end earlier. A question
+    mark says that a data set's size is not known beforehand.
     """
     from quantize.recipe.sections import load_recipe
     from quantize.recovery.catalog import known_tasks, shipped
@@ -103,7 +103,7 @@ def inspect(checkpoint: str) -> int:
 def doctor(out: Path) -> int:
     """Look at this machine: packages, compiler, GPUs and driver, memory, disk, caches.
 
-    Each line with an arrow says what to do. Exit code 3 if something is missing that commands need.
+    A line with an arrow says what to do. The exit code is 3 if something is missing that commands need.
     Nothing is downloaded, written or sent; the output is meant to be pasted into a bug report.
     """
     from quantize.host.doctor import NEEDED, findings

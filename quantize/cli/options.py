@@ -17,55 +17,55 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "checkpoint": click.argument("checkpoint"),
     "out": click.option(
         "--out", type=click.Path(path_type=Path), default=Path("outputs"), show_default=True,
-        help="Folder that holds the runs; in one folder they share BF16's samples.",
+        help="Folder of the runs; runs in one folder share BF16's samples.",
     ),
     "revision": click.option("--revision", help="Revision of a Hub model: branch, tag or commit."),
     "model": click.option(
         "--model", callback=lambda _, __, model: None if model == "bundled" else model,
-        help="Checkpoint folder or Hub id (ORG/NAME@REVISION); else the bundled model.",
+        help="Checkpoint folder or Hub id (ORG/NAME@REVISION); by default the bundled model.",
     ),
     "recipe": click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file."),
     "limit": click.option(
-        "--limit", type=click.IntRange(min=2), help="Score only the first N problems a task."
+        "--limit", type=click.IntRange(min=2), help="Score only the first N problems of a task."
     ),
     "task": click.option(
         "--task", "tasks", multiple=True, metavar="NAME",
-        help="Score this task alone (`quantize tasks` lists them); may be given several times.",
+        help="Score this task and leave others out (`quantize tasks` lists them); repeatable.",
     ),
     "resume": click.option(
-        "--resume", is_flag=True, help="Continue what was begun, or show it when it is complete."
+        "--resume", is_flag=True, help="Continue an interrupted run, or show a complete one."
     ),
     "gpu": click.option(
         "--gpu", metavar="NAME",
-        help="Plan for a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h100pcie, h200, gh200, "
-        "b200, b300, gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with "
-        "--gpu-memory; else for the GPU that is here.",
+        help="GPU to estimate for: a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h100pcie, h200, "
+        "gh200, b200, b300, gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with "
+        "--gpu-memory. By default this machine's GPU.",
     ),
     "gpu-memory": click.option(
         "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
         callback=lambda _, __, gb: None if gb is None else gb * 1e9,
-        help="GPU memory to use, at most; weights that do not fit are streamed. Else all that is free.",
+        help="Most GPU memory to use, by default all free; weights that do not fit are streamed.",
     ),
     "scratch": click.option(
         "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-        help="Where calibrate keeps for round what enters the first layer: up to 1.44 MB a canvas and "
-        "step of a 26B model, removed when round is done. Else the run's folder.",
+        help="Folder for calibrate's recording, by default the run's; it takes up "
+        "to 1.44 MB a canvas and step of a 26B model, and is removed when round is done.",
     ),
     "activations": click.option(
         "--activations", type=click.Choice(ACTIVATION_MODES),
-        help="How a quantized model's activations are rounded; else as its kernels do, on a CPU not.",
+        help="How activations are rounded; by default to 8 bits for 8-bit weights alone.",
     ),
     "modes": click.option(
         "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
-        help="Measure this way of rounding activations too; may be given several times.",
+        help="Measure this way of rounding activations too; repeatable.",
     ),
     "hourly-price": click.option(
         "--hourly-price", type=click.FloatRange(min=0),
-        help="Price of an hour of the machine, with which the cost is stated.",
+        help="Price of an hour of the machine; the output then states the cost.",
     ),
     "full": click.option(
         "--full", is_flag=True,
-        help="Compare all of it with BF16 again, whatever convert held in memory.",
+        help="Compare all values with BF16 again, also those that convert compared.",
     ),
     "gguf": click.option(
         "--gguf", type=click.Path(path_type=Path),
@@ -77,7 +77,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "steps": click.option(
         "--steps", multiple=True, type=STEPS, metavar="T",
-        help="Judge the candidate with at most T steps of a canvas too; may be given several times.",
+        help="Judge the candidate with at most T steps of a canvas too; repeatable.",
     ),
     "data-dir": click.option(
         "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -116,12 +116,12 @@ SHARED["scoring"] = with_options(
     ),
     click.option(
         "--all", "go_on", is_flag=True,
-        help="Ask every sample that the recipe plans, although the verdict is certain before.",
+        help="Ask for every sample that the recipe plans, even when the verdict is certain.",
     ),
     click.option(
         "--server", "servers", multiple=True,
-        help="URL of an OpenAI-compatible server with the quantized model; repeat it for more of "
-        "them, which share the requests.",
+        help="URL of an OpenAI-compatible server with the quantized model; repeatable: several share "
+        "the requests.",
     ),
     click.option(
         "--base-server", "base_servers", multiple=True, help="URL of a server with the BF16 model."

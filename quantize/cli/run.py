@@ -32,16 +32,13 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
 def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy before the run that takes hours.
 
-    Weights, data sets, disk and GPU memory are checked as the whole run needs them. Then every stage
-    runs at small limits: 32 prompts, all weights, 4 questions a task. Nothing that is found ends it. At
-    the end stand the findings, and the time, memory and disk that the whole run takes at most; the
-    verdict of so few answers says nothing.
+    Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
+    small limits: 32 prompts, all weights, 4 questions a task. A finding does not end the rehearsal. It
+    prints all of them, and the most time, memory and disk that the whole run takes. The verdict of so
+    few answers says nothing. The exit code is that of the first finding, else 0.
 
-    \b
-    rehearsal.json in the run folder holds all of it, with versions and hardware, and neither questions
-    nor answers: send it along when you ask for help. The same command goes on where it stopped.
-
-    The exit code is 0 when nothing was found, else that of the first finding.
+    rehearsal.json in the run folder holds all of this, with versions and hardware, but no questions or
+    answers: send it along when you ask for help. The same command continues an interrupted rehearsal.
     """
     from quantize.pipeline.rehearse import rehearse as rehearse_run
 
@@ -51,7 +48,7 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
 @click.command()
 @with_options("run")
 def status(run: Path) -> None:
-    """Say what is at work in a run, a search or a judgement: stage, task, look, rate, time left."""
+    """Say what a run, a search or a judgement is doing: stage, task, look, rate, time left."""
     from quantize.errors import InputError
     from quantize.host.files import read_json
     from quantize.host.locks import holder

@@ -12,7 +12,7 @@ from quantize.cli.options import with_options
 @click.command()
 @with_options("run")
 @click.option(
-    "--repo", metavar="ORG/NAME", help="Name in the card's commands; else the run's name."
+    "--repo", metavar="ORG/NAME", help="Name in the card's commands; by default the run's."
 )
 def card(run: Path, repo: str | None) -> None:
     """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
@@ -48,7 +48,7 @@ def adopt(run: Path, point: str | None, own: bool) -> int:
 
 @click.command()
 @with_options("run")
-@click.option("--out", type=click.Path(path_type=Path), help="The file; else RUN's name and .zip.")
+@click.option("--out", type=click.Path(path_type=Path), help="File to write; RUN.zip by default.")
 def bundle(run: Path, out: Path | None) -> None:
     """Pack what a run found into one file: versions, times, memory, checks, scores and verdict.
 

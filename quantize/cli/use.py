@@ -23,7 +23,7 @@ from quantize.schemes.modes import ActivationMode
 )  # fmt: skip
 @click.option(
     "--image-tokens", "soft_tokens", type=int, default=280, show_default=True,
-    help="Most tokens a picture takes: 70, 140, 280, 560 or 1120.",
+    help="Most tokens of a picture: 70, 140, 280, 560 or 1120.",
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
 @click.option("--steps", type=STEPS, metavar="T", help="Most denoising steps of a canvas.")
@@ -35,7 +35,7 @@ from quantize.schemes.modes import ActivationMode
 @with_options("activations", "gpu-memory")
 @click.option(
     "--plain", is_flag=True,
-    help="Write finished canvases and draw none, as it also does where stderr is a pipe.",
+    help="Write finished canvases and draw none; the default where stderr is a pipe.",
 )  # fmt: skip
 def generate(
     checkpoint: str, prompt: str, activations: ActivationMode | None, gpu_memory: float | None,
@@ -44,7 +44,7 @@ def generate(
     """Answer one prompt and show the canvas denoise: quantize generate CHECKPOINT "prompt".
 
     CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. The
-    answer goes to stdout, thoughts to stderr; with --plain each canvas as it is finished.
+    answer goes to stdout, and thoughts to stderr. --plain writes each canvas when it is finished.
     """
     from quantize.checkpoints.reader import resolve
     from quantize.cli.canvas_view import watch
@@ -77,16 +77,16 @@ def generate(
 )  # fmt: skip
 @click.option(
     "--canvases", type=click.IntRange(1), default=5, show_default=True,
-    help="Canvases measured for each row; the median counts.",
+    help="Canvases measured for each row, whose median is shown.",
 )  # fmt: skip
 @click.option(
     "--autoregressive", is_flag=True,
-    help="Measure the same weights one token a forward too, as a model without canvases writes.",
+    help="Also measure the same weights writing one token a forward, as without canvases.",
 )  # fmt: skip
 @with_options("hourly-price")
 @click.option(
     "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="JSON list of steps that canvases take in adaptive rows, in turns, in place of their own.",
+    help="JSON list of the steps that canvases of adaptive rows take, one after the other.",
 )  # fmt: skip
 @with_options("activations", "gpu-memory")
 @click.option(
@@ -101,9 +101,9 @@ def bench(
     """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. Where the
-    driver tells power and clock, each row takes 10 s of canvases at least and shows their means: W, J a
-    forward, tokens a joule, MHz, and how often the power limit held the clock down.
+    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the driver
+    tells power and clock, each row takes at least 10 s and shows their means: W, J a forward, tokens a
+    joule, MHz, and how often the power limit held the clock down.
 
     \b
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4

@@ -319,7 +319,7 @@ STAGES = (
     Stage("plan", "targets.csv", (), _plan, files=("recipe.yaml", "targets.csv")),
     Stage(
         "calibrate", "calibration", ("plan",), _calibrate,
-        "Calibrate a run again: denoise on prompts, record input scales.\n\n\b\n"
+        "Calibrate a run again: denoise prompts, record input scales.\n\n\b\n"
         "On several GPUs, with the files of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize calibrate RUN",
         is_needed=lambda recipe: recipe.needs_calibration, shares_work=True,
@@ -328,8 +328,7 @@ STAGES = (
     Stage(
         "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
-        "What calibrate recorded goes through one layer after the other; what is gone or damaged is "
-        "recorded again.",
+        "Takes calibrate's recording through all layers, one by one. Missing parts are recorded again.",
         is_needed=_rounds_weights, options=("machine", "scratch"),
     ),
     Stage(
@@ -338,20 +337,20 @@ STAGES = (
     ),
     Stage(
         "verify", "verification.json", ("plan", "calibrate", "convert"), _verify,
-        "Check the quantized checkpoint of a run statically.\n\n"
-        "Convert compared all values with BF16's while they were in memory. Behind it every byte on "
-        "disk is compared with what was there, and a sample with BF16; without its record, all.",
+        "Check the files of a run's quantized checkpoint.\n\n"
+        "Convert records how all values compared with BF16's. Verify compares every byte on disk with "
+        "that record, and a sample with BF16. Without the record it compares all with BF16.",
         _verified, options=("full",),
     ),
     Stage(
         "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), _fidelity,
-        "Replay recorded trajectories: distance of the quantized model from BF16.", _close_enough,
+        "Replay recorded trajectories: how far is the quantized model from BF16?", _close_enough,
         shares_work=True, options=("modes", "machine"),
     ),
     Stage(
         "evaluate", "evaluation/done.json", ("plan", "convert"),
         lambda run: evaluate_more(run, **{k: v for k, v in run.options.items() if k not in MACHINE}),
-        "Score BF16 and quantized with the same prompts and seeds, where they are not scored yet.\n\n"
+        "Score what is not scored yet: BF16 and quantized, with the same prompts and seeds.\n\n"
         "\b\nOn several GPUs, with the scores of one:\n"
         "  torchrun --nproc-per-node 8 -m quantize evaluate RUN",
         files=("evaluation",), adds=True, lacks=_lacks_samples, ahead=_open_tasks, shares_work=True,

@@ -33,13 +33,15 @@ class Options:
     """
 
     model_name: str
-    host: str = _setting("127.0.0.1", "Other hosts need an API key.")
-    port: int = _setting(8000, None, click.IntRange(0, 65535))  # 0 takes a free one
+    host: str = _setting(
+        "127.0.0.1", "Address to listen on; one that is not local needs an API key."
+    )
+    port: int = _setting(8000, "Port to listen on; 0 takes a free one.", click.IntRange(0, 65535))
     max_num_seqs: int = _setting(4, "Samples that are denoised together.", click.IntRange(1, 64))
     max_queue: int = _setting(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
     max_context: int | None = _setting(
         None,
-        "Most tokens of prompt and answer; else what the model takes, on a GPU at most 8192.",
+        "Most tokens of prompt and answer; by default what the model takes, on a GPU at most 8192.",
         COUNT,
     )
     batch_invariant: bool = _setting(
@@ -55,7 +57,7 @@ class Options:
     )
     strict: bool = _setting(
         False,
-        "Refuse temperature, top_p, penalties and the like; else they are ignored and named.",
+        "Refuse temperature, top_p, penalties and the like, which are ignored by default.",
     )
     api_key: str | None = None  # what clients must send as a bearer token
     prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
