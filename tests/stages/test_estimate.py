@@ -3,7 +3,6 @@
 python tests/stages/test_estimate.py    writes what `plan` says of every GPU to tests/data/plans.txt
 """
 
-import io
 import sys
 from dataclasses import replace
 from functools import cache
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
-from synthetic import synthetic_config
 
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target
@@ -32,7 +30,7 @@ from quantize.stages.plan.estimate import (
 )
 from quantize.stages.plan.plan import plans_of, tensors_from_config
 from quantize.stages.plan.serving import serving_table
-from quantize.stages.plan.show import recipes_table, stage_table, task_table
+from quantize.stages.plan.show import stage_table, task_table
 
 GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}
@@ -170,14 +168,6 @@ def test_sixteen_gb_are_told_what_they_lack() -> None:
     assert "round      needs 19.9 GB" in shown.output
     assert "take nvfp4_w4a4" in shown.output
     assert max(map(len, shown.output.splitlines())) <= 80
-
-
-def test_what_others_published_stands_beside_a_model_of_the_same_shape_alone() -> None:
-    for layers, stands in ((30, True), (6, False)):
-        config = synthetic_config(layers)
-        console = Console(width=100, record=True, file=io.StringIO())
-        console.print(recipes_table(config, tensors_from_config(config), at(141)))
-        assert ("18.9 GB, NVIDIA" in console.export_text()) is stands
 
 
 def test_a_gpu_that_nobody_knows_is_refused_before_the_tables() -> None:

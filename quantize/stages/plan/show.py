@@ -24,8 +24,6 @@ from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
-# Checkpoints that others published of the model of so many BF16 bytes.
-PUBLISHED = {51_647_562_456: {"fp8_dynamic": "27.2 GB, RedHatAI", "nvfp4": "18.9 GB, NVIDIA"}}
 # The recipes in the order in which one would take them, as far as a GPU can make and run them.
 PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
 
@@ -138,7 +136,7 @@ def recipes_table(
 ) -> Table:
     """Return what every shipped recipe would make of these tensors, and which to take."""
     numbers = ("size", "of BF16")
-    table = narrow_table("all recipes", ("recipe", *numbers, "made in", "published"), numbers)
+    table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
     able: dict[str, str] = {}
     for name, targets in plans_of(tensors).items():
         made = _made(planned(load_recipe(name), config, tensors, targets, machine))
@@ -147,8 +145,7 @@ def recipes_table(
         elif "needs" not in made:
             able[name] = made
         before, after = sum_bytes(targets)
-        others = PUBLISHED.get(before, {}).get(name, "")
-        table.add_row(name, size(after), f"{after / before:.1%}", made, others)
+        table.add_row(name, size(after), f"{after / before:.1%}", made)
     ways = [f"{name} ({able[name]})" for name in PREFERRED if name in able]
     if ways:
         table.caption = f"take {ways[0]}; else {', '.join(ways[1:3])}"
