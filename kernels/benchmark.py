@@ -126,7 +126,11 @@ def linear_rows() -> Iterator[Row]:
         q, scale = weight.reads(x)
         ours = [partial(fd.linear, q, w, scale) for w in copies]
         if scale is not None:
-            theirs = [partial(scaled_mm, q, scale, w) for w in copies]
+            how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+            theirs = [
+                partial(torch._scaled_mm, q, w.data[0].T, scale[:, None], w.scale, **how)
+                for w in copies
+            ]
         else:
             dense = cases.random_weight("bf16", 1, N, K, DEVICE).data[0]
             count = max(2, BUFFER_BYTES // (2 * dense.numel()))
@@ -137,15 +141,6 @@ def linear_rows() -> Iterator[Row]:
         bytes_ = weight.bytes + q.nbytes + 2 * M * N
         times = measure(ours), measure(theirs)
         yield Row(f"linear {N}x{K}", scheme, M, times[0], bytes_, 2.0 * M * N * K, times[1], error)
-
-
-def scaled_mm(q: Tensor, q_scale: Tensor, weight: weights.Weight) -> Tensor:
-    """Return torch's FP8 product with row-wise scales."""
-    assert weight.scale is not None
-    scales = q_scale[:, None], weight.scale
-    return torch._scaled_mm(
-        q, weight.data[0].T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
 
 
 def vocabulary_rows() -> Iterator[Row]:

@@ -18,8 +18,6 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import known_config
 from quantize.errors import InputError, ResourceError
 from quantize.runtime.fused.gpus import check_gpu
-from quantize.runtime.fused.random_weights import random_weights
-from quantize.runtime.fused.weights import load_packed
 from quantize.runtime.opening import RandomModel
 from quantize.schemes.modes import ACTIVATION_MODES
 from quantize.stages.fidelity.fidelity import fidelity
@@ -152,7 +150,7 @@ def test_a_gpu_that_a_scheme_does_not_run_on(
     folder: Path = request.getfixturevalue(artifact)
     pretend(monkeypatch, capability, free=0)
     with pytest.raises(ResourceError, match=message) as error:
-        load_packed(folder, "cuda")
+        runtime.open(folder, device="cuda")
     assert error.value.exit_code == 3
 
 
@@ -173,11 +171,11 @@ def test_fp8_activations_on_a_gpu_without_fp8(
     """NVFP4 runs there, but not as W4A8."""
     pretend(monkeypatch, (8, 0), free=0)
     with pytest.raises(ResourceError, match="sm_80 has no FP8 tensor cores"):
-        load_packed(nvfp4_artifact, "cuda", in_fp8=True)
+        runtime.open(nvfp4_artifact, device="cuda", activations="fp8")
     config = json.loads((nvfp4_artifact / "config.json").read_text())
     schemes = dict.fromkeys(("experts", "attention", "mlp"), "nvfp4")
     with pytest.raises(ResourceError, match="sm_80 has no FP8 tensor cores"):
-        random_weights(config, schemes, "cuda", in_fp8=True)
+        runtime.open(RandomModel(config, schemes), device="cuda", activations="fp8")
 
 
 def test_an_old_gpu_in_the_command_line(
@@ -192,8 +190,9 @@ def test_an_old_gpu_in_the_command_line(
     assert code == 3
     assert "sm_75; bf16 needs sm_80 or newer" in line
     config = json.loads((folder / "config.json").read_text())
+    random = RandomModel(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"))
     with pytest.raises(ResourceError, match="sm_75; bf16 needs sm_80 or newer"):
-        random_weights(config, dict.fromkeys(("experts", "attention", "mlp"), "fp8"), "cuda")
+        runtime.open(random, device="cuda")
 
 
 def test_fp8_activations_without_nvfp4_weights(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quantize.checkpoints.layout import model_config
 from quantize.errors import InputError
-from quantize.runtime.fused.gpus import check_gpu
 from quantize.runtime.fused.packing import NORMS, LayerWeights
 from quantize.runtime.fused.weights import SelfConditioning, TextWeights, in_memory_of_its_own
 from quantize.schemes.records import refusal
@@ -34,9 +33,8 @@ def random_weights(
 
     `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
     "mlp"; NVFP4 may be packed for FP8 products or for FP4 units. Raise InputError if nothing is NVFP4
-    that could be packed so, and ResourceError as `check_gpu` does.
+    that could be packed so.
     """
-    check_gpu({*schemes.values(), *(["fp8"] if in_fp8 else [])}, torch.device(device))
     if in_fp8 or in_fp4:
         if why := refusal("fp8", schemes.values()):
             raise InputError(f"random weights: {why}")

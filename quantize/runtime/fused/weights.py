@@ -96,15 +96,13 @@ def load_packed(
     Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
     torch references. `resident` layers stay on the device, the others are streamed; None for all.
     `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. Raise InputError if a tensor is missing, unexpected, misshapen or not finite, and
-    ResourceError if there is no GPU, or it is too old for a scheme.
+    progress. `trust` says whether the device runs its schemes. Raise InputError if a tensor is missing,
+    unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     place, config = torch.device(device), model_config(checkpoint.config)
     packer = Packer(checkpoint, Transfer(place), config.text_config, in_fp8=in_fp8, scales=scales)
-    used = {scheme.kernel for scheme in (packer.schemes.used if packer.schemes else ())}
-    check_gpu(used | {"fp8"} if in_fp8 else used, place)
     layers = config.text_config.num_hidden_layers
     streamed = spread(layers, layers - min(layers, layers if resident is None else resident))
     decoder = "model.decoder."
@@ -130,7 +128,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
 
     It fails as `load_packed` does, but layers are not read beforehand: a value that is not finite is
-    an error when its layer is taken.
+    an error when its layer is taken. Raise ResourceError if there is no GPU, or it is too old.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
