@@ -54,9 +54,11 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
     keys |= {"tokens": texts, "token_type": types, "add_bos_token": True, "add_space_prefix": False}
     if model == "gemma4":
         keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
-    keys |= _special_ids(folder, texts)
+    config = folder / "tokenizer_config.json"
+    about = read_json_object(config) if config.is_file() else {}
+    keys |= _special_ids(config, about, texts)
     named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    return named | {"tokenizer.chat_template": _chat_template(folder)}
+    return named | {"tokenizer.chat_template": _chat_template(folder, about)}
 
 
 def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
@@ -108,9 +110,7 @@ def _merge(path: Path, merge: str | Sequence[str]) -> str:
     return f"{left} {right}"
 
 
-def _special_ids(folder: Path, texts: list[str]) -> dict[str, int]:
-    path = folder / "tokenizer_config.json"
-    stated = read_json_object(path) if path.is_file() else {}
+def _special_ids(path: Path, stated: dict[str, Any], texts: list[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, theirs in SPECIAL.items():
         token = stated.get(f"{name}_token", DEFAULT.get(name))
@@ -123,11 +123,9 @@ def _special_ids(folder: Path, texts: list[str]) -> dict[str, int]:
     return found
 
 
-def _chat_template(folder: Path) -> str:
+def _chat_template(folder: Path, about: dict[str, Any]) -> str:
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text("utf-8")
-    config = folder / "tokenizer_config.json"
-    stated = read_json_object(config).get("chat_template") if config.is_file() else None
-    if not isinstance(stated, str) or not stated:
+    if not isinstance(stated := about.get("chat_template"), str) or not stated:
         raise InputError(f"{folder}: no chat template there (chat_template.jinja); {FIX}")
     return stated

@@ -63,7 +63,7 @@ class Plan:
     """What a push would do: account (None where the Hub was not asked), state, branch, changes."""
 
     account: str | None
-    there: Repository | None
+    there: Repository
     revision: str
     changes: Changes
 
@@ -98,7 +98,7 @@ def _show(run: RunDir, request: Request) -> int:
     sign = None if request.sign == SIGSTORE else request.sign  # Sigstore asks a network
     release = prepare(run, replace(request, sign=sign), base)
     what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
-    plan = Plan(None, None, request.to, Changes(release.weights, release.card, []))
+    plan = Plan(None, Repository(), request.to, Changes(release.weights, release.card, []))
     try:
         if unchecked:  # the Hub is not asked twice
             unchecked[what] = next(iter(unchecked.values()))
@@ -118,11 +118,10 @@ def _look(hub: Hub, release: Release, request: Request) -> Plan:
     account, there = hub.account(), hub.look()
     # A pull request is compared with main: when main holds everything, none is needed.
     revision = MAIN if request.to == PULL_REQUEST else request.to
-    branches = there.branches if there else {}
-    start = revision if revision in branches else MAIN
-    changes = _find_changes(release, hub.files(start) if start in branches else {})
-    if there and request.tag in there.tags:
-        commit = None if changes else branches.get(revision)
+    start = revision if revision in there.branches else MAIN
+    changes = _find_changes(release, hub.files(start) if start in there.branches else {})
+    if request.tag in there.tags:
+        commit = None if changes else there.branches.get(revision)
         hub.check_tag(request.tag, there.tags[request.tag], commit)
     return Plan(account, there, revision, changes)
 
@@ -148,9 +147,9 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _preview(plan: Plan, release: Release, request: Request) -> Table:
-    seen = "exists" if plan.there else "new" if plan.account else "not looked at"
+    seen = "exists" if plan.there.exists else "new" if plan.account else "not looked at"
     if plan.account:
-        seen += ", PUBLIC" if plan.there and not plan.there.private else ", private"
+        seen += ", private" if plan.there.private else ", PUBLIC"
     seen += "; public at the very end" if request.public else ""
     target = "a pull request to main" if request.to == PULL_REQUEST else f"branch {request.to}"
     tag = f", tag {request.tag}" if request.tag else ""
@@ -183,9 +182,9 @@ def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pl
         revision, commit = MAIN, hub.head(MAIN)
     else:
         revision, commit = _committed(hub, release, request, plan)
-    if request.tag and not (plan.there and request.tag in plan.there.tags):
+    if request.tag and request.tag not in plan.there.tags:
         hub.tag(request.tag, commit)
-    if request.public and (plan.there is None or plan.there.private):
+    if request.public and plan.there.private:
         hub.ask("make it public", hub.api.update_repo_settings, private=False)
     record = {
         "request": asdict(request),
@@ -204,7 +203,7 @@ def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pl
 
 def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tuple[str, str]:
     """Upload a release where it goes; return that revision and its commit."""
-    if plan.there is None:
+    if not plan.there.exists:
         hub.ask("create the repository", hub.api.create_repo, private=True, exist_ok=True)
     revision, number = plan.revision, None
     if request.to == PULL_REQUEST:
@@ -214,12 +213,11 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
             about += f" The gate was overruled: `{release.override.option}`."
         number = hub.pull_request(title, about, plan.account or hub.account())
         revision = f"refs/pr/{number}"
-    elif revision != MAIN and not (plan.there and revision in plan.there.branches):
+    elif revision != MAIN and revision not in plan.there.branches:
         doing = f"create branch {revision}"  # from main
         hub.ask(doing, hub.api.create_branch, branch=revision, exist_ok=True)
     # On main or a branch the parent is the commit that the preview was made from.
-    seen = plan.there.branches.get(revision) if plan.there else None
-    parent = seen or hub.head(revision)
+    parent = plan.there.branches.get(revision) or hub.head(revision)
     commit = _upload(hub, release, revision, parent)
     if number is not None:
         stands = hub.ask("read it", hub.api.get_discussion_details, number).status

@@ -9,8 +9,8 @@ HfApi leaves to its caller is here and in `hub.calls`:
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -58,11 +58,12 @@ class File:
 
 @dataclass(frozen=True)
 class Repository:
-    """What the Hub says about a repository before it is changed."""
+    """What the Hub says about a repository before it is changed: names -> commits."""
 
-    private: bool
-    tags: dict[str, str]
-    branches: dict[str, str]
+    exists: bool = False  # or it is hidden from us; a new one is private
+    private: bool = True
+    tags: Mapping[str, str] = field(default_factory=dict[str, str])
+    branches: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Hub:
@@ -79,16 +80,15 @@ class Hub:
         found = self.ask("tell whose token this is", lambda _: self.api.whoami())
         return str(found["name"])
 
-    def look(self) -> Repository | None:
-        """Return the repository's state, or None when there is none (or it is hidden from us)."""
-        info = self.ask("look", self._info)
-        if info is None:
-            return None
+    def look(self) -> Repository:
+        """Return the repository's state."""
+        if (info := self.ask("look", self._info)) is None:
+            return Repository()
         refs = self.ask("refs", self.api.list_repo_refs)
         tags, branches = (
             {ref.name: ref.target_commit for ref in each} for each in (refs.tags, refs.branches)
         )
-        return Repository(bool(info.private), tags, branches)
+        return Repository(True, bool(info.private), tags, branches)
 
     def _info(self, repo: str) -> ModelInfo | None:
         try:

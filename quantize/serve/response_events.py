@@ -114,6 +114,7 @@ class Answer:
         )
         self.items[-1] |= called
         yield self._event("function_call_arguments.delta", delta=called["arguments"])
+        yield self._event("function_call_arguments.done", **called)
         yield from self._close()
 
     def _open(self, kind: str, prefix: str, more: Json) -> Iterator[Json]:
@@ -126,11 +127,7 @@ class Answer:
         item = self.items[-1] if self.items else {}
         if item.get("status") != "in_progress":
             return
-        if item["type"] == "function_call":
-            said = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._event("function_call_arguments.done", **said)
-        else:
-            (part,) = item["content"]
+        for part in item.get("content", ()):
             yield self._of_part(f"{part['type']}.done", text=part["text"], logprobs=[])
             yield self._of_part("content_part.done", part=part)
         item["status"] = "completed"
