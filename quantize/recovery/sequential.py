@@ -87,7 +87,14 @@ class Plan:
     @property
     def looks(self) -> list[Look]:
         """The looks at the run, five at most."""
-        return plan_looks(self.estimand, self.questions, self.repeats)
+        over_repeats = self.estimand == "these_questions" and self.repeats > 1
+        most, least = (
+            (self.repeats, 2) if over_repeats else (self.questions, min(20, self.questions))
+        )
+        counts = sorted({max(least, math.ceil(most * share)) for share in FRACTIONS})
+        if over_repeats:
+            return [Look(self.questions, n, n / most) for n in counts]
+        return [Look(n, self.repeats, n / most) for n in counts]
 
     @property
     def order(self) -> list[int]:
@@ -114,17 +121,6 @@ class Plan:
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
-
-
-def plan_looks(estimand: Estimand, questions: int, repeats: int) -> list[Look]:
-    """Return the looks, five at most, at a run of so many questions and repeats."""
-    over_repeats = estimand == "these_questions" and repeats > 1
-    units, least = (repeats, 2) if over_repeats else (questions, min(20, questions))
-    counts = sorted({max(least, math.ceil(units * share)) for share in FRACTIONS})
-    return [
-        Look(questions if over_repeats else n, n if over_repeats else repeats, n / units)
-        for n in counts
-    ]
 
 
 def spent(fraction: float, alpha: float) -> float:

@@ -13,7 +13,7 @@ from quantize.recovery.gate import judge
 from quantize.recovery.health import SIGNS, compare_sign, limits_of, text_signs
 from quantize.recovery.pairing import paired
 from quantize.recovery.rows import Scoring
-from quantize.recovery.sequential import Plan, nominal_levels, plan_looks
+from quantize.recovery.sequential import Plan, nominal_levels
 from quantize.recovery.statistics import Comparison, holm
 from quantize.recovery.terms import Terms
 
@@ -153,7 +153,7 @@ def looked_at(world: World, limit_pp: float | None, seed: int, rounds: int) -> t
     limit, and half of the error of failing; the five signs share the other half.
     """
     bench, estimand = world.bench, world.estimand
-    looks = plan_looks(estimand, bench.questions, bench.repeats)
+    looks = Plan(estimand, bench.questions, bench.repeats, 0).looks
     generator = np.random.default_rng([bench.questions, seed, int(10 * world.loss_pp)])
     x, y = (each.astype(np.float64) for each in many_answers(world, generator, rounds))
     p_values = np.array(

@@ -18,7 +18,7 @@ from worlds import RECIPES, Bench, by_name, many_points, three_sigma
 
 from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total
 from quantize.recovery.gate import passing
-from quantize.recovery.sequential import Plan, at_looks, nominal_levels, plan_looks, until_decided
+from quantize.recovery.sequential import Plan, at_looks, nominal_levels, until_decided
 from quantize.recovery.statistics import Comparison, compare
 from quantize.recovery.terms import Terms
 
@@ -33,7 +33,7 @@ def at_each_look(
     base: Floats, points: Floats, bench: Bench, estimand: Estimand
 ) -> tuple[Floats, tuple[float, ...]]:
     """Return the p-values [looks, 2, ...] of "at least the margin" and "at most", and the fractions."""
-    looks = plan_looks(estimand, bench.questions, bench.repeats)
+    looks = Plan(estimand, bench.questions, bench.repeats, 0).looks
     difference = points.astype(np.float64) - base
     found = [
         margin_p_values(

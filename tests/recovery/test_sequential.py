@@ -27,7 +27,6 @@ from quantize.recovery.sequential import (
     Plan,
     at_looks,
     nominal_levels,
-    plan_looks,
     sequential_p,
     spent,
     still_open,
@@ -86,18 +85,18 @@ def test_looking_on_never_raises_the_sequential_p_value() -> None:
 
 
 def test_looks_are_planned_in_the_unit_of_the_estimand() -> None:
-    these = plan_looks("these_questions", 30, 64)
+    these = Plan("these_questions", 30, 64, 0).looks
     assert [(each.questions, each.repeats) for each in these] == [
         (30, 20), (30, 26), (30, 32), (30, 45), (30, 64)
     ]  # fmt: skip
     assert [each.fraction for each in these] == [n / 64 for n in (20, 26, 32, 45, 64)]
-    such = plan_looks("such_questions", 198, 32)
+    such = Plan("such_questions", 198, 32, 0).looks
     assert [(each.questions, each.repeats) for each in such][:2] == [(60, 32), (80, 32)]
-    assert plan_looks("these_questions", 1319, 1) == plan_looks("such_questions", 1319, 1)
-    assert [each.repeats for each in plan_looks("these_questions", 30, 3)] == [2, 3]
-    assert len(plan_looks("such_questions", 12, 1)) == 1
+    assert Plan("these_questions", 1319, 1, 0).looks == Plan("such_questions", 1319, 1, 0).looks
+    assert [each.repeats for each in Plan("these_questions", 30, 3, 0).looks] == [2, 3]
+    assert len(Plan("such_questions", 12, 1, 0).looks) == 1
     for estimand in ESTIMANDS:
-        last = plan_looks(estimand, 30, 64)[-1]
+        last = Plan(estimand, 30, 64, 0).looks[-1]
         assert (last.questions, last.repeats, last.fraction) == (30, 64, 1)
 
 
@@ -153,7 +152,7 @@ def test_a_run_is_compared_as_far_as_it_was_looked_at() -> None:
     difference = np.zeros((30, 64))
     difference[:, 40:] = -1  # after the second look
     base, quantized = stored(difference)
-    looks = plan_looks("these_questions", 30, 64)[:2]
+    looks = Plan("these_questions", 30, 64, 0).looks[:2]
     settings: dict[str, Any] = {"order": list(base), "estimand": "these_questions", "margin_pp": 3}
     found = compare_at_looks(base, quantized, looks, **settings)
     assert (found.questions, found.repeats, found.difference_pp) == (30, 26, 0)
@@ -169,7 +168,7 @@ def test_steps_and_signs_are_judged_at_the_looks_that_accuracy_is() -> None:
     """A look without steps decided nothing; a sign without a limit decides nothing at any look."""
     right = by_name(np.ones(40))
     equal = compare(right, right, Terms(estimand="such_questions", margin_pp=20))
-    looks = plan_looks("such_questions", 100, 1)[:3]
+    looks = Plan("such_questions", 100, 1, 0).looks[:3]
     p_values = ((None, 0.03), (0.04, 0.02), (0.03, 0.01))
     seen = [
         replace(
@@ -198,7 +197,7 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
     difference = np.full((100, 1), -1.0 if outcome == "FAIL" else 0.0)
     difference[order[30:], 0] = np.where(np.arange(70) < 40, -1.0, 0.0)
     base, quantized = stored(difference)
-    looks = plan_looks("such_questions", 100, 1)
+    looks = Plan("such_questions", 100, 1, 0).looks
     names = [str(index) for index in order]
     found = compare_at_looks(
         base, quantized, looks, order=names, estimand="such_questions", margin_pp=30
@@ -229,7 +228,7 @@ def test_looks_over_questions_take_them_in_random_order() -> None:
     order = Plan("such_questions", 100, 1, 3).order
     difference[order[:30]] = -1
     base, quantized = stored(difference)
-    looks = plan_looks("such_questions", 100, 2)[:1]
+    looks = Plan("such_questions", 100, 2, 0).looks[:1]
     found = compare_at_looks(
         base,
         quantized,
@@ -245,7 +244,7 @@ def test_looks_over_questions_take_them_in_random_order() -> None:
 def test_a_run_goes_on_until_every_task_passed_or_one_failed() -> None:
     base, equal = stored(np.zeros((200, 4)))
     _, worse = stored(-np.ones((200, 4)))
-    looks = plan_looks("these_questions", 200, 4)[:1]
+    looks = Plan("these_questions", 200, 4, 0).looks[:1]
     settings: dict[str, Any] = {"order": list(base), "estimand": "these_questions", "margin_pp": 3}
     good, bad = (compare_at_looks(base, x, looks, **settings) for x in (equal, worse))
     weak = replace(good, p_at_least_margin=0.9, p_at_most_margin=0.03)
@@ -288,7 +287,7 @@ def look_on(world: World, block: int) -> tuple[np.ndarray, np.ndarray]:
     seed = [world.bench.questions, int(world.loss_pp * 10), DAMAGE.index(world.damage), block]
     base, quantized = many_answers(world, np.random.default_rng(seed), BLOCK)
     difference = quantized.astype(float) - base
-    looks = plan_looks(world.estimand, *difference.shape[1:])
+    looks = Plan(world.estimand, *difference.shape[1:], 0).looks
     levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
     verdicts, costs = np.full(BLOCK, "INCONCLUSIVE"), np.ones(BLOCK)
     for look, level in zip(looks, levels, strict=True):

@@ -10,7 +10,7 @@ from worlds import RECIPES, Bench, by_name, many_costs, three_sigma
 
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats
 from quantize.recovery.gate import judge
-from quantize.recovery.sequential import nominal_levels, plan_looks
+from quantize.recovery.sequential import Plan, nominal_levels
 from quantize.recovery.statistics import Comparison, compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Terms
@@ -155,7 +155,7 @@ def p_values(estimand: Estimand, bench: Bench, rounds: int, inflation: float) ->
         costs = many_costs(bench, generator, block, inflation)
         seen = [
             costs[:, : look.questions, : look.repeats].sum(2)
-            for look in plan_looks(estimand, bench.questions, bench.repeats)
+            for look in Plan(estimand, bench.questions, bench.repeats, 0).looks
         ]
         found.append(np.stack([exceeds_p(*log_ratio(t), t.shape[1] - 1, LIMIT) for t in seen]))
     return np.concatenate(found, 1)[:, :rounds]
@@ -163,7 +163,7 @@ def p_values(estimand: Estimand, bench: Bench, rounds: int, inflation: float) ->
 
 def failures(estimand: Estimand, bench: Bench, p: Floats, alpha: float) -> Floats:
     """Return in which rounds a look decides at its level, looks [looks, rounds] cumulated."""
-    looks = plan_looks(estimand, bench.questions, bench.repeats)
+    looks = Plan(estimand, bench.questions, bench.repeats, 0).looks
     levels = nominal_levels(tuple(look.fraction for look in looks), alpha)
     return np.logical_or.accumulate(p <= np.array(levels)[:, None])
 

@@ -95,22 +95,18 @@ class Answerer:
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()
-            began = time.monotonic()
-            self._engine = self._open(max(context, self._place.max_context or 0))
-            self.loading_seconds += time.monotonic() - began
-        return self._engine
-
-    def _open(self, context: int) -> Engine:
-        planned = self.capacity
-        if context != self._place.max_context:
-            asked = replace(self._asked, capacity=planned, max_context=context)
-            self._place = sized(self.folder, asked)
+            began, planned = time.monotonic(), self.capacity
+            if context > (self._place.max_context or 0):
+                asked = replace(self._asked, capacity=planned, max_context=context)
+                self._place = sized(self.folder, asked)
             if self.capacity < planned:
                 raise ResourceError(
                     f"{self.folder}: {context:,} positions leave room for {self.capacity} samples at "
                     f"once, {planned} were planned; --batch-size {self.capacity} plans for so many"
                 )
-        return open(self.folder, self._place, batch_invariant=True)
+            self._engine = open(self.folder, self._place, batch_invariant=True)
+            self.loading_seconds += time.monotonic() - began
+        return self._engine
 
     def release(self) -> None:
         """Free the model's memory until it is asked again."""
