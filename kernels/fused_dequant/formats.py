@@ -93,7 +93,7 @@ def _magic(magnitude: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x, and `room` for as many, are used up.
+    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x and `room`, as large, are overwritten.
 
     Adding `_magic` leaves the number of grid steps from 0 in the last byte. Each power of two above 1
     adds two codes, and magic >> 22 is 2 * (127 + 22 + exponent) = 2 * exponent - 214 in a byte. The 214

@@ -31,7 +31,7 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """One batch size, whose slots go on "by step" or "by canvas"; its steps are by request."""
+    """One batch size and a way in which slots go on; steps stand in the order of the requests."""
 
     batch: int
     slots_go_on: str

@@ -34,7 +34,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin behind what as many slots hold, from the next `tokens` on; the graph is kept."""
+        """Begin anew behind what `slots` hold, with a token of `tokens` each; the graph is kept."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))

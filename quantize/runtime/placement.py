@@ -33,7 +33,7 @@ from quantize.schemes.modes import ActivationMode
 class Placement:
     """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four.
 
-    Those that are not described are fields of `memory.Need`.
+    Fields without a comment are those of `memory.Need`.
     """
 
     device: str = "cpu"  # "cpu", "cuda" or "cuda:1"

@@ -38,7 +38,7 @@ class PrefixCache(Generic[Kept]):
         return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
-        """Keep the last block of `prompt`, which consists of whole blocks; one too large is not."""
+        """Keep the last block of a prompt of whole blocks, unless it alone exceeds the budget."""
         *before, key = self._keys(prompt)
         if key in self._blocks or nbytes > self.budget:
             return

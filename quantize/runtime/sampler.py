@@ -103,9 +103,9 @@ class Sampler(Controls):
         return cls.from_config(read_json_object(path))
 
     def noted(self) -> dict[str, Any]:
-        """Return the settings as scores note them; a later field only where it is not its default.
+        """Return the settings that scores note; a field that came later only if it is not its default.
 
-        So scores that lack it, made before there was such a field, stay valid while it is unused.
+        So scores that were made before there was such a field stay valid.
         """
         defaults = {field.name: field.default for field in fields(self)}
         return {k: v for k, v in asdict(self).items() if k in ALWAYS_NOTED or v != defaults[k]}

@@ -66,7 +66,7 @@ class Codes:
     name: str  # what the kernels call it
     scale: Callable[[Tensor], Tensor]  # the scales of ranges, in their dtype, never 0
     group: int | None  # the inputs that share a scale; None for all inputs of a row
-    # Rounds weights over their scale, which it uses up, so that `cast` changes nothing.
+    # Rounds weights over their scale, in their memory, so that `cast` changes nothing.
     fit: Callable[[Tensor], Tensor]
     cast: torch.dtype  # the dtype whose cast ends the rounding
     store: Callable[[Tensor], Tensor]  # FP32 values of codes -> codes as on disk
@@ -74,7 +74,7 @@ class Codes:
     neighbours: int = 0
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return the nearest codes' values of FP32 weights over their scale, which it uses up."""
+        """Return the nearest codes' values of FP32 weights over their scale, which are overwritten."""
         return self.fit(scaled).to(self.cast).float()
 
 

@@ -170,11 +170,8 @@ class FusedEngine:
         self.graphs = graphs and self.device.type == "cuda" and not self._lockstep
         self.pool: Pool = torch.cuda.graph_pool_handle() if self.graphs else None
         self._slots: dict[int, _Sequence] = {}
-        self.prefixes = (
-            PrefixCache[list[Tensor]](prefix_bytes, self._chunk)
-            if prefix_bytes and isinstance(cache, Cache)
-            else None
-        )
+        keeps = prefix_bytes and isinstance(cache, Cache)
+        self.prefixes = PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if keeps else None
         # by lane, and whether guides decide its canvases
         self._steps = {
             (lane, guided): Steps(partial(self._step, lane=lane, keep=guided))
@@ -421,8 +418,7 @@ class FusedEngine:
                 self._encode([run], length)
                 if self.prefixes and images is None and end - start == self._chunk:
                     block = self._resident.block(slot, start, end)
-                    nbytes = sum(kept.numel() * kept.element_size() for kept in block)
-                    self.prefixes.keep(prompt[:end], block, nbytes)
+                    self.prefixes.keep(prompt[:end], block, sum(kept.nbytes for kept in block))
                 continue
             self.model.run([self._pass([run], end - start, soft)])
 

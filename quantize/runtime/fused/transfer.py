@@ -228,7 +228,7 @@ def _registered(owner: object, handle: int, device: torch.device) -> Tensor | No
 
 
 def pinned_until(owner: object, tensor: Tensor, device: torch.device, flags: int = 0) -> bool:
-    """Register all memory of a host tensor with the driver until `owner` is gone, if that may be."""
+    """Register a host tensor's memory with the driver until `owner` is gone; say if that worked."""
     if (runtime := _cuda_runtime()) is None:
         return False
     memory = tensor.untyped_storage()
