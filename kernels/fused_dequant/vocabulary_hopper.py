@@ -256,13 +256,7 @@ def lm_head_hopper_kernel(
     )  # fmt: skip
 
 
-def lm_head(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    cap: float,
-    config: dict[str, int],
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def lm_head(x, w, cap, config, out=None):
     """Compute `vocabulary.lm_head`; config is STAGES, 4 at most."""
     y = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device) if out is None else out
     _launch(x, w, y, y, (y, y, y), 1, cap, config, surveyed=False)

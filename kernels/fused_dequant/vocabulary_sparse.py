@@ -34,7 +34,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fused_dequant import reference, sampling, tuning, vocabulary
-from fused_dequant.canvas import TILE, Probabilities
+from fused_dequant.canvas import TILE
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST
 
@@ -168,13 +168,7 @@ def gather_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=column < H)
 
 
-def sparse_soft_embedding(
-    logits: torch.Tensor,
-    embedding: torch.Tensor,
-    inverse_temperature: torch.Tensor,
-    out: torch.Tensor | None = None,
-    left: Probabilities | None = None,
-) -> torch.Tensor:
+def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left=None):
     """See `operations.sparse_soft_embedding`."""
     (M, V), H, device = logits.shape, embedding.shape[1], logits.device
     config = tuning.choose("soft_embedding", "bf16", M, H, V, device)
@@ -195,9 +189,16 @@ def sparse_soft_embedding(
     )  # fmt: skip
     out = vocabulary.reduce(partial, anchors, total, inverse_temperature, out)
     gather_kernel[(M, triton.cdiv(H, 1024))](
-        embedding, tokens, weights, counts, out, H, MOST=reference.MOST, BLOCK=1024,
+        embedding,
+        tokens,
+        weights,
+        counts,
+        out,
+        H,
+        MOST=reference.MOST,
+        BLOCK=1024,
         **chained(device),
-    )  # fmt: skip
+    )
     return out
 
 
