@@ -23,6 +23,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from threading import Lock
@@ -34,7 +35,7 @@ from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import DTYPES, INDEX, SINGLE, bytes_of
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, sync_file, sync_folder, write_json
-from quantize.host.progress import Meter, metered, say
+from quantize.host.progress import metered, say
 
 # Returns the next bytes of a shard as a uint8 tensor [n].
 Task = Callable[[], torch.Tensor]
@@ -162,15 +163,20 @@ def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int,
     """Write up to `lanes` files side by side, of two blocks a worker at most; record each shard."""
     files = [list(same) for _, same in groupby(todo, lambda shard: shard.name)]
     lanes = max(1, min(len(files), lanes))
-    count = sum(len(piece.tasks) for shard in todo for piece in shard.pieces)
+    count, lock = sum(len(piece.tasks) for shard in todo for piece in shard.pieces), Lock()
     with (
         metered(what, count, "blocks") as meter,
         ThreadPoolExecutor(1) as recorder,
         ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as makers,
         ThreadPoolExecutor(lanes) as writers,
     ):
-        lane = _Lane(state, recorder, makers, 2 * workers // lanes, meter, Lock())
-        writing = [writers.submit(lane.write, shards) for shards in files]
+
+        def done() -> None:
+            with lock:
+                meter.add()
+
+        one = partial(_write_file, state, recorder, makers, 2 * workers // lanes, done)
+        writing = [writers.submit(one, shards) for shards in files]
         try:
             for written in as_completed(writing):
                 written.result()
@@ -179,34 +185,20 @@ def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int,
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """What writes one file after the other, beside other lanes; they share all but `ahead` blocks."""
-
-    state: "_State"
-    recorder: ThreadPoolExecutor
-    makers: ThreadPoolExecutor
-    ahead: int
-    meter: Meter
-    lock: Lock
-
-    def write(self, shards: Sequence[Shard]) -> None:
-        tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
-        blocks = self._counted(_in_order(self.makers, tasks, self.ahead))
-        with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
-            finished: list[Future[None]] = []
-            for shard in shards:
-                digest = _write(self.state.folder / shard.name, shard, blocks, hasher, syncer)
-                finished.append(self.recorder.submit(self.state.finish, shard, digest))
-            next(blocks, None)  # the last block counts as done when the next one is asked for
-            for future in finished:
-                future.result()
-
-    def _counted(self, blocks: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        for block in blocks:
-            yield block
-            with self.lock:
-                self.meter.add()
+def _write_file(
+    state: "_State", recorder: ThreadPoolExecutor, makers: ThreadPoolExecutor, ahead: int,
+    done: Callable[[], None], shards: Sequence[Shard],
+) -> None:  # fmt: skip
+    """Write the shards of one file, beside other files, with `ahead` blocks in the making."""
+    tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
+    blocks = _in_order(makers, tasks, ahead)
+    with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
+        finished: list[Future[None]] = []
+        for shard in shards:
+            digest = _write(state.folder / shard.name, shard, blocks, hasher, syncer, done)
+            finished.append(recorder.submit(state.finish, shard, digest))
+        for future in finished:
+            future.result()
 
 
 @contextmanager
@@ -313,7 +305,7 @@ def _in_order(
 
 def _write(
     path: Path, shard: Shard, blocks: Iterator[torch.Tensor], hasher: ThreadPoolExecutor,
-    syncer: ThreadPoolExecutor,
+    syncer: ThreadPoolExecutor, done: Callable[[], None],
 ) -> str:  # fmt: skip
     """Write one shard from the next blocks, hashing and syncing on the way; return the sha256."""
     digest = hashlib.sha256(shard.header)
@@ -332,6 +324,7 @@ def _write(
                 if syncing:
                     syncing.result()
                 begun, syncing = file.tell(), syncer.submit(sync_file, path)
+            done()
         if syncing:  # the kernel tells a write error once, so none may go unread
             syncing.result()
         if file.tell() != shard.begin + shard.nbytes:

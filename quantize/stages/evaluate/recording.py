@@ -5,7 +5,6 @@ scored. On a CPU that is another batch, whose sums may round to another answer: 
 answer that it ended with, and the report says whether that was scored. A private task leaves nothing.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from quantize.recovery.samples import Request
 from quantize.recovery.scoring import first_requests
 from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
+from quantize.runs.manifest import sha256_of
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -52,8 +52,7 @@ def record_differing(
     answers = [[row.doc_id, row.repeat] for row in chosen]
     for side, model in models.items():
         path = folder / side / f"{task}.canvases.json"
-        scores = hashlib.sha256((folder / side / f"{task}.jsonl").read_bytes()).hexdigest()
-        of = {"answers": answers, "scores": scores[:16]}
+        of = {"answers": answers, "scores": sha256_of(folder / side / f"{task}.jsonl")[:16]}
         if path.exists() and read_json(path).get("of") == of:
             continue
         recorded = model.record([replace(requests[r.doc_id], seed=r.seed) for r in chosen])

@@ -1,6 +1,5 @@
 """The tasks of an evaluation: their data, how much of them is planned, what their samples depend on."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from quantize.recovery.catalog import notes, shipped
 from quantize.recovery.own import Definition
 from quantize.recovery.scoring import local_data, size
 from quantize.recovery.sequential import Plan
+from quantize.runs.manifest import sha256_of
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 
@@ -91,7 +91,7 @@ def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, A
     """Return what samples of a task depend on, given what those of all tasks do."""
     found = dict(backend) | {
         "task": task.name,
-        "data": hashlib.sha256(task.data.read_bytes()).hexdigest()[:16] if task.data else None,
+        "data": sha256_of(task.data)[:16] if task.data else None,
         "planned": asdict(task.plan),
         "seed": seed,
     }

@@ -4,7 +4,6 @@
 rendered from it. report.md is appended to the file that $GITHUB_STEP_SUMMARY names (docs/ci.md).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
-from quantize.host.files import read_json, write_json, write_text
+from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json, write_text
 from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
@@ -28,6 +27,7 @@ from quantize.reports.questions import questions_and_canvases
 from quantize.reports.render import html, markdown
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
+from quantize.runs.manifest import sha256_of
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
 from quantize.stages.report.points import judged_points, measured_speeds, settings_served
 
@@ -149,12 +149,9 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
 
 
 def _evidence(run: RunDir) -> dict[str, str]:
-    scores = (file for file in run.evaluation.glob("*/*") if ".partial" not in file.name)
+    scores = (file for file in run.evaluation.glob("*/*") if TEMPORARY_SUFFIX not in file.name)
     files = [file for file in (run.recipe_yaml, *sorted(scores)) if file.is_file()]
-    return {
-        file.relative_to(run.path).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in files
-    }
+    return {file.relative_to(run.path).as_posix(): sha256_of(file) for file in files}
 
 
 def _needed(path: Path, stage: str) -> Any:
