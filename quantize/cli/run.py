@@ -8,17 +8,14 @@ import click
 from quantize.cli.options import with_options
 from quantize.pipeline.stages import STAGES
 
-UNTIL = click.option(
+
+@click.command()
+@with_options("recipe", "model", "revision", "out", "task", "limit")
+@click.option(
     "--until", type=click.Choice([stage.name for stage in STAGES]), default="report",
     help="Stop after this stage.",
 )  # fmt: skip
-
-
-@click.command()
-@with_options(
-    "recipe", "model", "revision", "out", "task", "limit", UNTIL, "scoring", "machine", "scratch",
-    "resume",
-)  # fmt: skip
+@with_options("scoring", "machine", "scratch", "resume")
 def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
     """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline.run import advance, started

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from quantize.host.files import write_text
 from quantize.host.processes import is_first
 from quantize.host.units import duration
 
@@ -149,9 +150,7 @@ def noted(file: Path) -> Generator[None]:
         lines = [f"{meter.title}: {meter.status()}" for meter in list(_under_way)]
         if (text := json.dumps({"under_way": lines, "said": _said})) != last:
             with suppress(OSError):  # the disk is full, say, which is the work's to tell
-                aside = file.with_name(f"{file.name}.partial")
-                aside.write_text(text, "utf-8")
-                aside.replace(file)
+                write_text(file, text)
         last = text
 
     try:
