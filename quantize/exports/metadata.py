@@ -25,7 +25,7 @@ BUILT_IN: dict[str, Any] = {
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
     """Return GGUF key -> value (F32, U32); InputError: llama.cpp does not compute such a model."""
-    text = text_config(source)
+    text = model_config(source.config).to_dict()["text_config"]  # with transformers' defaults
     for key, wanted in BUILT_IN.items():
         value: Any = text
         for part in key.split("."):
@@ -37,11 +37,6 @@ def metadata(source: Checkpoint) -> dict[str, Any]:
             )
     named = {f"{ARCHITECTURE}.{key}": value for key, value in _sizes(source, text).items()}
     return named | _diffusion(source)
-
-
-def text_config(source: Checkpoint) -> dict[str, Any]:
-    """Return the text model's config with transformers' defaults for what config.json leaves out."""
-    return model_config(source.config).to_dict()["text_config"]
 
 
 def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:

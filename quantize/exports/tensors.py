@@ -30,13 +30,12 @@ from typing import Literal
 import gguf
 import torch
 
-from quantize.checkpoints.layout import bf16_layout, schemes_by_module
+from quantize.checkpoints.layout import bf16_layout, model_config, schemes_by_module
 from quantize.checkpoints.load import read_finite
 from quantize.checkpoints.reader import FIX, Checkpoint
 from quantize.checkpoints.shards import Task
 from quantize.checkpoints.targets import linear_modules, linear_shape
 from quantize.errors import InputError
-from quantize.exports.metadata import text_config
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import E2M1_GROUPS, GROUP, all_finite
 
@@ -132,11 +131,11 @@ class _Planner:
                 yield self._kept(name, target, spec.shape)
 
     def _rope_freqs(self) -> GGUFTensor:
-        text = text_config(self.source)
-        full = text["layer_types"].index("full_attention")
+        text = model_config(self.source.config).text_config
+        full = text.layer_types.index("full_attention")
         norm = self.source.tensors[f"model.decoder.layers.{full}.self_attn.q_norm.weight"]
         half = norm.shape[0] // 2
-        factor = text["rope_parameters"]["full_attention"]["partial_rotary_factor"]
+        factor = text.rope_parameters["full_attention"]["partial_rotary_factor"]
         values = torch.full((half,), NO_ROTATION)
         values[: int(half * factor)] = 1.0
         return GGUFTensor("rope_freqs.weight", "F32", (half,), (lambda: values.view(torch.uint8),))
