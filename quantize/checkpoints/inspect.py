@@ -40,14 +40,11 @@ SCHEME_OF = {
 
 @dataclass(frozen=True)
 class Module:
-    """One module: its tensors by suffix ("" for a bare parameter), and the scheme that they make.
-
-    `scheme` is a quantization scheme, a dtype where nothing is quantized, or "incomplete".
-    """
+    """One module, and the scheme that its tensors make."""
 
     name: str
-    tensors: dict[str, TensorInfo]
-    scheme: str
+    tensors: dict[str, TensorInfo]  # by suffix, "" for a bare parameter
+    scheme: str  # a quantization scheme, a dtype where nothing is quantized, or "incomplete"
 
     @property
     def quantized(self) -> bool:

@@ -108,14 +108,11 @@ def _tensor_info(path: Path, name: str, entry: dict[str, Any], start: int) -> Te
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose index, headers and file sizes agree.
-
-    `tensors` maps every name to its place, in shard and file order. `config` is config.json.
-    """
+    """A checkpoint folder whose index, headers and file sizes agree."""
 
     folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, TensorInfo]
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, TensorInfo]  # every name -> its place, in shard and file order
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":

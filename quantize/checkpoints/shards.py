@@ -333,10 +333,8 @@ def _write(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write one file at once, largest numbers first, so that all are aligned.
-
-    Other threads run meanwhile: safetensors' `save_file` holds Python's lock until all is written.
-    """
+    """Write one file at once, largest numbers first, so that all are aligned."""
+    # Other threads run meanwhile; safetensors' `save_file` holds Python's lock until all is written.
     ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
     with path.open("wb", buffering=0) as file:
         _write_fully(file, memoryview(_header(ordered)))

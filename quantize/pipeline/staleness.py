@@ -89,11 +89,8 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
 
 
 def forget(folder: RunDir, stage: Stage) -> None:
-    """Remove a stage's entry and, except folders, its files: a failed stage must not look done.
-
-    A stage that adds to its result keeps both: what stands is whole.
-    """
-    if not is_first() or stage.adds:
+    """Remove a stage's entry and, except folders, its files: a failed stage must not look done."""
+    if not is_first() or stage.adds:  # what a stage adds to stays whole
         return
     records = _records(folder)
     if records.pop(stage.name, None):

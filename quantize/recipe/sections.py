@@ -228,11 +228,9 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return the sampler's fields that differ from the model's own.
-
-        A canvas never stops early where its argmax must be stable over more steps than there are.
-        """
+        """Return the sampler's fields that differ from the model's own."""
         own = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
+        # No canvas stops early whose argmax must be stable over more steps than there are.
         return own | ({"stability_threshold": own["max_denoising_steps"]} if self.fixed else {})
 
 

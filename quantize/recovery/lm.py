@@ -17,15 +17,12 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Answers one part of a task for one of its repeats; all of them are asked for at once.
-
-    `done` has completions by the key of their request; `complete` adds what is missing.
-    """
+    """Answers one part of a task for one of its repeats; all of them are asked for at once."""
 
     def __init__(
         self,
-        done: Mapping[str, Completion],
-        complete: Callable[[Sequence[Request]], None],
+        done: Mapping[str, Completion],  # by the key of their request
+        complete: Callable[[Sequence[Request]], None],  # adds to `done` what is missing
         *,
         seed: int,
         part: Part,

@@ -46,8 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Return whether a file of a checkpoint, by its path in it, is the model card or scores with it.
-
-    They may be written and written again without making it another checkpoint.
-    """
+    """Return whether a checkpoint's file, by its path there, is its card or scores: they may change."""
     return name == README or name.startswith(f"{RESULTS}/")

@@ -173,10 +173,7 @@ def _carry_files(source: Path, folder: Path) -> None:
 def quantized_config(
     config: dict[str, Any], targets: list[Target], recipe: Recipe
 ) -> dict[str, Any]:
-    """Return the artifact's config.json: the source's, and one config group a scheme.
-
-    compressed-tensors calls differing formats mixed-precision; `ignore` has names on disk.
-    """
+    """Return the artifact's config.json: the source's, and one config group a scheme."""
     quantization = recipe.quantization
     groups = [
         SCHEMES[name].config_group(patterns, quantization.observer)
@@ -187,7 +184,9 @@ def quantized_config(
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "quant_method": "compressed-tensors",
         "kv_cache_scheme": None,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "format": formats.pop()
+        if len(formats) == 1
+        else "mixed-precision",  # by the library's rule
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": ignore_for_config(targets),

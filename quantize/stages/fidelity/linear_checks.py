@@ -70,16 +70,15 @@ def check_linears(
 
 
 class Errors:
-    """Compares the products of BF16 and quantized weights with the same inputs, on their device.
-
-    All cores read a layer's experts: the 26B model has 11,520 of their Linears.
-    """
+    """Compares the products of BF16 and quantized weights with the same inputs, on their device."""
 
     def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
         self.source, self.artifact = source, artifact
         self.schemes = schemes_by_module(artifact.config)
         self._found: dict[str, Tensor] = {}
-        cores = len(os.sched_getaffinity(0))
+        cores = len(
+            os.sched_getaffinity(0)
+        )  # all of them read: the 26B model has 11,520 experts' Linears
         self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:

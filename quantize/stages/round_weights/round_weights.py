@@ -121,10 +121,8 @@ def _sent(tensor: Tensor) -> Tensor:
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
-    """Return how many experts are rounded together, so that all rounds but the last have as many.
-
-    They take `ROUNDING_BYTES` on any GPU: a product's sums may depend on how many are batched.
-    """
+    """Return how many experts are rounded together, so that all rounds but the last have as many."""
+    # The same on any GPU: a product's sums may depend on how many are batched.
     fixed, each = rounding_bytes(out, inputs)
     most = max(1, int((ROUNDING_BYTES - fixed) // each))
     return math.ceil(experts / math.ceil(experts / most))
