@@ -16,11 +16,7 @@ Choice = tuple[int, float]  # bytes and damage of an option
 
 
 class Knapsack:
-    """The best choices by budget.
-
-    Args:
-        groups: the options of each group, at least one; exactly one of each is chosen.
-    """
+    """The best choices by budget: of each of `groups`, one or more options, exactly one is chosen."""
 
     def __init__(self, groups: Sequence[Sequence[Choice]]) -> None:
         sizes = [len(options) for options in groups]

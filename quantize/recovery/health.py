@@ -48,20 +48,16 @@ _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 
 @dataclass(frozen=True)
 class Sign:
-    """How often answers have one sign, as shares; `difference_pp` and its interval in points.
+    """How often answers have one sign of ill health; without a limit the last three are None."""
 
-    `p_at_least_limit` is the p-value of "at least `limit_pp` more frequent": small lets it pass.
-    `p_at_most_limit` is that of "at most": small makes the run fail. Both are None without a limit.
-    """
-
-    base: float
-    quantized: float
-    difference_pp: float
+    base: float  # share of BF16's answers
+    quantized: float  # share of the candidate's
+    difference_pp: float  # in points, and its interval's ends
     low: float
     high: float
-    limit_pp: float | None
-    p_at_least_limit: float | None
-    p_at_most_limit: float | None
+    limit_pp: float | None  # points by which it may be more frequent
+    p_at_least_limit: float | None  # p-value of "more frequent by that or more"; small lets it pass
+    p_at_most_limit: float | None  # p-value of "by that at most"; small makes the run fail
 
 
 def without_thinking(text: str) -> str:

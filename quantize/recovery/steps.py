@@ -22,7 +22,7 @@ from scipy.special import stdtr, stdtrit
 
 from quantize.recovery.estimands import Floats
 
-# Question -> its denoising steps and tokens, summed over answers.
+# Question -> its denoising steps and tokens, summed over answers; BF16's come first.
 Costs = Mapping[str, tuple[int, int]]
 
 
@@ -68,11 +68,7 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return the logarithm of the ratio, and its standard error.
-
-    Args:
-        table: of each question steps and tokens of the base, then of the quantized model [..., n, 4].
-    """
+    """Return the ratio's logarithm and standard error; a row of [..., n, 4] is both models' `Costs`."""
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)

@@ -8,8 +8,7 @@ from quantize.host.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dates, the code's version and commit, and the evaluation's hours and price, None if
-    unknown.
+    """Return dates, the code's version and commit, the evaluation's hours and price (None if unknown).
 
     Hours are those of all tries of this run's evaluation, without BF16 answers that another run left.
     """

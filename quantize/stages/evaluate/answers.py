@@ -120,7 +120,7 @@ class Answers:
     def ask(
         self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
     ) -> None:
-        """Let models answer what the first looks cover, so many at each task; `title` names them.
+        """Let models answer what the first `looks` of each task cover; `title` names them.
 
         What is done already is not asked again. A task without answers takes all parts at once: so
         fewer slots wait for the last of a part.
