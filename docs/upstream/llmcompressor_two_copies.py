@@ -21,11 +21,6 @@ from safetensors.torch import load_file
 from quantize.bundled import CHECKPOINT
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder."""
-    return dict(ChainMap(*map(load_file, folder.glob("*.safetensors"))))
-
-
 def error(right: torch.Tensor, name: str) -> str:
     """How far a saved weight is from the source, in parts of its norm; FP8 rounding alone is 0.03."""
     if f"{name}.weight" not in after:
@@ -41,7 +36,9 @@ with tempfile.TemporaryDirectory() as scratch:
         targets="Linear", scheme="FP8_DYNAMIC", ignore=["lm_head", "re:.*router.*", "re:.*vision.*"]
     )
     oneshot(model=model, recipe=recipe, output_dir=str(out))
-    before, after = tensors(CHECKPOINT), tensors(out)
+    before, after = (
+        ChainMap(*map(load_file, folder.glob("*.safetensors"))) for folder in (CHECKPOINT, out)
+    )
 
 print(f"llmcompressor {llmcompressor.__version__}, transformers {transformers.__version__}")
 DECODER, ENCODER = "model.decoder.layers.0", "model.encoder.language_model.layers.0"

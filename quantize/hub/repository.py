@@ -104,14 +104,9 @@ class Hub:
 
     def files(self, revision: str) -> dict[str, RepoFile]:
         """Return path -> what the Hub lists for it, checksums included."""
-        return self.ask(
-            f"list the files of {revision}",
-            lambda repo: {
-                entry.path: entry
-                for entry in self.api.list_repo_tree(repo, revision=revision, recursive=True)
-                if isinstance(entry, RepoFile)
-            },
-        )
+        tree = partial(self.api.list_repo_tree, revision=revision, recursive=True)
+        found = self.ask(f"list the files of {revision}", lambda repo: list(tree(repo)))
+        return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
         """Return the number of our pull request with this title, opened as a draft if there is none."""

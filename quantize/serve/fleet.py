@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quantize.errors import ResourceError
@@ -127,11 +127,8 @@ def application(fleet: Fleet) -> ASGIApp:
         return error.response
 
     routes = [Route("/health", fleet.health), Route("/metrics", fleet.metrics)]
-    app = Starlette(
-        routes=[*routes, Mount("/", fleet.relay)],
-        lifespan=lifespan,
-        exception_handlers={RequestError: refused},
-    )
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={RequestError: refused})
+    app.mount("/", fleet.relay)
     return guarded(app, fleet.options, Metrics())
 
 

@@ -66,9 +66,10 @@ class Server(uvicorn.Server):
 
 def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
     """Load a checkpoint, warm its engine up, and return the engine."""
+    place = replace(place, capacity=options.max_num_seqs, max_context=options.max_context)
     engine = open(
         checkpoint,
-        replace(place, capacity=options.max_num_seqs, max_context=options.max_context),
+        place,
         prefix_bytes=options.prefix_bytes,
         batch_invariant=options.batch_invariant,
     )
