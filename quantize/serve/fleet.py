@@ -33,7 +33,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
-from quantize.serve.server import Server, listening_socket
+from quantize.serve.server import Server, listening_socket, run
 from quantize.serve.workers import Worker, visible_gpus
 
 CHATS = 10_000  # whose workers are remembered
@@ -149,7 +149,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
                     how = f"ended with exit code {worker.process.exitcode} while it loaded"
                     raise ResourceError(f"worker {worker.index} {how}; its message stands above")
             say(f"{count} workers are ready")
-            Server(application(fleet), options, fleet.leave, grace=10).run([sock])
+            run(Server(application(fleet), options, fleet.leave, grace=10), sock)
         finally:
             fleet.leave()
             for worker in fleet.workers:

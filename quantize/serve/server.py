@@ -103,6 +103,13 @@ def listening_socket(host: str, port: int) -> socket:
     return found
 
 
+def run(server: Server, sock: socket) -> None:
+    """Run a server at a socket until SIGINT or SIGTERM, neither of which is an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
+    server.run([sock])
+
+
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
     """Serve at a Unix socket, in a process of its own; an error of a user's is one line there too."""
     found = socket(AF_UNIX)
@@ -130,7 +137,5 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, place)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
     service = Service(engine, text, config, sampler, options)
-    Server(create_app(service), options, service.leave).run([sock])
+    run(Server(create_app(service), options, service.leave), sock)
