@@ -41,20 +41,14 @@ def open(
     prefix_bytes: int = 0,
     **room: Any,
 ) -> "FusedEngine":
-    """Load a checkpoint and return the engine that runs it.
+    """Load a checkpoint's folder, or random weights, and return the engine that runs it.
 
-    Args:
-        checkpoint: folder of a BF16 or quantized checkpoint, or random weights.
-        place: device, activation mode and memory plan; a place without a plan is `sized` here.
-        batch_invariant: as in `FusedEngine`.
-        beside: an engine of the same checkpoint. Its weights are shared if both pack them alike; the
-            mode `fp8` packs its own, and so does `per_layer` on FP4 units.
-        prefix_bytes: as in `FusedEngine`; a plan that is made here leaves them free.
-        room: fields of `Placement`, used if `place` is None: device, capacity, max_context, ...
-
-    Raises:
-        InputError: the checkpoint cannot be loaded, or its weights cannot have the activation mode.
-        ResourceError: the model does not fit, or the device lacks what the kernels need.
+    A `place` without a plan is `sized` here; where none is given, `room` has fields of `Placement`. The
+    weights of `beside`, an engine of the same checkpoint, are shared if both pack them alike: the mode
+    `fp8` packs its own, and so does `per_layer` on FP4 units. Other arguments are as in `FusedEngine`;
+    a plan that is made here leaves `prefix_bytes` free. Raise InputError if the checkpoint cannot be
+    loaded, or its weights cannot have the activation mode, and ResourceError if the model does not
+    fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
