@@ -41,16 +41,13 @@ SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
 # Of a block whose weights are rounded to e4m3 and are not zero: half of it over 8 is the least normal
 # number.
 E4M3_LEAST_SCALE = 2.0**-2
-# Activations of the schemes that multiply in 8 bits.
 # What a product reads: bf16 rows [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or
 # NVFP4's codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's
 # weight knows.
 Activation = tuple[Tensor, Tensor | None]
-EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}
-# The scheme whose rows are NVFP4 too.
-FOUR_BIT = "nvfp4_e2m1"
-# Schemes whose kernel wants a row's columns in another order: `quantize.place`.
-MOVED = ("nvfp4_e4m3",)
+EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}  # dtypes of rows, by scheme
+FOUR_BIT = "nvfp4_e2m1"  # the scheme whose rows are NVFP4 too
+MOVED = ("nvfp4_e4m3",)  # schemes that want a row's columns in another order: `quantize.place`
 LARGEST = {FP8: FP8_MAX, torch.int8: INT8_MAX}
 GATE_UP_RUN = 8
 # Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. One core of a Xeon makes

@@ -11,8 +11,6 @@ from typing import Any
 from quantize.errors import InputError
 
 Message = Mapping[str, Any]  # content: text, or parts of type text and image
-
-
 OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
 HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
