@@ -109,11 +109,6 @@ class Plan:
     moved: float  # bytes of keys and values that a pass of all lanes takes from the host
 
     @property
-    def batch(self) -> int:
-        """Canvases of a pass."""
-        return self.need.batch
-
-    @property
     def total(self) -> float:
         """Bytes of all parts."""
         return sum(self.parts.values())

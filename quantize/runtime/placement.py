@@ -98,14 +98,14 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     )  # fmt: skip
     found = plan(need, opened.config, budget)
     lanes, on_host = found.need.lanes, found.need.on_host
-    if found.streamed or found.batch < place.capacity:
+    if found.streamed or found.need.batch < place.capacity:
         say(
             f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
             f"{(found.streamed + found.moved) / 1e9:.1f} GB are streamed a pass, "
-            f"{found.batch * lanes} canvases at once"
+            f"{found.need.batch * lanes} canvases at once"
         )
     return replace(
-        place, capacity=found.batch, resident=found.resident, lanes=lanes, on_host=on_host
+        place, capacity=found.need.batch, resident=found.resident, lanes=lanes, on_host=on_host
     )
 
 

@@ -125,7 +125,7 @@ def test_canvases_in_lockstep_at_22_gb() -> None:
     """Answers of 1,536 positions: 128 canvases, so that each takes little of the link."""
     need = replace(real_needs("nvfp4")["evaluate BF16"], context=1536)
     found = plan(need, REAL, 22e9)
-    canvases = found.batch * found.need.lanes
+    canvases = found.need.batch * found.need.lanes
     assert found.need.on_host
     assert canvases == MOST_CANVASES
     assert (found.streamed + found.moved) / canvases < 0.6e9
@@ -139,8 +139,8 @@ def test_every_plan_keeps_its_budget_and_larger_ones_stream_less(recipe: str) ->
         for gb in range(22, 200, 6):
             found = plan(need, REAL, gb * 1e9)
             assert found.total <= gb * 1e9
-            assert 1 <= found.batch <= need.batch
-            if found.batch == need.batch:
+            assert 1 <= found.need.batch <= need.batch
+            if found.need.batch == need.batch:
                 streamed.append(found.cost[0])
         assert streamed == sorted(streamed, reverse=True)
         assert streamed[-1] == 0
@@ -195,10 +195,10 @@ def test_the_batch_is_halved_only_where_no_layer_can_stay() -> None:
     need = real_needs("nvfp4")["evaluate BF16"]
     for gb in (12, 16, 24, 48, 80):
         found = plan(need, REAL, gb * 1e9)
-        assert need.batch % found.batch == 0
-        if found.batch < need.batch:
-            doubled = replace(need, batch=2 * found.batch)
-            assert plan(doubled, REAL, gb * 1e9).batch == found.batch
+        assert need.batch % found.need.batch == 0
+        if found.need.batch < need.batch:
+            doubled = replace(need, batch=2 * found.need.batch)
+            assert plan(doubled, REAL, gb * 1e9).need.batch == found.need.batch
 
 
 def test_too_small_a_gpu_is_told_what_is_needed() -> None:

@@ -141,15 +141,15 @@ class _Stages:
     def _passes(self, need: Need, count: float, factor: float) -> tuple[Row, float, float]:
         """Return a row without seconds, and the seconds that `count` passes compute and stream."""
         found = plan(need, self._config, self._machine.budget)
-        count *= need.batch / found.batch
+        count *= need.batch / found.need.batch
         carried, host = found.streamed + found.moved, OWN_BYTES
         if found.need.on_host:
-            host += found.need.lanes * found.batch * cache_bytes(self._config, need.context)
+            host += found.need.lanes * found.need.batch * cache_bytes(self._config, need.context)
         row = Row(need.stage.split()[0], gpu=found.total, streamed=carried, host=host)
         if (rates := self._machine.gpu.rates) is None:
             return row, 0.0, 0.0
         is_bf16 = need.stack.name == "BF16"
-        least = floor(self._config, self._targets, rates, found.batch, CONTEXT, bf16=is_bf16)
+        least = floor(self._config, self._targets, rates, found.need.batch, CONTEXT, bf16=is_bf16)
         streamed = STREAMED * count / found.need.lanes * carried / self._machine.link_rate
         return row, count * factor * sum(least.values()), streamed
 

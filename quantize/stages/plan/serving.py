@@ -103,12 +103,12 @@ def _cells(
         return [f"needs {least_of(error)}"]
     streamed = size(found.streamed) if found.streamed else ""
     held = found.total - CONTEXT_BYTES + BEGUN_BYTES  # a server compiles less than a whole run
-    cells = ["streamed" if streamed else "resident", str(found.batch), size(held), streamed]
+    cells = ["streamed" if streamed else "resident", str(found.need.batch), size(held), streamed]
     if (rates := machine.gpu.rates) is None:
         return [*cells, "?", "?"]
     is_bf16, context = need.stage == "BF16", found.need.context
-    least = floor(config, targets, rates, found.batch, context, bf16=is_bf16)
+    least = floor(config, targets, rates, found.need.batch, context, bf16=is_bf16)
     streaming = found.streamed / machine.link_rate if found.streamed else 0.0
     seconds = max(sum(least.values()), streaming)
-    tokens = found.batch * config["canvas_length"] / ((STEPS + 1) * seconds)
+    tokens = found.need.batch * config["canvas_length"] / ((STEPS + 1) * seconds)
     return [*cells, f"{1e3 * seconds:.1f}", f"{tokens:,.0f}"]
