@@ -156,19 +156,13 @@ def bench(
     if checkpoint is None:  # making random numbers took memory that loading would not
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    name = str(checkpoint) if checkpoint else f"random weights, {random}"
+    name += f", activations {place.activations}" if place.activations else ""
+    name += ", sparse soft embedding" if place.sparse else ""
     result = Bench(
-        model=(str(checkpoint) if checkpoint else f"random weights, {random}")
-        + (f", activations {place.activations}" if place.activations else "")
-        + (", sparse soft embedding" if place.sparse else ""),
-        device=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        context=context,
-        weight_bytes=weights.nbytes,
-        peak_bytes=0,
-        load_seconds=loaded,
-        experts_hit=hit,
-        rates=rates,
-    )
+        name, torch.cuda.get_device_name(), torch.__version__, context, weights.nbytes,
+        peak_bytes=0, load_seconds=loaded, experts_hit=hit, rates=rates,
+    )  # fmt: skip
     if (adaptive := samplers.pop(ADAPTIVE, None)) is not None:
         for batch in batches:
             say(f"batch {batch}, adaptive steps")

@@ -99,10 +99,10 @@ def test_gptq_plans_its_hessians_beside_the_model() -> None:
 
 def test_what_depends_on_its_batch_keeps_it_or_is_refused() -> None:
     need = real_needs("nvfp4")["calibrate"]
-    assert plan(need, REAL, 22e9).batch == need.batch == 8
+    assert plan(need, REAL, 22e9).need.batch == need.batch == 8
     with pytest.raises(ResourceError, match=r"smaller `batch_size` in the recipe's calibration"):
         plan(need, REAL, least_bytes(need, REAL) - 1)
-    assert plan(need, REAL, least_bytes(need, REAL)).batch == 8
+    assert plan(need, REAL, least_bytes(need, REAL)).need.batch == 8
 
 
 def test_lockstep_streams_least_over_all_batches() -> None:
@@ -204,7 +204,7 @@ def test_the_batch_is_halved_only_where_no_layer_can_stay() -> None:
 def test_too_small_a_gpu_is_told_what_is_needed() -> None:
     need = real_needs("nvfp4")["fidelity BF16"]
     least = least_bytes(need, REAL)
-    assert plan(need, REAL, least + 1).batch == 1
+    assert plan(need, REAL, least + 1).need.batch == 1
     words = rf"fidelity BF16: there are 10\.0 GB .* needs {least / 1e9:.1f} GB; use a larger"
     with pytest.raises(ResourceError, match=words):
         plan(need, REAL, 10e9)

@@ -189,11 +189,9 @@ class HostCells:
         """Yield the cells of tokens at a layer: on the host, and in a place."""
         slot, start, count = added
         for cells in self._host.runs(index, start, start + count):
-            for host, own in (
-                (self._host.keys[index], place.keys[index]),
-                (self._host.values[index], place.values[index]),
-            ):
-                yield host[lane * self._slots + slot, cells], own[slot, cells]
+            row = lane * self._slots + slot
+            yield self._host.keys[index][row, cells], place.keys[index][slot, cells]
+            yield self._host.values[index][row, cells], place.values[index][slot, cells]
 
     def _beside(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

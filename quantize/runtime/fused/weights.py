@@ -106,22 +106,14 @@ def load_packed(
     layers = config.text_config.num_hidden_layers
     streamed = spread(layers, layers - min(layers, layers if resident is None else resident))
     decoder = "model.decoder."
-    embedding = packer.plain(f"{decoder}embed_tokens.weight")
+    embedding, norm = (packer.plain(f"{decoder}{n}.weight") for n in ("embed_tokens", "norm"))
     conditioning = f"{decoder}self_conditioning."
-    return TextWeights(
-        config,
-        embedding,
-        packer.plain(f"{decoder}norm.weight"),
-        SelfConditioning(
-            packer.plain(f"{conditioning}pre_norm.weight"),
-            packer.rows([f"{conditioning}gate_proj", f"{conditioning}up_proj"])[0],
-            packer.rows([f"{conditioning}down_proj"])[0],
-        ),
-        _layers(packer, layers, streamed, on_layer),
-        Tower(checkpoint, config, place),
-        in_fp8,
-        any(scales),
-    )
+    pre_norm = packer.plain(f"{conditioning}pre_norm.weight")
+    gate_up = packer.rows([f"{conditioning}gate_proj", f"{conditioning}up_proj"])[0]
+    down = packer.rows([f"{conditioning}down_proj"])[0]
+    own = SelfConditioning(pre_norm, gate_up, down)
+    found, tower = _layers(packer, layers, streamed, on_layer), Tower(checkpoint, config, place)
+    return TextWeights(config, embedding, norm, own, found, tower, in_fp8, any(scales))
 
 
 def load_in_turns(folder: Path, device: str) -> TextWeights:
