@@ -40,7 +40,7 @@ HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
 # Of a GB of BF16: convert, verify behind it, loading, and loading for a calibration with what it writes
 # last. Fidelity opens both models and checks every Linear: 55 of the 67 s that 16 steps of 16
 # canvases took.
-CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 32.2 / 51.65, 10.6 / 51.65, 0.12
+CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 19.0 / 51.65, 10.6 / 51.65, 0.12
 CALIBRATE_SECONDS, CHECKING_SECONDS = 0.2, 0.8
 BF16_FLOP = 989e12  # a second, of that GPU: GPTQ's time is taken to go with it
 # The most host memory that the stages held for themselves there, and that GPTQ's leave for rows.
