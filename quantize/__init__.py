@@ -1,4 +1,4 @@
-"""Quantize DiffusionGemma to FP8, INT8 or NVFP4, and measure what it costs against BF16.
+"""Quantize DiffusionGemma to FP8, INT8, NVFP4 or MXFP4, and measure what it costs against BF16.
 
 The pipeline reads top to bottom as `quantize --help` lists it: plan, calibrate, convert, verify,
 fidelity, evaluate, report, push. docs/structure.md names each module in one sentence; docs/python.md
@@ -9,7 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantize.api import *
+    from quantize.api import (
+        Run,
+        compare,
+        convert,
+        evaluate,
+        fidelity,
+        judge,
+        load,
+        open,
+        plan,
+        report,
+        run,
+        search,
+    )
 
 __version__ = "0.2.0"
 __all__ = [
