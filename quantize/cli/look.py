@@ -106,9 +106,10 @@ def doctor(out: Path) -> int:
     A line with an arrow says what to do. The exit code is 3 if something is missing that commands need.
     Nothing is downloaded, written or sent; the output is meant to be pasted into a bug report.
     """
+    from quantize import __version__
     from quantize.host.doctor import NEEDED, findings
 
-    found = list(findings(out))
+    found = list(findings(out, __version__))
     for finding in found:
         click.echo(f"{finding.what}: {finding.found}")
         if finding.advice:

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 from platformdirs import user_cache_dir
 
-from quantize import __version__
 from quantize.host.resources import free_memory
 from quantize.host.units import size
 
@@ -40,9 +39,9 @@ class Finding:
     level: str = WANTED
 
 
-def findings(out: Path) -> Iterator[Finding]:
-    """Yield what is found of this machine; `out` is the folder that runs are written to."""
-    yield Finding("quantize", f"{__version__} in {Path(__file__).parents[1]}")
+def findings(out: Path, version: str) -> Iterator[Finding]:
+    """Yield what is found of this machine; `out` is the folder of runs, `version` quantize's own."""
+    yield Finding("quantize", f"{version} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
