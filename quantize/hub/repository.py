@@ -58,7 +58,7 @@ class File:
 
 @dataclass(frozen=True)
 class Repository:
-    """What the Hub says about a repository before it is changed: names -> commits."""
+    """A repository as it stands on the Hub; its tags and branches are names -> commits."""
 
     exists: bool = False  # or it is hidden from us; a new one is private
     private: bool = True

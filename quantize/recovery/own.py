@@ -97,8 +97,8 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
     It is private if its `metadata` says so, too.
 
     Raises:
-        ValueError: the file cannot be read, is a task that block diffusion cannot answer, or a private
-            one of which nothing short can be kept.
+        ValueError: the file cannot be read, block diffusion cannot answer the task, or the task is
+            private and `finding` refuses its filter.
     """
     fields = read_task(file)
     if (kind := fields.get("output_type")) != "generate_until":
@@ -124,11 +124,13 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 
 
 def finding(definition: Definition) -> Callable[[str], str]:
-    """Return what reduces an answer to a private task to what its regular expression finds in it.
+    """Return a function that cuts a private task's answer down to the match of its regular expression.
+
+    Only the match is kept, so scoring must find the same in it as in the whole answer.
 
     Raises:
-        ValueError: the task's one filter does not begin with a regular expression; what is returned
-            raises it where the expression needs the text around what it finds.
+        ValueError: the task has not one filter that begins with a regular expression. The function
+            raises it where the expression finds an answer only with the text around it.
     """
     filters = definition.get("filter_list") or []
     first: dict[str, Any] = filters[0]["filter"][0] if len(filters) == 1 else {}

@@ -17,10 +17,11 @@ QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps
 
 
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
-    """Return an entry for each question that differs, by its index in the data set.
+    """Return an entry for each question that differs, in the order of the data set.
 
-    Keys: question (index), hash, repeat (the first that differs), outcome (lost, won or other answer),
-    target, and for `bf16` and `quantized` how many repeats are right, the answer, steps and tokens.
+    Keys: question (its index there), hash, repeat (the first that differs), repeats (how many), outcome
+    (lost, won or other answer), target, and for `bf16` (`base`) and `quantized` (`other`) how many
+    repeats are right, and the answer, steps and tokens of that repeat.
     """
     theirs = {(row.doc_id, row.repeat): row for row in other.rows}
     pairs: dict[int, list[tuple[Row, Row]]] = {}

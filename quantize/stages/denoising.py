@@ -36,7 +36,7 @@ SCRATCH = "scratch"  # folder beside a stage's result
 class Denoising:
     """The calibration prompts of the BF16 checkpoint in a folder, and how they are denoised.
 
-    `held_out` says whether the prompts that are not observed come along.
+    With `held_out`, HELD_OUT more prompts are denoised and recorded for the replay, and not observed.
 
     Raises:
         InputError, ResourceError: the prompts or the checkpoint are wrong or missing.
@@ -52,7 +52,7 @@ class Denoising:
 
     @cached_property
     def identity(self) -> str:
-        """A digest of everything that what is recorded depends on."""
+        """A digest of what a recording depends on: checkpoint, prompts, settings, versions, device."""
         versions = package_versions()
         observed = self._prompts[: self._settings.prompts]
         facts = [

@@ -24,9 +24,10 @@ class Device:
     """The CPU or GPU on which weights are computed.
 
     Attributes:
-        turn: a context in which a thread uses the device; on a CPU everyone always may.
+        turn: the context in which a thread uses the device: a GPU has room for TURNS, a CPU for all.
         pinned: whether what is read for the device should lie in pinned memory.
-        makers: threads that read and compute while others write and hash, a GPU doing most of it.
+        makers: how many threads read and compute beside those that write and hash: one a core, or half
+            as many where a GPU computes.
     """
 
     def __init__(self, name: str = "cpu") -> None:

@@ -133,7 +133,10 @@ class FusedModel:
         lane: int = 0,
         added: Sequence[Added] = (),
     ) -> Pass:
-        """Return a pass of `encode` at the first layer; the last four are fields of `Pass`."""
+        """Return the pass by which `encode` encodes, before it enters the first layer.
+
+        `whole`, `real`, `lane` and `added` are the pass' fields of those names.
+        """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
             h, x = self._begin(tokens.flatten(), None, 0)
@@ -160,11 +163,12 @@ class FusedModel:
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
-        """Return a pass of the decoder over canvases [B, L] at the first layer; `rows`: see `behind`.
+        """Return a pass of the decoder over canvases [B, L], before it enters the first layer.
 
+        `rows` are where the canvases stand, as `behind` returns it.
         `signal` bf16 [B * L, H] is the soft embedding of the step before; zeros or None at the first.
-        `committed` tokens [C, L], slots and start [C], as `encode` takes them, are encoded in the same
-        pass; canvases may stand behind them.
+        `committed` holds tokens [C, L], slots and start [C] as `encode` takes them: canvases that were
+        just committed. The same pass encodes them; canvases it decodes may stand behind them.
         """
         update = None
         if signal is not None:
@@ -189,7 +193,7 @@ class FusedModel:
         return made
 
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Take passes from the first layer through all, each as it is alone; return their last rows.
+        """Take passes through all layers, each computed by itself; return their last rows.
 
         These are normalised: bf16 [decoded, H], or all rows of a pass that is `whole`. A streamed layer
         serves all passes, lane by lane. A lane's encoder passes go first, so canvases see what is
@@ -273,7 +277,7 @@ class FusedModel:
     ) -> Tensor:
         """Return softmax(logits / T) @ embedding, not scaled: bf16 [M, H], in `out` if given.
 
-        `left` is what `look` left of the logits, if it made them.
+        `left` are the probabilities that `look` wrote beside these logits, None where it did not run.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):

@@ -47,7 +47,8 @@ class ServedModel:
     what servers without a fingerprint serve.
 
     Raises:
-        InputError: one serves other weights, they differ, or neither they nor the user name theirs.
+        InputError: a server has other weights than `digest` or differs from the first, or neither it
+            nor `revision` says which weights it serves.
     """
 
     loading_seconds = 0.0
@@ -151,7 +152,8 @@ def open_models(
     """Return the models, baseline and candidate first; no weights are loaded.
 
     `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions of the longest
-    prompt and answer. `imported` returns what stands for a local baseline beside a candidate, or None.
+    prompt and answer. `imported` takes the first candidate, and returns imported answers that serve as
+    the baseline, or None.
 
     Raises:
         InputError: a server or a GGUF file has another model, or a mode means nothing to it.
@@ -209,7 +211,7 @@ def open_models(
 
 
 def warn_of_servers(models: Sequence[ComparedModel], token_limit: int, canvas_length: int) -> None:
-    """Warn of servers that may answer worse than their model, if answers take several canvases."""
+    """Warn of servers that may encode finished canvases wrongly, if answers take more than one."""
     if token_limit <= canvas_length:
         return
     served = [each.backend.servers for each in models if isinstance(each.backend, ServedModel)]

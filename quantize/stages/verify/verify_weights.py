@@ -85,7 +85,10 @@ def check_weights(
     checks: dict[str, Check],
     device: Device,
 ) -> dict[str, float | None]:
-    """Check the values of every tensor; return relative errors by source tensor, None for no number."""
+    """Check the values of every tensor; return relative errors by source tensor.
+
+    None stands for an error that is not finite, which JSON cannot hold.
+    """
     comparer = Comparer(source, recipe, device, Decompressor(artifact.config))
 
     def check(part: PartOf) -> Part:
@@ -122,7 +125,7 @@ def error_limit(recipe: Recipe, scheme: Scheme) -> float:
 
 
 def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
-    """Split tensors: fused experts and kept tensors by what a device takes; another Linear is whole."""
+    """Split fused experts and kept tensors to what a device takes; leave other Linears whole."""
     parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
@@ -197,7 +200,11 @@ class Comparer:
         return specs(target.scheme.compressed, *linear_shape(target.shape, target.modules))
 
     def check(self, part: PartOf, encoded: Encoded) -> Part:
-        """Check a part's tensors."""
+        """Return what the checks find in a part.
+
+        Kept weights are compared bit for bit with the source. Linears are checked for scales, relative
+        error to the source, dead experts and decompression.
+        """
         target, start, stop = part
         if target.scheme is not None:
             return self._quantized(part, target.scheme, encoded)
