@@ -34,11 +34,11 @@ def from_pretrained(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a model as transformers does; a quantized folder as `quantize.checkpoints.load` does.
 
-    Of a quantized folder `dtype` (BF16 by default) and a `device_map` of one device are taken.
+    A quantized folder takes two options: `dtype` (BF16 by default), a `device_map` of one device.
 
     Raises:
-        InputError: the folder is incomplete or has another layout, an option would be ignored, or a
-            quantized model is no folder.
+        InputError: the folder is incomplete or has another layout, an option would be ignored, or
+            `name` is a quantized model on the Hub, which has to be downloaded first.
     """
     if name is None or not _is_quantized(Path(name), str(name)):
         return _transformers(name, *args, **options)

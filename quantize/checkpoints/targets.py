@@ -215,7 +215,7 @@ def _chosen_by(quantization: Quantization) -> Chosen:
 
 
 def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Return whether an entry names a Linear, by compressed-tensors' rule.
+    """Return a function that tells whether one of `entries` names a Linear: compressed-tensors' rule.
 
     An entry is `Linear`, which names all, `re:` and a pattern, or the exact name of a module.
     """

@@ -80,8 +80,8 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
     """Round weights to a scheme's tensors so that the layers' outputs stay near.
 
     `weight` is [E, out, in] BF16, finite, `in` a multiple of 16; `hessian` [E, in, in] float32, as
-    `shrunk` returns it, with another diagonal meanwhile; `shared` [E, 1] FP32 global scales, where the
-    scheme has them.
+    `shrunk` returns it, damped in place while this runs; `shared` [E, 1] FP32 global scales, where
+    the scheme has them.
     """
     hessian = hessian.contiguous()
     if shared is None:
@@ -242,8 +242,9 @@ def round_block(
     """Round a block of 16 inputs under each scale that is tried, and keep the best.
 
     `weight` [E, out, 16] has the errors of inputs before it, `factor` [E, 16, 16] is U's block on its
-    diagonal, `shared` is [E]. It writes `codes` (values) and `errors` (over U_ii), both [E, out, 16],
-    and the chosen `scales` [E, out], which it only reads where the grid has no neighbours.
+    diagonal, `shared` is [E]. It writes `codes` [E, out, 16], as the values that they stand for,
+    `errors` [E, out, 16], over U_ii, and the chosen `scales` [E, out], which it only reads where
+    `grid.neighbours` is 0.
     """
     if launches(weight.device):
         from fused_dequant import gptq
@@ -298,8 +299,8 @@ def descend_block(
     """Move a block's scales, then its codes, each to its own optimum given all the others.
 
     `slope` [E, out, 16] is (W - Q) H of the block's inputs, `hessian` [E, 16, 16] H's block on its
-    diagonal, `shared` is [E]. It moves `codes` (values) [E, out, 16], and `scales` [E, out] where the
-    grid has neighbours; `moved` gets how much the values codes * scale / shared grew.
+    diagonal, `shared` is [E]. It moves `codes` [E, out, 16] (values, not bits) and, unless
+    `grid.neighbours` is 0, `scales` [E, out]. `moved` gets the change of codes * scale / shared.
     """
     if launches(slope.device):
         from fused_dequant import gptq

@@ -229,7 +229,8 @@ def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
     """Round activations [..., K] to e2m1, in x's dtype, with an e4m3 scale for each 16 values.
 
-    `global_scale` = 448 * 6 / the calibrated amax. Values beyond it saturate. Arithmetic is FP32.
+    `global_scale` is 448 * 6 / the calibrated amax, and required: ValueError where it is None. Values
+    beyond that amax saturate. Arithmetic is FP32.
     """
     if global_scale is None:
         raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")

@@ -38,7 +38,10 @@ class Cores:
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `work` of every item, computed side by side; a thread of these computes all itself."""
+        """Return `work` of every item, computed side by side.
+
+        A thread that is one of `Cores` computes all items itself, so that it never waits for its pool.
+        """
         return list(map(work, items) if _HERE.core else self._pool.map(work, items))
 
     def one(self, work: Callable[[], R]) -> R:
