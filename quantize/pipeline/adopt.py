@@ -25,7 +25,7 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
     model's own settings in its place.
 
     Raises:
-        InputError: a result is stale, no such point was judged, or it has activations of its own.
+        InputError: a result is stale, no such point was judged, or it names its own activations.
         GateError: the point, or none of them, passes.
     """
     with opened(path) as run:

@@ -47,7 +47,7 @@ def judging(
     fine_tuned: bool = False,
     **options: Any,
 ) -> Generator[Run]:
-    """Open the judgement of a checkpoint as a run, which `advance` judges; hold it for the block.
+    """Yield the run that judges a checkpoint, for `advance`; its folder is locked during the block.
 
     `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
     for the bundled one. `tasks`, `limit` and `options` are those of `started`.

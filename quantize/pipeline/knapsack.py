@@ -16,7 +16,7 @@ Choice = tuple[int, float]  # bytes and damage of an option
 
 
 class Knapsack:
-    """The best choices by budget: of each of `groups`, one or more options, exactly one is chosen."""
+    """Chooses exactly one option of each of `groups`; an option is its bytes and its damage."""
 
     def __init__(self, groups: Sequence[Sequence[Choice]]) -> None:
         sizes = [len(options) for options in groups]
@@ -28,7 +28,7 @@ class Knapsack:
         self._most = int(np.maximum.reduceat(self._bytes, self._first).sum())
 
     def best(self, nbytes: int) -> list[int]:
-        """Return the option of each group that together do the least damage within `nbytes`.
+        """Return the index of each group's option, such that they do the least damage in `nbytes`.
 
         Raises:
             InputError: not even the smallest options fit.
@@ -42,7 +42,7 @@ class Knapsack:
         return self._options(found)
 
     def cheapest(self, damage: float) -> list[int]:
-        """Return the options of the fewest bytes whose damage is at most `damage`.
+        """Return the index of each group's option: the fewest bytes that do at most `damage`.
 
         Raises:
             InputError: no choice does so little.
@@ -54,7 +54,7 @@ class Knapsack:
         return self._options(found)
 
     def frontier(self, points: int) -> list[Choice]:
-        """Return bytes and least damage at evenly spaced budgets."""
+        """Return (bytes of the budget, least damage) at `points` evenly spaced budgets."""
         budgets = dict.fromkeys(np.linspace(self.least, self._most, points).round())
         found = [(budget, self._least(self._damage, self._bytes, budget)) for budget in budgets]
         return [(int(budget), float(x @ self._damage)) for budget, x in found if x is not None]

@@ -53,7 +53,7 @@ def started(
     limit: int | None = None,
     **options: Any,
 ) -> Generator[Run]:
-    """Resolve recipe and model, name the run folder, show the plan; lock the run for the block.
+    """Name a run's folder by recipe and model, show its plan, yield the run; lock it for the block.
 
     A recipe that is named is adapted to the bundled model, `tasks` and `limit`; one that is given is
     taken as it is. `options` are those of `Run`.
@@ -178,7 +178,7 @@ def opened(path: Path, **options: Any) -> Generator[Run]:
 
 
 def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
-    """Return how each stage of a recipe fits the GPU, before any has begun; nothing without a GPU.
+    """Return stage -> how it fits the GPU, before any has begun; {} without a GPU.
 
     Raises:
         ResourceError: a stage needs more memory than there is.
@@ -193,7 +193,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
 
 
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
-    """Run every stage up to `until` that is not done or stale; return the exit code, 0 or 4.
+    """Run every missing or stale stage up to `until`; return the last stage's exit code, 0 or 4.
 
     Data that cannot be read is found before the first stage, not after hours of others' work.
 
@@ -253,7 +253,7 @@ def run_alone(run: Run, stage: Stage) -> int:
 
 @contextmanager
 def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock a run to publish it, whose results are all fresh and whose report its scores give.
+    """Yield folder and recipe of a run to publish, locked; its results and report are up to date.
 
     Raises:
         InputError: a stage is stale or missing, or the report differs from what the scores give.

@@ -72,7 +72,7 @@ Group = tuple[int, str]  # index of the layer, module class
 
 @dataclass(frozen=True)
 class Option:
-    """One scheme for one group."""
+    """One scheme for one group, with its cost in bytes and in KL."""
 
     scheme: str  # a scheme's name, or BF16
     nbytes: int  # bytes of the group's tensors under it
@@ -99,8 +99,8 @@ def search(
     is in bytes, None for what is free.
 
     Raises:
-        InputError: not one of `nbytes` and `kl` is given, a scheme is unknown, no choice reaches the
-            bound, or a calibration that a scheme needs is missing.
+        InputError: none or both of `nbytes` and `kl` are given, a scheme is unknown, no choice reaches
+            the bound, or a calibration that a scheme needs is missing.
     """
     if (nbytes is None) == (kl is None):
         raise InputError("name one bound: --bytes N, or --kl X")

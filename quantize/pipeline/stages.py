@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def place(self) -> "Placement":
-        """Where models run."""
+        """Where models run: on this machine's GPU within `gpu_memory`, or its CPU."""
         from quantize.runtime.placement import Placement
 
         return Placement.here(self.gpu_memory)
@@ -50,8 +50,8 @@ class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
     `options` are `Machine`'s and the stages': verify's `full`, fidelity's `modes`, those of
-    `evaluate_more`, the report's `hourly_price`. `instead` has what replaces stages' own work; None
-    there leaves a stage out.
+    `evaluate_more`, the report's `hourly_price`. `instead` maps a stage's name to what replaces its
+    work, or to None, which leaves the stage out.
     """
 
     folder: RunDir
@@ -64,12 +64,12 @@ class Run:
 
     @property
     def machine(self) -> Machine:
-        """What it may use."""
+        """What the run may use of the machine, from its `options`."""
         return Machine(**{name: self.options[name] for name in MACHINE & self.options.keys()})
 
     @property
     def recording(self) -> "Path":
-        """What calibrate keeps for round; both remove what they find there."""
+        """Folder of the passes that calibrate records for round; both remove what they find there."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
         return self.machine.scratch / f"{self.folder.path.name}-recording"
@@ -104,7 +104,7 @@ MACHINE = {each.name for each in fields(Machine)}
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage."""
+    """What a stage reads, does and leaves, and what its command offers."""
 
     name: str  # name of the stage and of its command
     result: str  # path in the run folder whose presence says that the stage has been done

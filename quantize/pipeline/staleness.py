@@ -41,7 +41,7 @@ def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None
     """Check that the results of `stages` are up to date.
 
     Raises:
-        InputError: one is missing or stale; the first is named.
+        InputError: a result is missing or stale; the first is named.
     """
     for stage, why in stale(folder, recipe, stages):
         raise InputError(
@@ -66,7 +66,7 @@ def upstream(stage: Stage) -> list[Stage]:
 
 
 def input_digests(folder: RunDir, stage: Stage) -> dict[str, str | None]:
-    """Return what a stage's result depends on, by name."""
+    """Return name -> digest of what a stage reads: the model, and other stages' results."""
     digests = {s.name: result_digest(folder, s) for s in STAGES if s.name in stage.inputs}
     about = read_json(folder.manifest_json, "source.fingerprint")["source"]
     return {"model": about["fingerprint"]} | digests
@@ -109,7 +109,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
-    """Record a stage's changed result, also for the `unconcerned` readers that stay fresh."""
+    """Record a stage's changed result; stages named in `unconcerned`, which read it, stay fresh."""
     records, result = _records(folder), result_digest(folder, stage)
     records[stage.name]["result"] = result
     for name in unconcerned:

@@ -66,7 +66,7 @@ def bounds_of(name: str) -> tuple[int, int]:
 
 
 def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
-    """Return controls as fields for pydantic's `create_model`: None, or a value within bounds."""
+    """Return name -> pydantic field (None, or a value in the range `of`) for `create_model`."""
     from pydantic import Field  # help of the command line does without it
 
     made: dict[str, Any] = {}

@@ -439,7 +439,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 def resolved(
     name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
 ) -> Recipe:
-    """Return a recipe as a run has it: for the bundled model or not, of some tasks, so many problems.
+    """Return a recipe for the bundled model or not, with `tasks` and `limit` questions of each.
 
     Raises:
         InputError: there is no such recipe or task.
@@ -485,7 +485,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
 
 @contextmanager
 def errors_of(source: str) -> Generator[None]:
-    """Name a recipe in the errors of the block."""
+    """Put the recipe's name, `source`, before the message of an InputError of the block."""
     try:
         yield
     except InputError as error:

@@ -28,8 +28,8 @@ def known_tasks() -> list[str]:
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     """Return a task's `metadata`, that of `own` for a recipe's own task; {} for an unknown one.
 
-    Keys: `private`; `questions`, the size of its data set; `prompt_tokens`, the most tokens of a prompt
-    that is longer than a question; `margin_pp`, the allowed loss where a recipe names none.
+    Keys: `private`; `questions`, the size of its data set; `prompt_tokens`, the most
+    of a prompt, where prompts are long; `margin_pp`, the loss in points allowed by default.
     """
     if own is None and task not in known_tasks():
         return {}
@@ -55,7 +55,7 @@ def token_limit(fields: Mapping[str, Any]) -> int:
 
 @cache
 def shipped(task: str) -> Mapping[str, Any]:
-    """Return the fields of a task that ships, those of lm-eval's own task below it included."""
+    """Return the fields of a shipped task, with those of the lm-eval task that it extends."""
     fields: dict[str, Any] = {}
     for file in files_of(task):
         fields |= read_task(file)
@@ -63,7 +63,7 @@ def shipped(task: str) -> Mapping[str, Any]:
 
 
 def files_of(task: str) -> list[Path]:
-    """Return the file of a task that ships, behind that of lm-eval's task that it rests on."""
+    """Return a shipped task's file, after that of the lm-eval task that it extends, if any."""
     own = TASKS / f"{task}.yaml"
     base = read_task(own)["metadata"].get("lm_eval")
     return [LM_EVAL / base, own] if base else [own]

@@ -86,7 +86,7 @@ class Total:
 
 
 def units(estimand: Estimand, questions: int, repeats: int) -> int:
-    """Return the number of an estimand's units: answers to these questions, or such questions."""
+    """Return the number of units: questions for `such_questions`, else all answers to them."""
     return questions if estimand == "such_questions" else questions * repeats
 
 

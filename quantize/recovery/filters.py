@@ -55,10 +55,10 @@ def integer(text: str) -> int | None:
 
 
 def with_sentences(dataset: Any) -> Any:
-    """Return IFEval's documents (lm-eval's `process_docs`) where its checks can cut sentences.
+    """Return IFEval's documents as they are (lm-eval's `process_docs`), if NLTK can split sentences.
 
     Raises:
-        ValueError: NLTK's model of sentences is not there, which would show after hours of answers.
+        ValueError: NLTK lacks the model that IFEval's checks need, hours later, to split answers.
     """
     import nltk
 

@@ -137,7 +137,7 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 
 
 def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
-    """Return of each operating point the p-value of "it does not fit", Holm's over the points.
+    """Return operating point -> p-value of "it does not fit", after Holm's correction over the points.
 
     A point fits when the whole loss of every task, format and settings together, is within the margin,
     and every sign of ill health within its limit: its p-value is the largest of theirs.

@@ -13,8 +13,8 @@ limit or more" must be excluded, to fail, "by at most the limit". The limit is t
 
   half the task's margin   an empty answer is lost as a wrong one is, and one fault may not take all
                            that may be lost
-  5 answers, if more       than that, but at most the margin: no smaller limit can be excluded once
-                           chance gives the candidate a sign that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
+  5 answers, if more than  but at most the margin: no smaller limit can be excluded once chance gives
+  half the margin          the candidate a sign that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
   half of BF16's share,    and then y - 1.5 x is judged, with x and y 1 where an answer of BF16 or of
   if more                  the candidate has the sign: else frequent signs would leave healthy models
                            open
@@ -48,7 +48,7 @@ _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 
 @dataclass(frozen=True)
 class Sign:
-    """How often answers have one sign of ill health; without a limit the last three are None."""
+    """How often answers have one sign of ill health; without a limit, limit and p-values are None."""
 
     base: float  # share of BF16's answers
     quantized: float  # share of the candidate's

@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Answers one part of a task for one of its repeats; all of them are asked for at once."""
+    """Answers one part of a task, a repeat at a time; the first call asks for all repeats at once."""
 
     def __init__(
         self,

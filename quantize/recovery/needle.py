@@ -1,4 +1,4 @@
-"""A needle in a haystack: a number that stands once in a text of so many words, at all depths.
+"""A needle in a haystack: a number that stands once in a text, at a depth of its own in each question.
 
 Every text is drawn from its index alone, so each machine asks the same. A word is a token or more, so a
 text of 1,024 words exceeds the sliding window of 1,024 tokens; prompts are some words longer.
@@ -19,7 +19,7 @@ QUESTION = "Which number belongs to the name {name}? Answer with the number alon
 
 
 def questions(words: int, questions: int, **_: Any) -> dict[str, datasets.Dataset]:
-    """Return lm-eval's `custom_dataset`: so many questions, each on a text of so many words."""
+    """Return lm-eval's `custom_dataset`: `questions` documents, each on a text of `words` words."""
     rows = [_question(index, words, index / max(questions - 1, 1)) for index in range(questions)]
     return {"test": datasets.Dataset.from_list(rows)}
 

@@ -1,7 +1,7 @@
 """Pairs two scorings of a task, question by question, as far as both have been asked.
 
-Where looks were planned, answers count up to the last look that both completed; on the estimand of the
-plan the p-values are sequential.
+Where looks were planned, answers count up to the last look that both completed. The p-values are then
+sequential, if the terms have the plan's estimand.
 """
 
 import math
@@ -90,7 +90,7 @@ def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
 
 
 def most_steps(scoring: Scoring) -> float:
-    """Return the most denoising steps that a canvas may take, where the scoring knows them."""
+    """Return the most denoising steps that a canvas may take, infinite if the scoring lacks them."""
     return scoring.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Scores one task on one model, part by part, with our YAML and lm-eval's harness, a pass a repeat.
+"""Scores one task on one model, part by part, with our YAML and lm-eval's harness.
 
 lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
 of its own over the stored answers; generation happens in the first.
@@ -41,7 +41,7 @@ FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
 
 
 def local_data(task: str, folder: Path) -> Path | None:
-    """Return a task's file in a folder of local data sets, the same with and without thinking."""
+    """Return a task's data file in a folder, the same with and without thinking; None without one."""
     files = [folder / f"{task.removesuffix(THINKING)}{suffix}" for suffix in READERS]
     return next((file for file in files if file.is_file()), None)
 
@@ -58,7 +58,7 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score part of `task`; of processes that share the work only the first scores, others return None.
+    """Score part of `task`; of processes that share its answers, all but the first return None.
 
     `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub, `definition` a
     task of the recipe's own (`recovery.own`). The run's `seed` and the settings of the `sampler` are

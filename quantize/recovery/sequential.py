@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The order in which looks take the questions; further questions would not change it."""
+        """The order in which looks take the questions; planning more questions inserts them into it."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -113,7 +113,7 @@ class Plan:
         ]
 
     def first(self, look: Look) -> Part:
-        """Return all that a look covers."""
+        """Return as one part all answers that a look covers, those of earlier looks included."""
         return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:

@@ -129,7 +129,7 @@ class Server:
 
 
 class Servers:
-    """Several servers of one model, each with `in_flight` requests; `settings` are `Server`'s.
+    """Several servers of one model, each asked `in_flight` requests at once; `Server` has `settings`.
 
     Raises:
         ServerError: one of the servers cannot be reached.

@@ -50,7 +50,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Terms):
-    """Base against quantized on one task, and the terms. Accuracies are 0..1, the rest as named.
+    """Base against quantized on one task, and the terms. Accuracies are 0..1; `_pp` is in points.
 
     All intervals but `other_interval` are those of the terms' estimand and confidence.
     """
@@ -132,7 +132,7 @@ def holm(
 ) -> dict[Name, float]:
     """Return Holm's step-down adjusted p-values, which bound the family-wise error over all of them.
 
-    Of weighted ones (Holm 1979) each has a share of the error in the ratio of the `weights`.
+    With `weights` (Holm 1979), each hypothesis' share of the error is proportional to its weight.
     """
     each = weights or dict.fromkeys(p_values, 1.0)
     adjusted: dict[Name, float] = {}

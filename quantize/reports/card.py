@@ -68,7 +68,7 @@ def serve_command(repo: str, canvas: int) -> str:
 
 
 def docker_command(repo: str, canvas: int) -> str:
-    """Return that command in a container; private repositories need HF_TOKEN in the environment."""
+    """Return the vLLM command in a container; private repositories need HF_TOKEN set."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'

@@ -65,7 +65,7 @@ def not_tested(content: Mapping[str, Any]) -> str:
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return name, activations, settings, tokens a forward, p and outcome, the fastest first."""
+    """Return a row of cells for each operating point, as `sections` heads them, the fastest first."""
     return [
         [
             point["name"],
@@ -117,7 +117,7 @@ def published_speed(content: Mapping[str, Any]) -> list[str]:
 
 
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return published figures beside this run's, recovery in brackets."""
+    """Return rows of published accuracies, recovery in brackets, beside this run's."""
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
     return [

@@ -54,7 +54,7 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def baseline_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on the machine that made BF16's answers, where that was another."""
+    """Return a sentence on the machine that made BF16's answers, if it was not the run's."""
     if (found := content.get("baseline")) is None:
         return []
     made, tool = found["made_with"], found["tool"]
@@ -66,7 +66,7 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the hardware and software that made the scores, one text each way."""
+    """Return a text for each differing set of hardware and software that made the scores."""
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
         model, seed = made["model"], f"seed {made['seed']}"
@@ -88,7 +88,7 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return stage, seconds, seconds of all tries, peaks of memory, GPU and the end of each stage."""
+    """Return a row a stage: name, seconds, seconds of all tries, peak memory (host, GPU), GPU, end."""
     found: list[tuple[str, ...]] = []
     for name, facts in stages.items():
         if "ended" in facts:  # the report itself, and interrupted stages, have not ended

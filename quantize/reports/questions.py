@@ -66,7 +66,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the vocabulary, and each recorded problem with the steps of both sides."""
+    """Return the vocabulary (id -> text), and recorded questions with both models' steps."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
     if not all(file.exists() for file in files):
         return {}, []
@@ -134,7 +134,7 @@ def _describe(
 
 
 def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Return "21 lost, 15 won, 4 wrong with another answer"."""
+    """Return counts of outcomes: "21 lost, 15 won, 4 wrong with another answer"."""
     counts = Counter(entry["outcome"] for entry in entries)
     other = counts["other answer"]
     return f"{counts['lost']} lost, {counts['won']} won, {other} wrong with another answer"

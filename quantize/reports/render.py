@@ -53,7 +53,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def markdown_table(section: Section) -> str:
-    """Return a section's table in Markdown: a cell is one line, without what a table would read."""
+    """Return a section's table in Markdown, "" without rows; cells are one line, with | escaped."""
     if not section.rows:
         return ""
     lines = [section.columns, ["---"] * len(section.columns), *section.rows]

@@ -22,7 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare two scorings (`recovery.pairing.paired`) as an entry of report.json and for the gate."""
+    """Compare scorings as `pairing.paired` does; return report.json's entry and the gate's input."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
@@ -39,7 +39,7 @@ def pair(
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:
-    """Write rows, then conditions, which describe them and never stand beside other rows."""
+    """Write rows, then their conditions; older conditions go first, so none describe other rows."""
     about = folder / f"{scoring.task}.conditions.json"
     about.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
@@ -87,7 +87,7 @@ def scored_tasks(run: RunDir) -> list[str]:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the counts besides the score; steps are None when a server does not report them."""
+    """Return a report's counts of samples, tokens and steps; steps are None if a server hides them."""
     steps = [step for row in rows for step in row.denoising_steps]
     tokens = sum(row.tokens for row in rows)
     return {

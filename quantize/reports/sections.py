@@ -55,7 +55,7 @@ def head(content: Content) -> list[str]:
 
 
 def sections(content: Content) -> list[Section]:
-    """Return the parts of a report, the questions that differ apart."""
+    """Return the parts of a report, without those of `question_sections`."""
     tasks, fidelity = content["tasks"], content["fidelity"]
     scored = [*tasks, *content["noise_floor"]]
     columns, rows = score_table(scored, content["verdict"]["estimand"])
@@ -108,7 +108,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def question_sections(questions: Content) -> list[Section]:
-    """Return some questions a task that differ; report.html and report.json hold all of them."""
+    """Return each task's first SHOWN differing questions; report.html and report.json hold all."""
     found: list[Section] = []
     for task, each in questions.items():
         rows = [question_row(entry) for entry in each["differ"]]
@@ -121,7 +121,7 @@ def question_sections(questions: Content) -> list[Section]:
 
 
 def looks_lines(content: Content) -> list[str]:
-    """Return sentences on what was not asked, since the verdict was certain, and not judged."""
+    """Return sentences on questions not asked, as a verdict was certain, and on steps not judged."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."
@@ -138,7 +138,7 @@ def looks_lines(content: Content) -> list[str]:
 
 
 def fidelity_section(fidelity: Content) -> Section:
-    """Return the distance from BF16 of each replay, as fidelity.json holds it."""
+    """Return the section on each replay's distance from BF16; `fidelity` is fidelity.json."""
     limits, own = fidelity["max_kl_nats"], fidelity["own_conditioning"]
     replays = [(mode, found, limits.get(mode)) for mode, found in fidelity["activations"].items()]
     replays.append((f"{own['activations']}, own self-conditioning", own, None))

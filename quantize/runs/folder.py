@@ -46,5 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Return whether a checkpoint's file, by its path there, is its card or scores: they may change."""
+    """Return whether a path in a checkpoint is its card or scores, which may change later."""
     return name == README or name.startswith(f"{RESULTS}/")

@@ -56,7 +56,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 
 def tool() -> dict[str, Any]:
-    """Return this code's version, its commit, and whether files differ from that; None if unknown."""
+    """Return this code's version, commit, and whether files differ from it; None where unknown."""
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
@@ -140,7 +140,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return name, bytes and time of change (ns) of files: what tells cheaply that one was changed."""
+    """Return (name, bytes, time of change in ns) of files: a cheap sign that none was changed."""
     found = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 

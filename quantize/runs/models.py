@@ -16,7 +16,7 @@ BASELINE_AGAIN, EXPORTED = "bf16-again", "quantized-gguf"
 
 
 def in_mode(mode: str) -> str:
-    """Return the name of the candidate whose activations are rounded in a way of its own."""
+    """Return the name of the candidate whose activations are rounded as `mode` says."""
     return f"{CANDIDATE}-{mode.replace('_', '-')}"
 
 

@@ -1,1 +1,1 @@
-"""The stages of a run, one plain function each from files to files, and what only they use."""
+"""The stages of a run, each a plain function from files to files, and what the stages share."""

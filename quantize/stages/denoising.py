@@ -2,7 +2,7 @@
 
 Calibrate records what enters the first layer on scratch where GPTQ will need it (`fused.recording`);
 round records again what is missing or damaged, and removes it when it is done. Results depend on the
-batch, so memory never changes it: where it does not fit, the run is refused. Where weights are
+batch size, so memory never changes it: a batch that does not fit is refused. Where weights are
 streamed, batches denoise in lockstep.
 """
 
@@ -36,7 +36,7 @@ SCRATCH = "scratch"  # folder beside a stage's result
 class Denoising:
     """The calibration prompts of the BF16 checkpoint in a folder, and how they are denoised.
 
-    With `held_out`, HELD_OUT more prompts are denoised and recorded for the replay, and not observed.
+    With `held_out`, HELD_OUT more prompts are denoised for the replay, and observers do not see them.
 
     Raises:
         InputError, ResourceError: the prompts or the checkpoint are wrong or missing.
@@ -76,9 +76,9 @@ class Denoising:
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
-        """Denoise the prompts; show those that are not held out to observers, and to a recorder.
+        """Denoise all prompts; return their trajectories.
 
-        `on_logits` is as in `BatchEngine.watching`.
+        Observers and recorder see no held-out prompt. `on_logits` is as in `BatchEngine.watching`.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
@@ -111,7 +111,7 @@ class Denoising:
         return open(self._source, place)
 
     def recording(self, folder: Path) -> Recording:
-        """Return what a folder holds of these prompts; where it is missing or damaged, record again.
+        """Return the folder's recording of these prompts; make it again where it is missing or damaged.
 
         Raises:
             ResourceError: as in `run`.

@@ -37,7 +37,7 @@ def needs(
     *,
     hopper: bool,
 ) -> list[Need]:
-    """Return the stages' needs; the mode `fp8` holds experts in 4 bits on Hopper, else in 8."""
+    """Return each stage's need; `hopper` GPUs hold experts in 4 bits in the mode `fp8`, others in 8."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
@@ -85,7 +85,7 @@ def quantized_stack(
 
 
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
-    """Return the positions of a question and an answer of at most `longest` tokens, whole canvases."""
+    """Return the positions of a question and an answer of `longest` tokens in whole canvases."""
     canvas = config["canvas_length"]
     room = QUESTION_TOKENS + -(-longest // canvas) * canvas
     return min(room, config["text_config"]["max_position_embeddings"])
@@ -108,10 +108,10 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 
 
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return the bytes that GPTQ takes for any number of experts [out, inputs], and for each of them.
+    """Return the bytes that GPTQ takes once, and those for each expert [out, inputs] besides.
 
-    For each it holds, in float32, its Hessian, the factor and six copies of its weight, which also
-    stands in BF16; while one Hessian is factored, seven matrices of float64.
+    Once: seven float64 matrices [inputs, inputs], while one Hessian is factored. For each expert: its
+    Hessian, the factor and six copies of its weight in float32, and the weight in BF16.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 

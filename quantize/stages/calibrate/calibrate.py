@@ -5,11 +5,11 @@ An NVFP4 module's activations share one calibrated number, input_global_scale = 
 decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
 loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping.
 
-An engine's `watching` shows every input, of both towers under one name, as vLLM's single backbone
-sees them; experts see only the tokens routed to them. An expert with fewer than
+An engine's `watching` shows every module's inputs. Encoder and decoder share names, as both are one
+backbone in vLLM; an expert sees only the tokens routed to it. An expert with fewer than
 `min_tokens_per_expert` takes the largest amax of its layer, and is listed.
 
-llm-compressor's oneshot, which the tests compare with, does not do: its `basic` pipeline shows the
+llm-compressor's oneshot, with which the tests compare, lacks this loop: its `basic` pipeline shows the
 decoder one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales,
 no error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
 The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
@@ -51,8 +51,8 @@ def calibrate(
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
     `out` appears when it is whole: input_scales.safetensors, coverage.json, trajectories.safetensors,
-    trajectories.json. The same inputs give the same bytes. `scratch` is the folder for what GPTQ goes
-    through again, if the recipe rounds with it; None for one beside `out`.
+    trajectories.json. The same inputs give the same bytes. If the recipe rounds with GPTQ, `scratch`
+    gets the recorded passes that GPTQ reads; None means a folder beside `out`.
 
     Raises:
         InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a
@@ -113,10 +113,10 @@ def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
 def fall_back(
     scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Give experts of fewer than `minimum` tokens their layer's largest amax, its smallest scale.
+    """Give an expert with fewer than `minimum` tokens its layer's smallest scale, of the largest amax.
 
-    `scales` are by module, `tokens` by `<layer>.experts`. Return the scales, and the names
-    `<layer>.experts.<expert>` that fell back.
+    `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> tokens of each expert. Return
+    all scales, and the names `<layer>.experts.<expert>` of those experts.
 
     Raises:
         QuantizeError: no expert of a layer has seen a token.
@@ -141,7 +141,7 @@ def check_scales(scales: Mapping[str, Tensor]) -> None:
     """Check that scales are finite and above 0, and the same where a server fuses modules.
 
     Raises:
-        QuantizeError: a scale is not; the message names the module.
+        QuantizeError: a scale breaks one of these rules; the message names the module.
     """
     stated = {module: {INPUT_SCALE: scale.item()} for module, scale in scales.items()}
     for sound, fault in positive(stated):

@@ -21,7 +21,7 @@ class Coverage:
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Count the tokens of one input."""
+        """Count the tokens of one module's input (see `Engine.watching`)."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
             each = torch.arange(self._experts, device=experts.device)

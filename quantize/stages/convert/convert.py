@@ -2,17 +2,17 @@
 
 Every output header follows from the plan; weights are read by byte range in pieces of 8 to 64 MB,
 quantized by several threads and written in source order (`checkpoints.shards`), so memory is a few
-pieces whatever the size of the model. The result has
+pieces whatever the size of the model. In the result
 
-  - names as vLLM reads them: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
+  - names are vLLM's: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
     the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
   - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
-  - everything else byte for byte as in the source, and refused if it holds NaN or infinity;
-  - config.json with `quantization_config` as compressed-tensors writes it; tokenizer, processor,
-    chat template, generation config and licence files as they are.
+  - all other tensors are the source's byte for byte; one with NaN or infinity is refused;
+  - config.json has `quantization_config` as compressed-tensors writes it; tokenizer, processor,
+    chat template, generation config and licence files are the source's.
 
 A GPU does the arithmetic where there is one, with the CPU's bytes: maxima, casts, and quotients rounded
-as IEEE 754 says are exact on both. Sums and powers are not, so the observer memoryless_mse has the CPU.
+as IEEE 754 says are exact on both. Sums and powers are not, so the observer memoryless_mse runs on CPU.
 """
 
 import importlib.metadata
@@ -74,8 +74,8 @@ def convert(
 
     The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module, the folder
     `rounded` the codes and scales of `round_weights` (None rounds to nearest). `device` decides on
-    nothing but speed. `record` gets the checksums of all files, which verify compares with. Many
-    threads call `look` with each part of a tensor when it is encoded and not yet written.
+    nothing but speed. The file `record` gets the checksums of all files, which verify compares with.
+    Many threads call `look` with each part of a tensor when it is encoded and not yet written.
 
     Raises:
         InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
@@ -173,7 +173,7 @@ def _carry_files(source: Path, folder: Path) -> None:
 def quantized_config(
     config: dict[str, Any], targets: list[Target], recipe: Recipe
 ) -> dict[str, Any]:
-    """Return the artifact's config.json: the source's, and one config group a scheme."""
+    """Return the artifact's config.json: the source's, with one config group for each scheme."""
     quantization = recipe.quantization
     groups = [
         SCHEMES[name].config_group(patterns, quantization.observer)

@@ -1,6 +1,6 @@
 """Makes the pieces of a quantized checkpoint: source bytes to output bytes.
 
-Every tensor of the plan becomes one or more pieces, in source order, each as much as a device takes:
+Every tensor of the plan becomes one or more pieces, in source order, each as large as a device takes:
 
   kept             its bytes, in runs of rows
   fused experts    some experts a piece, one Linear after the other; an expert's gate and up share

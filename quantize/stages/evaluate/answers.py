@@ -39,9 +39,9 @@ DONE = "done.json"
 
 
 class Answers:
-    """The scores so far, by model and task; it asks for more.
+    """Holds the scores so far, by model and task, and asks models for more answers.
 
-    They go to `folder`, beside those of a finished evaluation, until `finish`.
+    They are written to `folder`, which is a copy of a finished evaluation, if any, until `finish`.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
@@ -56,7 +56,7 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Write how many looks each task took, move the scores to their place, remove their samples."""
+        """Write each task's looks (`done`), move the scores to their place, remove their samples."""
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
         left = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": left, "looks": looks}
@@ -94,7 +94,7 @@ class Answers:
         self._there = None
 
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
-        """Return the scores of a task under this run's conditions, in the first process alone."""
+        """Return a task's scores under this run's conditions, None if missing or not in process 0."""
         found = None if self._processes.rank else self._standing(model, task)
         return found if found and found.made_with == made_with(model, task) else None
 
@@ -107,7 +107,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many looks baseline and candidate both have, and what these show."""
+        """Return how many looks the baseline and a candidate (`judged`) share, and what these show."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -120,9 +120,9 @@ class Answers:
     def ask(
         self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
     ) -> None:
-        """Let models answer what the first `looks` of each task cover; `title` names them.
+        """Let models answer each task's first looks, as many as `looks` says; progress shows `title`.
 
-        What is done already is not asked again. A task without answers takes all parts at once: so
+        Answers that exist are not asked again. A task without answers takes all parts at once: so
         fewer slots wait for the last of a part.
         """
         for model in self.there_first(models):
@@ -166,7 +166,7 @@ class Answers:
                 self._whole.append(store)
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
-        """Print what a look at a task shows, and the time that the rest takes at most."""
+        """Print what look number `looks` at a task shows, and the most time that the rest takes."""
         outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
         low, high = found.difference_bounds.low, found.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]
@@ -219,7 +219,7 @@ class Rates:
         self.by_model: dict[str, Any] = {}
 
     def hours(self, samples: int) -> float:
-        """Return the hours that so many samples would take, 0 before the first one."""
+        """Return the hours that `samples` would take at the rate so far, 0 before the first one."""
         counted = sum(each["samples"] for each in self.by_model.values())
         seconds = sum(each["seconds"] for each in self.by_model.values())
         return samples * seconds / counted / 3600 if counted else 0.0
@@ -232,7 +232,7 @@ class Rates:
         task: Task,
         look: str,
     ) -> Iterator[Finished]:
-        """Pass on what is finished, and show how many samples and tokens are done."""
+        """Yield the finished samples unchanged; show how many of `samples` are done, and tokens."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
         title = ", ".join(filter(None, (task.name, look, model.name)))

@@ -1,7 +1,7 @@
 """A baseline that travels: BF16's answers in one file, made on one machine and used on others.
 
-BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack holds
-those of a run's tasks, as its store `.bf16/` has them: gzip of JSON lines, the first of them the
+BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack has
+the answers to a run's tasks as gzip of JSON lines, like the store `.bf16/`. Its first line has the
 origin, what each task's answers were made with, and a sha256 over everything. An answer is known by the
 hash of its request; private tasks keep the extracted answer alone, and no pack has a question.
 
@@ -60,7 +60,7 @@ class _Answer(BaseModel):
 
 @dataclass(frozen=True)
 class Pack:
-    """What a file holds: by task what its answers were made with, and the answers by request."""
+    """A pack's content: by task what its answers were made with, and answers by their request's key."""
 
     path: Path
     sha256: str
@@ -77,7 +77,7 @@ class Pack:
 class ImportedBaseline:
     """The baseline where its answers came in a pack: it is never asked.
 
-    `made_with` is what answers made here would depend on.
+    `made_with` says what answers would depend on that the BF16 model gave on this machine.
     """
 
     loading_seconds = 0.0
@@ -124,7 +124,7 @@ def held(
     """Hold a store of samples while the block runs.
 
     Raises:
-        InputError: it was changed. ResourceError: another process holds it.
+        InputError: the store was changed. ResourceError: another process holds it.
     """
     with locked(path.with_name(f".{path.stem}.lock"), str(path)):
         try:
@@ -134,7 +134,7 @@ def held(
 
 
 def imports(runs: Path) -> Path:
-    """Return the folder of the packs that a folder of runs may use."""
+    """Return the folder of the imported packs, which all runs in the folder `runs` may use."""
     return runs / ".bf16" / "imported"
 
 
@@ -198,7 +198,7 @@ def read_pack(path: Path) -> Pack:
 
 
 def import_pack(path: Path, runs: Path) -> Pack:
-    """Check a pack and copy it to where the runs in a folder find it."""
+    """Check a pack and copy it to the folder `imports(runs)`, where the runs in `runs` find it."""
     pack = read_pack(path)
     place = imports(runs) / f"{pack.sha256[:12]}.jsonl.gz"
     write_bytes(place, path.read_bytes())
@@ -211,7 +211,7 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
     `weights` is the fingerprint of that model, `here` what each task's answers would be made with here.
 
     Raises:
-        InputError: one is of this model, and none may be used; the condition is named.
+        InputError: packs are of this model, but none may be used; the differing condition is named.
     """
     refused: list[str] = []
     for path in sorted(folder.glob("*.jsonl.gz")):

@@ -47,8 +47,8 @@ class ServedModel:
     what servers without a fingerprint serve.
 
     Raises:
-        InputError: a server has other weights than `digest` or differs from the first, or neither it
-            nor `revision` says which weights it serves.
+        InputError: a server has other weights than `digest` or differs from the first, or neither the
+            server nor `revision` says which weights it serves.
     """
 
     loading_seconds = 0.0
@@ -94,7 +94,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One model that is scored: the folder of its scores, what answers, the seed of its noise."""
+    """One model that is scored: its scores' folder name, the backend that answers, its noise's seed."""
 
     name: str
     backend: Backend
@@ -127,10 +127,10 @@ class ModelOptions:
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:
-        """Check what can be checked before anything is read.
+        """Check that the options go together, before anything is read.
 
         Raises:
-            InputError: one of two options that go together is missing.
+            InputError: one of two options is missing, or two exclude each other.
         """
         if bool(self.servers) != bool(self.base_servers):
             raise InputError("--server and --base-server go together: both models are served alike")
@@ -156,7 +156,7 @@ def open_models(
     the baseline, or None.
 
     Raises:
-        InputError: a server or a GGUF file has another model, or a mode means nothing to it.
+        InputError: a server or GGUF file has another model, or a mode does not fit the checkpoint.
         ResourceError: not one sample fits the GPU.
     """
     sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
@@ -211,7 +211,7 @@ def open_models(
 
 
 def warn_of_servers(models: Sequence[ComparedModel], token_limit: int, canvas_length: int) -> None:
-    """Warn of servers that may encode finished canvases wrongly, if answers take more than one."""
+    """Warn of servers that may encode finished canvases wrongly, if answers exceed one canvas."""
     if token_limit <= canvas_length:
         return
     served = [each.backend.servers for each in models if isinstance(each.backend, ServedModel)]

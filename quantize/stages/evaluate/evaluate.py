@@ -9,7 +9,7 @@ A part is done when a model's rows have its answers and its conditions file name
 settings of this run. A finished evaluation stays as it is until what is scored beside it is whole, and
 scores that other conditions replace are kept in evaluation-earlier/. The baseline's scores do not
 depend on the recipe, so runs share its samples in `.bf16/` beside the runs. One model is loaded at a
-time; the one that is there goes first.
+time; the one that is loaded goes first.
 
 Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each, with the
 scores of one process (recovery.samples.Share). The first process writes them, and decides for all.

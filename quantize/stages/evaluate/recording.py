@@ -1,4 +1,4 @@
-"""Writes questions, and canvases of those that differ, for the report's table and viewer.
+"""Writes questions, and canvases of answers that differ, for the report's table and viewer.
 
 Both models answer a question once more to show its canvases, from the seed of the answer that was
 scored. On a CPU that is another batch, whose sums may round to another answer: each recording holds the
@@ -43,7 +43,7 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record how `models` denoised differing answers to an open task; an equal one where none differ.
+    """Record how `models` denoised a public task's differing answers; where none differ, an equal one.
 
     `folder` has the scores of both models, `requests` each question's request.
     """

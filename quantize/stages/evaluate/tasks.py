@@ -20,7 +20,7 @@ BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """One task of an evaluation."""
+    """One task of an evaluation, as planned before any model is loaded."""
 
     name: str
     data: Path | None  # its local file
@@ -88,7 +88,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
 
 
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
-    """Return what samples of a task depend on, given what those of all tasks do."""
+    """Return what a task's samples depend on; `backend` has what those of every task depend on."""
     found = dict(backend) | {
         "task": task.name,
         "data": sha256_of(task.data)[:16] if task.data else None,

@@ -81,9 +81,9 @@ def fidelity(
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
-    `calibration` has the recorded trajectories; where it is no folder, fresh ones are recorded. The
-    mode `none`, that of serving (`activations`), those with a largest mean KL in nats (`limits`), which
-    are judged, and those of `more` are replayed. A batch is smaller than REPLAYED where it must be.
+    The folder `calibration` has recorded trajectories; where there is none, they are recorded anew.
+    The modes replayed are `none`, that of serving (`activations`), those of `limits` and of `more`.
+    `limits`, mode -> largest mean KL in nats, are judged. Batches of REPLAYED shrink to fit memory.
 
     Raises:
         InputError: a mode means nothing to the checkpoint.
@@ -197,7 +197,7 @@ def held_out_trajectories(
 def summarize(
     distances: Sequence[StepDistance], kinds: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return what fidelity.json holds for one replay; `kinds` are those of trajectories' prompts."""
+    """Return fidelity.json's entry for one replay; `kinds` has each trajectory's kind of prompt."""
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
     entropy = torch.cat([d.entropy for d in distances])

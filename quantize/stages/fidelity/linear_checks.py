@@ -82,7 +82,7 @@ class Errors:
         self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input (see `Engine.watching`)."""
+        """Note the errors of Linears on one input (see `Engine.watching`)."""
         x = rows.flatten(0, -2)
         if experts is None:
             self._compare(name, x, self.source.read(f"{name}.weight"))
@@ -108,7 +108,7 @@ class Errors:
 
     @cached_property
     def found(self) -> dict[str, float]:
-        """The error of every Linear that was reached, in order of names; asked for at the end."""
+        """The error of every Linear that was reached, sorted by name; read it after the last input."""
         names = sorted(self._found)
         errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
         return dict(zip(names, errors, strict=True))
@@ -144,7 +144,7 @@ class InputRanges:
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe one input (see `Engine.watching`)."""
+        """Note how far one input reaches, and what is clipped (see `Engine.watching`)."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))

@@ -1,8 +1,8 @@
 """Keeps on the host what a model decoded along trajectories, so that its weights can leave the GPU.
 
 A canvas' step leaves the rows that logits are made of, 1.4 MB for the 26B model, and the chosen
-experts, 0.25 MB; the model leaves its vocabulary. `Remembered` stands for it in a replay, with the same
-logits, bit for bit.
+experts, 0.25 MB; the model leaves its vocabulary. `Remembered` stands for the model in a replay, with
+the same logits, bit for bit.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from quantize.runtime.images import Images
 
 @dataclass
 class Noted:
-    """`Passes` of one batch that give away what was noted, once and in order."""
+    """`Passes` of one batch that return the steps noted before, each once and in order."""
 
     device: torch.device
     canvas_length: int

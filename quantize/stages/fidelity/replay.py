@@ -1,4 +1,4 @@
-"""Replays recorded trajectories, teacher-forced, through several models beside their maker.
+"""Replays a reference's recorded trajectories, teacher-forced, through other models.
 
 At every step all models read the canvas the reference read, behind the tokens it committed; each
 encodes the prefix itself. They take each step together, and their logits are compared in pieces of
@@ -82,7 +82,7 @@ def remember(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> Remembered:
-    """Run the reference of a replay alone; return what stands for it in replays of the same."""
+    """Run the reference alone; return what stands for it when the same trajectories are replayed."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
         found: list[Noted] = []

@@ -56,7 +56,7 @@ EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for."""
+    """The GPU, and the rates of its link and disk, for which a run is planned."""
 
     gpu: "Gpu"  # the GPU; without known rates no times are estimated
     budget: float  # bytes of its memory that may be used
@@ -66,7 +66,7 @@ class Machine:
 
     @classmethod
     def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
-        """Return a GPU, or an H200 where there is none, with as much memory as may be used."""
+        """Return a machine with `gpu`, None for an H200, and `gpu_memory` bytes of it, None for all."""
         from quantize.runtime.fused.gpus import GPUS
 
         gpu = gpu or GPUS["h200"]
@@ -79,7 +79,7 @@ class Machine:
 
     @property
     def hopper(self) -> bool:
-        """Whether its kernels keep experts in 4 bits in the activation mode `fp8`."""
+        """Whether the GPU's kernels keep experts in 4 bits in the activation mode `fp8`."""
         return self.gpu.capability == (9, 0)
 
 
@@ -106,7 +106,7 @@ def planned(
     targets: Sequence[Target],
     machine: Machine,
 ) -> list[Row]:
-    """Return what each stage of a recipe takes; `config`, `tensors` and `targets` are BF16's."""
+    """Return a row for each stage; `config` and `tensors` are BF16's, `targets` the plan of them."""
     stages = _Stages(recipe, config, targets, machine)
     return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
 
@@ -248,7 +248,7 @@ def calibration_steps(recipe: Recipe) -> int:
 
 
 def tokens_by_task(recipe: Recipe) -> dict[str, int]:
-    """Return task -> the most tokens of a model's planned answers, where its size is known."""
+    """Return task -> most tokens of a model's planned answers, for the tasks of `known_sizes`."""
     settings = recipe.evaluation
     return {
         task: questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return the seconds of both models' answers on one H200: of typical length, to a verdict."""
+    """Return the seconds of both models' answers, of typical length, on one H200 until a verdict."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

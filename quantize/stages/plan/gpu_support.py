@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return the kernels' scheme of experts, attention and MLPs; `units` are as in `floor`."""
+    """Return module class -> its kernels' scheme, "bf16" if unquantized; `units` are as in `floor`."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:

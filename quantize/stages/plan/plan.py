@@ -44,7 +44,7 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config and tensors of a model, of a config.json or a published model without weights.
+    """Return config and tensors of a checkpoint, a config.json, or a known model without weights.
 
     Raises:
         InputError, ResourceError: as `resolve` and `Checkpoint.open`.
@@ -74,7 +74,7 @@ def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
 
 
 def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return a table without rows for 80 columns; `numbers` names the columns that hold numbers."""
+    """Return an empty table for 80 characters: columns `names`, of which `numbers` align right."""
     columns = [
         Column(name, justify="right" if name in numbers else "left", no_wrap=True) for name in names
     ]

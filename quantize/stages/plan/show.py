@@ -1,4 +1,4 @@
-"""Shows a plan: what becomes of the weights, a row a stage, and what a GPU could do else."""
+"""Shows a plan: what becomes of the weights, what each stage takes, what other recipes would make."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -38,7 +38,7 @@ def show_plan(
 ) -> None:
     """Print what a recipe would do to a model, from the config alone where that is enough.
 
-    Stages are estimated for `gpu`, else the GPU that is here, else an H200, and `gpu_memory` bytes.
+    Stages are estimated for `gpu`, None for this machine's or else an H200, with `gpu_memory` bytes.
     Raise InputError if no GPU or task has that name, ResourceError if a stage does not fit.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
@@ -102,7 +102,7 @@ def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
 
 
 def between(seconds: tuple[float, float] | None) -> str:
-    """Return a range of times."""
+    """Return a range of seconds as text, "9 min to 3.1 h", and "?" for None."""
     if seconds is None:
         return "?"
     low, high = map(rounded, seconds)
@@ -119,7 +119,7 @@ def rounded(seconds: float) -> str:
 
 
 def ending(found: Sequence[Row]) -> list[str]:
-    """Return what a run takes altogether, and what bounds it."""
+    """Return sentences on a run's time and what bounds it; [] where a stage's time is unknown."""
     known = [row for row in found if row.seconds is not None]
     if len(known) < len(found):
         return []
@@ -134,7 +134,7 @@ def ending(found: Sequence[Row]) -> list[str]:
 def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
-    """Return what every shipped recipe would make of these tensors, and which to take."""
+    """Return a table of what every shipped recipe makes of these tensors, and which to take."""
     numbers = ("size", "of BF16")
     table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
     able: dict[str, str] = {}

@@ -52,7 +52,7 @@ def judged_points(
 
 
 def measured_speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
-    """Return tokens/s of models, where a GPU measured them all."""
+    """Return evaluation/speeds.json, device and tokens/s by model; None unless it has all `models`."""
     path = run.evaluation / "speeds.json"
     found = read_json(path, "device", "tokens_a_second") if path.exists() else None
     return found if found and found["tokens_a_second"].keys() >= set(models) else None
@@ -64,8 +64,8 @@ def settings_served(
     """Compare the settings that a checkpoint states with those that were judged.
 
     Returns:
-        The operating point that they are, None for the model's own; and what is wrong, where they are
-        neither these nor those of a point that passes.
+        The name of the operating point that the checkpoint states, None for the model's own settings;
+        and a fault, None unless it states neither these nor those of a point that passes.
     """
     path = checkpoint / GENERATION
     stated = read_json(path) if path.is_file() else {}

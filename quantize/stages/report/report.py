@@ -94,7 +94,7 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
 
 
 def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
-    """Return the verdict, and the keys of report.json that it rests on or that publishing shows."""
+    """Return the keys of report.json that judging or publishing needs, and the verdict."""
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")

@@ -66,7 +66,7 @@ class Unit:
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Return the units, each of which is rounded as one.
+    """Group a plan's quantized Linears into units, each of which is rounded as one.
 
     Raises:
         InputError: the plan quantizes nothing.
@@ -248,7 +248,7 @@ def _read(units: Sequence[Unit], source: Checkpoint) -> list[list[Tensor]]:
 
 
 def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
-    """Write the file of one layer, whose units are `done`, with facts beside it."""
+    """Write one layer's codes and scales (`done`), and beside them their entries of rounding.json."""
     pieces = [piece for each in done for piece in _pieces(each.unit, each.tensors)]
     name = _file(units[0].layer)
     facts = {each.unit.reads: each.facts for each in done}

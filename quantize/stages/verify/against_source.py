@@ -54,7 +54,7 @@ class Likeness:
 
     @property
     def times(self) -> float:
-        """How many times the error of rounding to nearest."""
+        """The Linear's error as a multiple of that of rounding to nearest."""
         return ratio(self.error**2, self.nearest**2)
 
 

@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
 16 Linears of a source tensor are compared as a whole and some rows of every other, since
-compressed-tensors takes a CPU nine times as long for NVFP4 as `schemes.rounding`. Calls of torch take a
-GPU's time, so one call gets rows of several Linears, each row with the global scale of its Linear.
+compressed-tensors takes a CPU nine times as long for NVFP4 as `schemes.rounding`. Each call of
+torch costs a GPU time, so one call gets rows of several Linears, each with its Linear's global scale.
 """
 
 from collections import defaultdict
@@ -82,7 +82,7 @@ class Decompressor:
 
 
 def compared_rows(index: int, modules: int, out: int) -> slice:
-    """Return the rows that are compared of Linear `index` of a source tensor, with `out` each."""
+    """Return the rows to compare of Linear `index` among a tensor's `modules`, each with `out` rows."""
     if index % max(1, modules // WHOLE_PER_TENSOR) == 0:
         return slice(0, out)
     start = index * ROWS % out

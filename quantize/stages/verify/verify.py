@@ -3,7 +3,7 @@
 A check that looked at nothing fails. Weights are read in parts of about 8 MB, by one thread a core, so
 memory stays at a few parts whatever the size of the model.
 
-The full form compares all values with the source. The short one stands behind a convert of the same
+The full form compares all values with the source. The short form follows a convert of the same
 code, source and recipe, whose `witness` did that in memory: it compares every part on disk with what
 was in memory, and a sample with the source. Names, files and scales are always checked.
 
@@ -90,8 +90,8 @@ def verify(
 ) -> Verification:
     """Check a quantized checkpoint against its source and plan; write verification.json.
 
-    Values are compared on `device`, while the files are hashed: all of them where `full` is set, or
-    where nothing is known of what convert held in memory.
+    Values are compared on `device`, while the files are hashed: all values where `full` is set, or
+    where convert left no record of what it held in memory.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):

@@ -125,7 +125,7 @@ def error_limit(recipe: Recipe, scheme: Scheme) -> float:
 
 
 def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
-    """Split fused experts and kept tensors to what a device takes; leave other Linears whole."""
+    """Split fused experts and kept tensors into parts that fit a device; leave other Linears whole."""
     parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
@@ -137,7 +137,7 @@ def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
 
 
 def each_part(parts: Sequence[S], look: Callable[[S], T], what: str) -> Iterator[tuple[S, T]]:
-    """Look at parts, read by all cores; yield them and what was found, in order."""
+    """Call `look` on each part, on all cores; yield both in order. `what` titles the progress."""
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = pool.map(look, parts)

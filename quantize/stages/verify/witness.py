@@ -2,7 +2,7 @@
 
 convert hands every part to `Witness.check` when it is encoded and not yet written. The witness reads
 the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their digest
-(XXH3, 128 bits). `verify` behind it takes the digest of every part on disk, found through the headers:
+(XXH3, 128 bits). `verify` then takes the digest of every part on disk, found through the headers:
 bytes that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. It also compares
 a share of the parts on disk with the source. A record that is missing, incomplete (convert was
 interrupted) or of another checkpoint, source, recipe or code is not trusted: then verify compares all.
@@ -103,7 +103,7 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Compare parts on disk with digests, a sample with the source; return relative errors."""
+        """Compare all parts on disk with digests, some with the source; return errors by tensor."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()
