@@ -31,7 +31,7 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """One batch size and a way in which slots go on; steps stand in the order of the requests."""
+    """Times of a batch size and a way in which slots go on; steps are in the order of requests."""
 
     batch: int
     slots_go_on: str
@@ -40,7 +40,7 @@ class AdaptiveRow:
 
 
 class SomeSlots:
-    """The first slots of an engine; with `whole` a batch waits for its slowest canvas."""
+    """An engine with only its first slots; with `whole` a batch waits for its slowest canvas."""
 
     def __init__(self, engine: Engine, slots: int, *, whole: bool) -> None:
         self._engine, self.slots, self._whole = engine, slots, whole
@@ -49,7 +49,7 @@ class SomeSlots:
         return getattr(self._engine, name)
 
     def denoise(self, slots: Sequence[int], *_: Any) -> list[Canvas | None]:
-        """Denoise a canvas of one slot at least, or of all."""
+        """Denoise until one slot, or with `whole` each, has a canvas; None for those without."""
         found: dict[int, Canvas] = {}
         while not found or (self._whole and len(found) < len(slots)):
             left = [slot for slot in slots if slot not in found]
@@ -61,7 +61,7 @@ class SomeSlots:
 def adaptive_rows(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, stops: Sequence[int] | None
 ) -> list[AdaptiveRow]:
-    """Time both ways at `len(prompts)` slots, all of which become free.
+    """Time slots that go on by step, then by canvas: one slot a prompt, all free at the end.
 
     The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
     stop by the sampler, or take the numbers of steps in `stops`, one after the other.
@@ -91,7 +91,7 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s, by name, of canvases that take these `steps` behind `context` tokens."""
+    """Return tokens/s by name in `steps`, whose canvases take those steps behind `context` tokens."""
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
     own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
@@ -104,7 +104,7 @@ def speeds(
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return so many of the steps, evenly spaced among the sorted ones, in a fixed random order."""
+    """Return `count` of the steps, evenly spaced among the sorted ones, in a fixed random order."""
     ordered = sorted(steps)
     found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
     random.Random(0).shuffle(found)
@@ -112,7 +112,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Return random tokens, none of them reserved, above the control tokens where there is room."""
+    """Return `count` prompts of `length` random tokens, above the control tokens if there is room."""
     vocabulary = weights.config.text_config.vocab_size
     generator = torch.Generator().manual_seed(0)
     low, high = vocabulary // 8, vocabulary - 8

@@ -18,7 +18,7 @@ from quantize.runtime.fused.graphs import Replayed
 
 
 class Continuation:
-    """Texts in slots of an engine that grow by a token a pass, in a CUDA graph where it has graphs.
+    """Texts in an engine's slots that grow by a token a pass, in a CUDA graph if the engine has them.
 
     No canvas of these slots can be denoised afterwards.
     """
@@ -34,7 +34,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin anew behind what `slots` hold, with a token of `tokens` each; the graph is kept."""
+        """Begin anew behind what `slots` hold, with a first token each; the CUDA graph is kept."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))
@@ -47,7 +47,7 @@ class Continuation:
         self._tokens.copy_(self._given)
 
     def run(self, count: int) -> list[list[int]]:
-        """Append `count` tokens to each text and return them, [B][count]."""
+        """Append `count` tokens to each of B texts and return the tokens, [B][count]."""
         found: list[Tensor] = []
         for _ in range(count):
             self._append()

@@ -63,8 +63,8 @@ SHOWN = {
 class Row:
     """One batch size and number of steps; times are medians over canvases, in milliseconds.
 
-    A row of ONE_TOKEN takes as many forwards a canvas as that has tokens; its `parts` are empty, and
-    its floor is of one forward. What the GPU does not say is None.
+    A row of ONE_TOKEN takes a forward for each token of a canvas; its `parts` are empty, and its floor
+    is of one forward. A figure that the GPU does not report is None.
     """
 
     batch: int
@@ -88,12 +88,12 @@ class Row:
 
     @property
     def unexplained(self) -> float:
-        """Milliseconds of a step that no kernel of a profiled step accounts for."""
+        """Milliseconds of a step less those of its parts: gaps, less what runs side by side."""
         return self.ms_a_step - sum(self.parts.values())
 
     @property
     def x_floor(self) -> float:
-        """Time of a step over the least that its bytes and FLOP allow."""
+        """A step's time over the least time that its bytes and FLOP allow."""
         return self.ms_a_step / self.floor_ms_a_step
 
 
@@ -130,7 +130,7 @@ def bench(
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    It is the folder `checkpoint`, or random weights of `config` in the mix `random`, a key of MIXES.
+    The weights are the folder `checkpoint`'s, or random ones of `config` in the mix `random` of MIXES.
     `steps` are numbers of fixed steps or "adaptive": canvases then stop by themselves, or take the
     steps of the JSON list `stops` in turns. `context` is in tokens, `canvases` are measured a row.
     Raise ResourceError if there is no GPU, or too little memory on it, and InputError if a mix or a
@@ -317,7 +317,7 @@ def _row(
 
 
 def tables(result: Bench) -> list[Table]:
-    """Return a result as tables: speed, then where a step's time goes."""
+    """Return tables of a result: speed, a step's parts, canvases that stop; empty ones are left out."""
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "

@@ -15,7 +15,7 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
 def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
-    """Return the milliseconds of a step, averaged over TIMED; its canvas is thrown away.
+    """Return the milliseconds of a step, the mean of TIMED steps; the canvases are thrown away.
 
     Steps past the last one that a canvas may take cost the same.
     """
@@ -28,8 +28,8 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
     """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
 
-    `FusedModel` and the sampler name the parts; "rest" is outside of them. The step runs twice and the
-    second run counts, since the first meets an idle GPU.
+    `FusedModel` and the sampler name the parts; kernels outside of any are "rest". The step runs
+    twice and the second run counts, since the first meets an idle GPU.
     """
     step, _ = engine.begin_canvases(slots)
     step.take(graphs=False)

@@ -27,9 +27,9 @@ SAVED_EVERY = 8  # choices, the most that a stop loses
 def tune_gpu(
     only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
 ) -> list["Choice"]:
-    """Tune the products whose key `only` finds, and write what was chosen into the device's table.
+    """Tune the products whose key the regular expression `only` finds; write the choices to a table.
 
-    `folder` has the user's tables; `timer` times a product's candidates, None on this GPU. Raise
+    `folder` has a table a device. `timer` times a product's candidates, None on this GPU. Raise
     InputError if `only` is no regular expression, finds nothing, or finds only one of a pair of
     experts, and ResourceError if there is no GPU, or the kernels do not run on it.
     """

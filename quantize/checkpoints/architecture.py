@@ -1,7 +1,7 @@
 """The tensors of a DiffusionGemma by name and shape, from its config alone.
 
-They equal those of the model that transformers builds in 6 s of a core; a test compares all. A
-config that leaves a shape to a default is not spelled out here: the default is transformers' own.
+They equal those of the model that transformers takes 6 s of a core to build; a test compares all. For
+a config that leaves a shape to a default, which is transformers' own, nothing is spelled out here.
 """
 
 from typing import Any

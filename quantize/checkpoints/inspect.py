@@ -40,7 +40,7 @@ SCHEME_OF = {
 
 @dataclass(frozen=True)
 class Module:
-    """One module, and the scheme that its tensors make."""
+    """One module, and the scheme that its tensors show."""
 
     name: str
     tensors: dict[str, TensorInfo]  # by suffix, "" for a bare parameter
@@ -66,7 +66,7 @@ class Module:
 
     @property
     def linears(self) -> int:
-        """The number of Linears that the module stands for: fused experts are many."""
+        """How many modules this counts as: one for each Linear of fused experts, else 1."""
         return sum(len(linear_modules(t.name, t.shape)) for t in self.tensors.values()) or 1
 
     @property
@@ -77,7 +77,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """All modules of one class and scheme: Linears, or parameters of other kinds."""
+    """The counts of all modules of one class and scheme: Linears, or parameters of other kinds."""
 
     kind: str
     scheme: str
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds, the largest rows first, and the problems found, if any."""
+    """What a checkpoint holds, as rows, the largest first, and the problems found, if any."""
 
     folder: Path
     format: str
@@ -195,7 +195,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Count the tensors of each name, once both trees' prefixes are shortened to `model.`."""
+    """Return how many tensors have each name, with encoder's and decoder's prefixes cut to `model.`."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors
@@ -220,7 +220,7 @@ def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[
 
 
 def refusal(look: Callable[[], object]) -> str:
-    """Return what a check raises as InputError, "" where it raises nothing."""
+    """Call a check; return the message of the InputError that it raises, "" where it raises none."""
     try:
         look()
     except InputError as error:

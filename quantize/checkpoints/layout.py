@@ -29,7 +29,7 @@ SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compres
 
 
 def model_config(config: dict[str, Any]) -> Any:
-    """Return transformers' configuration of a config.json."""
+    """Return a config.json as transformers' configuration object."""
     from transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -47,7 +47,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return `bf16_layout` of the model that transformers builds on the meta device (no memory)."""
+    """Return the `bf16_layout` of a config, from the model that transformers builds without memory."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
@@ -155,7 +155,7 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
-    """Return the schemes that config.json states, or None when nothing is quantized.
+    """Return an object that tells each Linear's scheme by config.json, None if nothing is quantized.
 
     Raises:
         InputError: the quantization is another tool's, or of a scheme that is not read here.
@@ -168,7 +168,7 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
 
 
 def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
-    """Refuse an activation mode that means nothing to a checkpoint.
+    """Refuse an activation mode that cannot apply to a checkpoint's weights.
 
     Raises:
         InputError: it is `fp8`, and no weight is NVFP4.
@@ -180,7 +180,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Reads from compressed-tensors' quantization_config which of the schemes `used` a module has."""
+    """Tells each module's scheme by compressed-tensors' quantization_config; `used` has all of them."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")
@@ -208,7 +208,7 @@ class ConfigSchemes:
         return None if name is None else self._schemes[name]
 
     def group_of(self, module: str) -> str | None:
-        """Return the name of the config group that a Linear module belongs to."""
+        """Return the name of a Linear module's config group, None where it is in none or ignored."""
         if self._ignored(module):
             return None
         return next((name for name, own in self._rules.items() if own(module)), None)

@@ -87,7 +87,7 @@ class _Lazy:
 
 
 def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
-    """Return all tensors under their BF16 names, quantized ones dequantized and experts fused."""
+    """Return all tensors by BF16 name, to be read when used, then dequantized and experts fused."""
     schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
@@ -109,7 +109,7 @@ def read_weight(
 def read_module(
     checkpoint: Checkpoint, module: str, scheme: Scheme, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Read one quantized Linear of a checked layout, dequantize it there: [out, inputs] BF16."""
+    """Read one quantized Linear of a checked layout to a device, dequantized: [out, in] BF16."""
     tensors = {
         name.removeprefix(f"{module}."): read_finite(checkpoint, name).to(device)
         for name in module_tensors(checkpoint, module)
@@ -118,7 +118,7 @@ def read_module(
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor, refusing NaN, infinity and a global scale that is not above 0."""
+    """Read a tensor; raise InputError for NaN, infinity, or a scale that no kernel takes."""
     tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
     if not all_finite(tensor):
         raise InputError(f"{place} holds NaN or infinity; {FIX}")

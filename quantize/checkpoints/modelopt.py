@@ -27,7 +27,7 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Reads from ModelOpt's quantization_config which of the schemes `used` a module has."""
+    """Tells each module's scheme by ModelOpt's quantization_config; `used` has all of them."""
 
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # all that `of` returns have one
 

@@ -78,9 +78,9 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file, which the library of that name has checked.
+    """Read the header of one safetensors file, which the library safetensors has checked.
 
-    It checks that names, shapes and offsets are well-formed and cover the whole file without gaps.
+    It checks that names and shapes are well-formed, and that offsets cover the file without gaps.
 
     Raises:
         InputError: the file is missing, truncated, not safetensors, or of a dtype that is not read.
@@ -158,7 +158,7 @@ class Checkpoint:
         """Read tensors of one dtype and shape as one tensor [len(names), *shape].
 
         Raises:
-            InputError: they differ.
+            InputError: their dtypes or shapes differ.
         """
         infos = [self._info(name) for name in names]
         for info in infos:
@@ -202,7 +202,7 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's config.json; schemes that it lacks are read from ModelOpt's own file.
+    """Read a checkpoint's config.json; without schemes there, ModelOpt's hf_quant_config.json has them.
 
     Raises:
         InputError: there is no config.json, it is another model's, or a file is damaged.
@@ -299,10 +299,10 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
-    """Check that the index' total_size, if there is one, is the bytes of the tensors.
+    """Check that the index' total_size, if there is one, equals the bytes of all tensors.
 
     Raises:
-        InputError: it is not; the message names both numbers.
+        InputError: they differ; the message names both numbers.
     """
     path = checkpoint.folder / INDEX
     metadata = read_json_object(path).get("metadata", {}) if path.is_file() else {}

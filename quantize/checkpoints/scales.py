@@ -20,7 +20,7 @@ Finding = tuple[bool, str]  # whether it is right, and what is wrong if not
 
 
 def read_scales(checkpoint: Checkpoint) -> Scales:
-    """Read every scale of a whole matrix, one number a tensor."""
+    """Return every scale of a whole matrix, one number a tensor, by module and suffix."""
     found: Scales = defaultdict(dict)
     for name in checkpoint.tensors:
         module, _, suffix = name.rpartition(".")
@@ -30,14 +30,14 @@ def read_scales(checkpoint: Checkpoint) -> Scales:
 
 
 def positive(scales: Scales) -> Iterator[Finding]:
-    """Find scales that are not finite numbers above 0."""
+    """Yield for each scale whether it is a finite number above 0, and what is wrong if not."""
     for module, own in scales.items():
         for suffix, value in own.items():
             yield 0 < value < math.inf, f"{module}.{suffix} is {value}, not above 0"
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
-    """Find Linears that a server fuses, and whose scales differ."""
+    """Yield for each Linear that a server fuses with an earlier one whether their scales are equal."""
     first: dict[tuple[str, str], tuple[str, float]] = {}
     for module, own in scales.items():
         for suffix, value in own.items():
@@ -49,7 +49,7 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Find Linears without an input scale whose fused partners, or fellow experts, have one."""
+    """Yield whether a Linear has the input scale that a fused Linear or fellow expert of it has."""
     groups: dict[str, list[str]] = defaultdict(list)
     for module in scales:
         match = LAYER_EXPERT.fullmatch(module)

@@ -68,7 +68,7 @@ class Shard:
     """One file to be written, or a stretch of one that begins at byte `begin`.
 
     `header` is everything before the first tensor. The stretches of a file come in order; when one
-    must be written again, so must finished ones behind it.
+    must be written again, so must the finished stretches behind it.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """The name that it is recorded under: the file's, with `begin` unless that is 0."""
+        """The name under which the shard is recorded: the file's, with `begin` unless that is 0."""
         return f"{self.name}@{self.begin}" if self.begin else self.name
 
     @property
@@ -138,8 +138,8 @@ def write_shards(
 ) -> dict[str, str]:
     """Write all shards (and an index of several files) to `folder`; return key -> sha256.
 
-    Finished shards of an earlier try with the same `identity` are kept; it differs whenever the same
-    plan would give other bytes (source, settings). `workers` threads, or one a usable core, produce
+    Finished shards of an earlier try with the same `identity` are kept; `identity` must differ where
+    the same plan gives other bytes (source, settings). `workers` threads, or one a usable core, produce
     blocks; `workers_a_file` of them keep the hashing of a file busy. `what` titles the progress bar.
 
     Raises:
@@ -212,7 +212,7 @@ def _explained(folder: Path) -> Generator[None]:
 
 
 def state_path(folder: Path) -> Path:
-    """Return where the finished shards of `folder` are recorded: beside it, never inside."""
+    """Return the file that records the finished shards of `folder`: beside the folder, never inside."""
     return folder.with_name(folder.name + ".state.json")
 
 
@@ -333,7 +333,7 @@ def _write(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write one file at once, largest numbers first, so that all are aligned."""
+    """Write one file from its first byte on, pieces of wide dtypes first, so that all are aligned."""
     # Other threads run meanwhile; safetensors' `save_file` holds Python's lock until all is written.
     ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
     with path.open("wb", buffering=0) as file:

@@ -74,7 +74,7 @@ class Target:
 
 
 def module_class(name: str) -> str:
-    """Return the class of an on-disk tensor.
+    """Return the class of an on-disk tensor, such as `experts`, by its name.
 
     Raises:
         InputError: the name is not one of a DiffusionGemma.
@@ -99,7 +99,7 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
-    """Decide the scheme of every tensor of a BF16 checkpoint.
+    """Return every tensor of a BF16 checkpoint with the scheme that the recipe gives it.
 
     Raises:
         InputError: a tensor is unknown; a module is matched by two schemes or by one it cannot have;
@@ -163,7 +163,7 @@ def _target(info: TensorInfo, chosen: Chosen) -> Target:
 
 
 def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
-    """Return (out, in) of each Linear in a tensor that holds `modules`."""
+    """Return (out, in) of each of the Linears `modules` that a tensor of `shape` holds."""
     if len(shape) == 2:
         return shape[0], shape[1]
     experts, rows, columns = shape
@@ -245,12 +245,12 @@ def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
 
 
 def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
-    """Return the bytes of one quantized Linear, codes and scales, as written or as packed."""
+    """Return the bytes, codes and scales, that one Linear [out, inputs] takes in a `layout`."""
     return sum(spec.nbytes for spec in specs(layout, out, inputs).values())
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
-    """Return total bytes (before, after) of a plan."""
+    """Return a plan's bytes in all, (before, after) quantization."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 
 

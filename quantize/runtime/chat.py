@@ -16,7 +16,7 @@ HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a folder's tokenizer from JSON files; raise InputError without it or its chat template."""
+    """Load a folder's tokenizer; raise InputError if it cannot be loaded or has no chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -36,7 +36,7 @@ def encode_chat(
     thinking: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return the ids of a chat that ends where the model's turn begins; `tools` are declared in it.
+    """Return a chat's token ids, up to where the model's turn begins; they declare `tools` to it.
 
     Raise InputError if the chat template refuses the messages or tools.
     """
@@ -74,7 +74,7 @@ def split_thoughts(
 
 
 def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
-    """Return which tokens belong to the thinking channel, its two markers included."""
+    """Return for each token whether it belongs to the thinking channel, whose markers count too."""
     begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
     found: list[bool] = []
     inside = False

@@ -50,15 +50,15 @@ class Decoded:
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:
-        """Return the logits of a piece of the rows: those of 64 real canvases would take 17 GB."""
+        """Return the logits [b, L, V] of some of the B rows: those of 64 canvases would take 17 GB."""
         return self.head(self.rows[piece])
 
     def to(self, device: torch.device | str) -> "Decoded":
-        """Return the same result with its tensors on a device; logits are made on the model's."""
+        """Return a copy with its tensors on a device; `head` still computes on the model's device."""
         return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
-        """Yield slices of the B rows, each of at most PIECE logits or of one row."""
+        """Yield slices that cut the B rows; each has at most PIECE logits, or one row."""
         B, L, V = self.shape
         step = max(1, PIECE // (L * V))
         for start in range(0, B, step):
@@ -77,16 +77,16 @@ class Passes(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of all tensors that are given and returned."""
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Append `tokens` int64 [B, L] to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`; `condition` made `conditioning` [B, ...]."""
+        """Decode `canvas` int64 [B, L] behind `rows`; `condition` returned `conditioning`."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the next step's conditioning [b, ...], made of this one's logits [b, L, V]."""
+        """Return the next step's conditioning [b, ...], made of this step's logits [b, L, V]."""
 
 
 class DrawingPasses(Passes, Protocol):
@@ -101,7 +101,7 @@ class DrawingPasses(Passes, Protocol):
 
 @dataclass(frozen=True)
 class Canvas:
-    """A finished canvas: its tokens, before any EOS is looked for, and its denoising steps."""
+    """A finished canvas: its tokens, EOS not looked for, and how many denoising steps it took."""
 
     tokens: list[int]
     steps: int
@@ -116,12 +116,12 @@ class BatchEngine(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where a batch's tensors are."""
+        """The device of a batch's tensors."""
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> DrawingPasses:
-        """Encode a batch in free slots, return its passes; raise InputError as `admit` does."""
+        """Encode prompts in free slots and return their passes; raise InputError as `admit` does."""
 
     def watching(
         self,
@@ -132,7 +132,7 @@ class BatchEngine(Protocol):
         """Show `observers` the input rows of every Linear, without padding, while the block runs.
 
         `on_pass` is called with every `passes.Pass` before it enters the first layer, `on_logits` with
-        what `draw` draws from; on a CPU from several threads.
+        the logits that `draw` draws from. On a CPU several threads call these functions.
         """
 
 
@@ -141,7 +141,7 @@ class Engine(BatchEngine, Protocol):
 
     `denoise` takes distinct, admitted slots of any age and settings, and returns their canvases in that
     order; None stands for an unfinished one, which goes on in the next call. A canvas is encoded only
-    before the slot's next one, so a sample's last canvas never is. It depends on (prompt, seed,
+    before the slot's next one, so a sample's last canvas never is. A canvas depends on (prompt, seed,
     sampler, canvases so far) alone, never on the other slots. A slot may be released between any two
     calls. The caller looks for EOS, counts the budget, and calls from one thread. Only the denoising
     settings of `sampler` are read. `on_draft` may be called from other threads, `meanwhile` from the
@@ -179,10 +179,10 @@ class Engine(BatchEngine, Protocol):
         """Free a slot."""
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Do independent works, each with a batch of its own, side by side if weights are streamed."""
+        """Return what each of `works` returns; with streamed weights their batches run side by side."""
 
     def close(self) -> None:
-        """Wait for layers on their way to the device: its memory is free once nobody holds this."""
+        """Wait for layers on their way to the device; the engine's memory is freed with the engine."""
 
     def warm_up(self, sampler: Sampler) -> None:
         """Compile and capture beforehand what the first canvases under `sampler` need."""

@@ -39,11 +39,11 @@ class Images:
 def open_picture(
     source: Path | BytesIO, *, formats: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
-    """Decode a picture, from a file or its bytes, as RGB, turned upright.
+    """Decode a picture, from a file or its bytes; return it as RGB, turned upright.
 
-    `formats` are PIL's names of those that are read, None for all. More than `max_pixels`, width
-    times height, are refused before they are decoded. Raise InputError if the source cannot be
-    read, is no picture, or has too many pixels.
+    `formats` are PIL's names of the formats that are read, None for all. A picture of more than
+    `max_pixels`, width times height, is refused before it is decoded. Raise InputError if the source
+    cannot be read, is no picture, or has too many pixels.
     """
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
@@ -62,7 +62,7 @@ def open_picture(
 def prepare(
     pictures: Sequence[Image.Image], config: Any, soft_tokens: int = 280
 ) -> tuple[Images, list[int]]:
-    """Return the tower's input and the number of soft tokens of each RGB picture.
+    """Return the tower's input for RGB pictures, and each one's number of soft tokens.
 
     A picture takes at most `soft_tokens`; `config` is transformers' configuration of the model.
     Raise InputError if `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
@@ -94,9 +94,10 @@ def prepare(
 
 
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
-    """Replace the template's one placeholder a picture by begin, its placeholders and end.
+    """Return a prompt's `ids` with room for pictures of `counts` soft tokens.
 
-    Raise InputError if there are not as many placeholders as pictures.
+    Each picture's one placeholder becomes a begin token, a placeholder for each soft token, and an end
+    token. Raise InputError if there are not as many placeholders as pictures.
     """
     image = config.image_token_id
     if list(ids).count(image) != len(counts):

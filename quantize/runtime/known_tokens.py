@@ -29,10 +29,10 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """Decides the canvases of one answer in turn, and never raises; threads of the engine call it."""
+    """Decides one answer's canvases in turn, and never raises; threads of the engine call it."""
 
     def lead(self) -> Sequence[int]:
-        """Return the tokens, at most a canvas, that the next canvas is certain to begin with."""
+        """Return the tokens, at most a canvas of them, with which the next canvas must begin."""
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Decide a finished canvas whose tokens [L] would be committed.
@@ -59,9 +59,9 @@ class Given:
                 )
 
     def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
-        """Return the tokens a canvas begins with, and those pinned; FREE where none is known.
+        """Return the tokens that a canvas starts from, and those of them that are pinned: [2][length].
 
-        Both begin with `begun`, which a guide named.
+        Both lists begin with `begun`, which a guide named, and have FREE where no token is known.
         """
         places = range(canvas * length + len(begun), (canvas + 1) * length)
         known = {**self.initial, **self.pinned}, self.pinned
@@ -72,12 +72,12 @@ NOTHING = Given()
 
 
 def put(known: Tensor, tokens: Tensor) -> Tensor:
-    """Return `tokens` with the known ones put in; both are int64 of one shape."""
+    """Return `tokens` with those of `known` that are not FREE put in; both are int64 of one shape."""
     return torch.where(known == FREE, tokens, known)
 
 
 def holding(draw: Draw, pinned: Tensor) -> Draw:
-    """Return the draw with the tokens of `pinned` [B, L] put in, at entropy 0."""
+    """Return the draw with those tokens of `pinned` [B, L] put in that are not FREE, at entropy 0."""
     entropy = torch.where(pinned == FREE, draw.entropy, 0.0)
     tokens = {name: put(pinned, getattr(draw, name)) for name in ("sampled", "argmax")}
     return draw._replace(**tokens, entropy=entropy)

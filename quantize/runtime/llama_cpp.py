@@ -40,7 +40,7 @@ SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a
 
 
 def made_from(file: Path) -> str | None:
-    """Return the fingerprint of the checkpoint that `quantize export` made a GGUF file from.
+    """Return the fingerprint of the checkpoint that a GGUF file was exported from, None if it has none.
 
     Raise InputError if the file cannot be read, or is no GGUF file.
     """
@@ -136,8 +136,8 @@ class LlamaCpp:
     ) -> Tensor:
         """Return the logits [C, vocabulary] of one step of `canvas` behind `prompt`, on the CPU.
 
-        The step before, of the same canvas, conditions it where `conditioned`; this one's
-        temperature counts in the next. Raise ResourceError if the program refused, or ended.
+        If `conditioned`, the canvas' previous step conditions this one. `temperature` is of this
+        step and counts in the next one. Raise ResourceError if the program refused, or ended.
         """
         ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
         head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)

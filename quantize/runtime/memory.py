@@ -50,7 +50,7 @@ FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds 
 
 @dataclass(frozen=True)
 class Stack:
-    """A text stack's bytes on a GPU: fixed ones, each layer's products, what packing one takes."""
+    """A text stack's bytes on a GPU: fixed ones, each layer's products, what packing a layer takes."""
 
     name: str
     fixed: float
@@ -59,7 +59,7 @@ class Stack:
 
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
-        """Sum `sizes`, bytes by the on-disk name of a tensor or of the one that it was made from."""
+        """Sum `sizes`: bytes by on-disk name of a tensor, or of the tensor that it is packed from."""
         layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
             if found := PRODUCT.match(tensor):
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def cost(self) -> tuple[float, int, bool]:
-        """Bytes over the link for a pass of every batch; of equal ones few lanes come first."""
+        """Bytes over the link for a pass of every batch; equal ones are ordered by lanes, `on_host`."""
         rounds = math.ceil(self.need.batches / self.need.lanes)
         return rounds * (self.streamed + self.moved), self.need.lanes, self.need.on_host
 
@@ -148,7 +148,7 @@ def packed_sizes(
 def repacked(
     scheme: Scheme, module: str, mode: ActivationMode | None, *, hopper: bool
 ) -> OnDisk | None:
-    """Return the layout that a mode packs a Linear's weights in, None where it is that of the disk."""
+    """Return the layout into which a mode packs a Linear's weights, None if they stay as on disk."""
     multiplied = scheme if mode is None else scheme.as_multiplied(mode)
     if multiplied.packed is scheme.packed or (hopper and ".experts." in module):
         return None
@@ -158,7 +158,7 @@ def repacked(
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     """Fit a stage into `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
 
-    Raise ResourceError if not even one canvas over streamed layers fits; the message says what would.
+    Raise ResourceError if not even one canvas with all layers streamed fits; it says what would.
     """
     batch = need.batch
     while batch >= 1:
@@ -189,7 +189,7 @@ def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes that a stage needs with one canvas, or its fixed batch, over streamed layers."""
+    """Return the bytes a stage needs with all layers streamed and one canvas, or its fixed batch."""
     one = need if need.fixed_batch else replace(need, batch=1)
     least = min(sum(_parts(way, config).values()) for way in _ways(one, config))
     return least + need.stack.fixed + need.stack.streaming
@@ -242,7 +242,7 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
 
 
 def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
-    """Return those bytes by layer."""
+    """Return the bytes of one slot's keys and values, layer by layer."""
     from fused_dequant import CELLS  # here: who only imports this module does not want triton
 
     full = rounded_up(context, CELLS)
@@ -270,5 +270,5 @@ def _position_bytes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
 
 
 def rounded_up(count: int, multiple: int) -> int:
-    """Return the least multiple of a number that is at least `count`."""
+    """Return the least multiple of `multiple` that is at least `count`."""
     return -(-count // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The one door to a model: a checkpoint on a device becomes an `Engine`.
+"""Opens a model: loads a checkpoint on a device and returns an `Engine`.
 
 The engine is imported when it is opened, so that planning memory imports neither transformers nor
 triton.
@@ -43,7 +43,7 @@ def open(
 ) -> "FusedEngine":
     """Load a checkpoint's folder, or random weights, and return the engine that runs it.
 
-    A `place` without a plan is `sized` here; where none is given, `room` has fields of `Placement`. The
+    A `place` without a plan is `sized` here. Without a `place`, `room` has fields of `Placement`. The
     weights of `beside`, an engine of the same checkpoint, are shared if both pack them alike: the mode
     `fp8` packs its own, and so does `per_layer` on FP4 units. Other arguments are as in `FusedEngine`;
     a plan that is made here leaves `prefix_bytes` free. Raise InputError if the checkpoint cannot be

@@ -31,7 +31,7 @@ from quantize.schemes.modes import ActivationMode
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four.
+    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four fields.
 
     Fields without a comment are those of `memory.Need`.
     """
@@ -40,7 +40,7 @@ class Placement:
     # bytes of the GPU that may be used, the process' own context included; None for all that are
     # free. On a CPU nothing is planned without it.
     gpu_memory: float | None = None
-    # how a quantized model's are rounded; None as its engine does
+    # how a quantized model's activations are rounded; None as its engine does
     activations: ActivationMode | None = None
     # positions that a sample may take; None for the engine's own limit
     max_context: int | None = None
@@ -73,10 +73,9 @@ DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fus
 
 
 def sized(checkpoint: Path, place: Placement) -> Placement:
-    """Return a place with what of a checkpoint fits there; no weights are read.
+    """Return `place` with the fields set that say how a checkpoint fits; no weights are read.
 
-    Raise ResourceError if not even one slot over streamed layers fits, or not the batch if it is
-    fixed.
+    Raise ResourceError if not even one slot, or the fixed batch, fits with all layers streamed.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -110,7 +109,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
 
 
 def is_hopper(device: str) -> bool:
-    """Return whether a device has Hopper's kernels, which keep experts in 4 bits in the mode `fp8`."""
+    """Return whether a device has Hopper's kernels, which keep experts 4-bit in the mode `fp8`."""
     if device == "cpu":
         return False
     from fused_dequant.weights import in_fragments
@@ -119,10 +118,10 @@ def is_hopper(device: str) -> bool:
 
 
 def budget_of(place: Placement) -> float | None:
-    """Return the bytes of a GPU that may be used: those asked for, or all that are free.
+    """Return how many bytes of a GPU may be used: `gpu_memory`, or all that are free where it is None.
 
-    The allocator is held to bytes that are asked for. Raise ResourceError if less is free than
-    asked for.
+    On a CPU `gpu_memory` is returned as it is. A GPU's allocator is held to it. Raise ResourceError if
+    less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":

@@ -20,7 +20,7 @@ Kept = TypeVar("Kept")
 class PrefixCache(Generic[Kept]):
     """Blocks of `block` tokens of encoded prompts, for one engine and thread: `budget` bytes in all.
 
-    `asked` counts the tokens of the prompts looked for, `reused` those found; `nbytes` are held.
+    `asked` counts the tokens of the prompts looked up, `reused` those found; `nbytes` is held now.
     """
 
     def __init__(self, budget: int, block: int) -> None:
@@ -29,7 +29,7 @@ class PrefixCache(Generic[Kept]):
         self._blocks: OrderedDict[bytes, tuple[Kept, int]] = OrderedDict()
 
     def find(self, prompt: Sequence[int]) -> list[Kept]:
-        """Return what is kept of the prompt's first blocks, in order, as far as they go."""
+        """Return what is kept for the prompt's blocks, in order, up to the first that is missing."""
         found = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
         for key in reversed(found):  # a block is worth nothing without those before it
             self._blocks.move_to_end(key)
@@ -38,7 +38,7 @@ class PrefixCache(Generic[Kept]):
         return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
-        """Keep the last block of a prompt of whole blocks, unless it alone exceeds the budget."""
+        """Keep the last block of a prompt of whole blocks as `kept`, unless it exceeds the budget."""
         *before, key = self._keys(prompt)
         if key in self._blocks or nbytes > self.budget:
             return

@@ -21,7 +21,7 @@ class Ranges:
         self._largest = torch.empty(0)
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe the rows that enter the Linear `name`, and the experts of each, if any."""
+        """Observe rows [..., in] that enter the Linear `name`; `experts` [n, k] are each row's."""
         if experts is None:
             if rows is not self._rows:  # q, k and v, or gate and up, read one input
                 self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)
@@ -39,7 +39,7 @@ class Ranges:
         torch.maximum(before, found.to(before.device), out=before)
 
     def pool(self, processes: Processes) -> None:
-        """Add what the other processes have seen: maxima of maxima, so nothing is rounded."""
+        """Take the maxima of what all processes have seen, which rounds nothing."""
         for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
             for name, found in amax.items():
                 self._keep(name, found)

@@ -21,7 +21,7 @@ class Sample:
 
     @property
     def canvases(self) -> int:
-        """Canvases committed."""
+        """How many canvases were committed."""
         return len(self.committed)
 
     @property
@@ -35,7 +35,7 @@ class Sample:
         return self.new_tokens / self.denoising_steps
 
     def commit(self, canvas: list[int], steps: int, sampler: Sampler) -> None:
-        """Append one finished canvas."""
+        """Append a finished canvas that took `steps`; it ends the sample if it has an EOS."""
         end = sampler.end_of(canvas)
         if end is not None:
             self.finish = "eos"

@@ -103,9 +103,9 @@ class Sampler(Controls):
         return cls.from_config(read_json_object(path))
 
     def noted(self) -> dict[str, Any]:
-        """Return the settings that scores note; a field that came later only if it is not its default.
+        """Return the settings that are stored with scores.
 
-        So scores that were made before there was such a field stay valid.
+        Newer fields are left out at their default, so that scores made before them stay valid.
         """
         defaults = {field.name: field.default for field in fields(self)}
         return {k: v for k, v in asdict(self).items() if k in ALWAYS_NOTED or v != defaults[k]}
@@ -120,19 +120,19 @@ class Sampler(Controls):
         return self.temperature(torch.arange(1, self.max_denoising_steps + 1)).to(device)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Return the position of the first EOS, None where there is none."""
+        """Return the index of the first EOS in `tokens`, None where there is none."""
         return next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
 
     def accepted(self, entropy: Tensor) -> Tensor:
-        """Return which positions a step accepts, bool [B, L], by their entropies in nats."""
+        """Return which positions a step accepts, bool [B, L], by their `entropy` [B, L] in nats."""
         return accepted(entropy, self.entropy_bound)
 
     def decide(
         self, draw: Draw, state: CanvasState, schedule: Tensor, pinned: Tensor | None = None
     ) -> None:
-        """Write the state after a step that drew `draw`; `pinned` [B, L] stands whatever it drew.
+        """Update `state`, in place, by a step's `draw`; the tokens of `pinned` [B, L] are kept.
 
-        Launches alone: it can be captured in a CUDA graph.
+        It never waits for the device, so it can be captured in a CUDA graph.
         """
         rules = Rules(*(getattr(self, name) for name in Rules._fields))
         accept(draw if pinned is None else holding(draw, pinned), state, schedule, rules)

@@ -1,6 +1,6 @@
 """Counts the tokens that hold 0.999 of a row's mass, for an engine's `on_logits`, by denoising step.
 
-They are what `sparse_soft_embedding` would read of a row, and decide what it saves.
+`sparse_soft_embedding` would read only these tokens, so their number decides what it saves.
 """
 
 import torch
@@ -11,7 +11,7 @@ from quantize.host.processes import Processes
 
 
 class TokensNeeded:
-    """Rows by how many tokens they need; `see` looks at one row of EVERY."""
+    """Counts rows of logits by how many tokens they need; of EVERY rows `see` looks at one."""
 
     EVERY, ROWS = 8, 64  # of the rows seen, those looked at together: 67 MB in float32
     STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)
@@ -21,7 +21,7 @@ class TokensNeeded:
         self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count the rows of one draw."""
+        """Count rows of one draw: logits [m, V], 1 / T and step number [m] of each, from 1."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
             each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)
@@ -33,7 +33,7 @@ class TokensNeeded:
             self._found.append((kind[:, None] == each).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
-        """Return how many rows of all processes needed at most so many tokens, by step."""
+        """Return how many rows of all processes needed so many tokens, by step and range of tokens."""
         own = torch.stack([found.cpu() for found in self._found]).sum(0)
         rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]

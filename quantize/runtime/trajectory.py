@@ -46,7 +46,7 @@ class Prompt:
     images: Images | None = field(default=None, compare=False)
 
     def kind(self, window: int) -> str:
-        """Return `pictures`, `past the window` of so many positions, or `text`."""
+        """Return `pictures`, `past the window` (more than `window` tokens), or `text`."""
         if self.images is not None:
             return "pictures"
         return "past the window" if len(self.ids) > window else "text"
@@ -114,7 +114,7 @@ def record_all(
     held_out: int = 0,
     watching: Watching | None = None,
 ) -> list[Trajectory]:
-    """Record `prompts` in batches; a prompt's seed follows from its index.
+    """Record `prompts` in batches; return their trajectories. A prompt's seed follows from its index.
 
     The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
     batches, each as one process would make it, and all return all trajectories in prompt order.
@@ -156,18 +156,18 @@ def record_all(
 
 
 def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:
-    """Return the positions that the longest of `prompts` and `canvases` behind it take."""
+    """Return how many positions the longest of `prompts` takes with `canvases` canvases behind it."""
     length: int = read_config(checkpoint)["canvas_length"]
     return max(len(prompt) for prompt in prompts) + canvases * length
 
 
 def longest(trajectories: Sequence[Trajectory]) -> int:
-    """Return the positions of the longest trajectory."""
+    """Return how many positions the longest trajectory takes."""
     return max(len(item.prompt.ids) + item.committed.numel() for item in trajectories)
 
 
 def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:
-    """Write both files; equal trajectories give equal bytes."""
+    """Write `folder`'s two files (see the module); equal trajectories give equal bytes."""
     tensors: dict[str, Tensor] = {}
     entries: list[dict[str, Any]] = []
     for index, item in enumerate(trajectories):
@@ -185,7 +185,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
 
 
 def load_trajectories(folder: Path) -> tuple[list[Trajectory], Sampler]:
-    """Read what `save_trajectories` wrote; raise InputError where a file is missing."""
+    """Return what `save_trajectories` wrote; raise InputError if a file is missing."""
     for name in (TENSORS, INDEX):
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: no recorded trajectories there; run calibrate")

@@ -1,4 +1,4 @@
-"""GPTQ: rounds weights, trying block scales near amax / 6, so that a layer's output stays near.
+"""GPTQ: rounds weights, trying block scales near amax / 6, so that a layer's output changes little.
 
 A Linear y = x W^T with inputs x seen in calibration has the loss
 
@@ -54,12 +54,13 @@ class Rounded:
 def shrunk(
     sums: Tensor, tokens: Tensor, at: slice = slice(None), inputs: int | None = None
 ) -> Tensor:
-    """Return experts' mean Hessians [E', in, in], drawn to the layer's: each keeps n / (n + in).
+    """Return experts' mean Hessians [E', in, in], each mixed with the layer's mean.
 
-    An expert of few tokens has a Hessian of low rank, which GPTQ would trust too much. A dense Linear,
-    E = 1, keeps its own. `sums` [E, in, in] are of x x^T over the `tokens` [E] that each expert saw;
-    they may be tiles, if `inputs` says how many inputs there are. Those `at` are returned; all count
-    for the mean. Raise QuantizeError if no expert saw a token, or a Hessian is not finite.
+    An expert that saw n tokens keeps n / (n + in) of its own: few tokens make a Hessian of low rank,
+    which GPTQ would trust too much. A dense Linear, E = 1, keeps its own. `sums` [E, in, in] of x x^T
+    are over the `tokens` [E] that each expert saw, or are their tiles, of `inputs` inputs. The experts
+    `at` are returned; the layer's mean is over all. Raise QuantizeError if no expert saw a token, or a
+    Hessian is not finite.
     """
     total = tokens.sum()
     if total == 0:
@@ -77,7 +78,7 @@ def shrunk(
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Round weights to a scheme's tensors so that the layers' outputs stay near.
+    """Round weights to a scheme's tensors so that the Linears' outputs change as little as possible.
 
     `weight` is [E, out, in] BF16, finite, `in` a multiple of 16; `hessian` [E, in, in] float32, as
     `shrunk` returns it, damped in place while this runs; `shared` [E, 1] FP32 global scales, where
@@ -142,7 +143,7 @@ def _round_all(
 
 
 def layer_losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
-    """Return tr (W - Q) H (W - Q)^T over tr W H W^T of every Q [E, out, in]: [E] float32 each."""
+    """Return tr (W - Q) H (W - Q)^T / tr W H W^T of each Q [E, out, in] in `found`: [E] float32."""
     whole = _energy(weight, hessian).clamp(min=1e-30)
     return [_energy(weight - each, hessian) / whole for each in found]
 
@@ -239,7 +240,7 @@ def round_block(
     weight: Tensor, factor: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, errors: Tensor,
     grid: Codes,
 ) -> None:  # fmt: skip
-    """Round a block of 16 inputs under each scale that is tried, and keep the best.
+    """Round a block of 16 inputs under each candidate scale, and keep the result of least loss.
 
     `weight` [E, out, 16] has the errors of inputs before it, `factor` [E, 16, 16] is U's block on its
     diagonal, `shared` is [E]. It writes `codes` [E, out, 16], as the values that they stand for,
@@ -296,7 +297,7 @@ def descend_block(
     slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
     grid: Codes,
 ) -> None:  # fmt: skip
-    """Move a block's scales, then its codes, each to its own optimum given all the others.
+    """Move a block's scales, then its codes, one at a time to where the loss is least.
 
     `slope` [E, out, 16] is (W - Q) H of the block's inputs, `hessian` [E, 16, 16] H's block on its
     diagonal, `shared` is [E]. It moves `codes` [E, out, 16] (values, not bits) and, unless

@@ -1,10 +1,10 @@
-"""Hessians of Linears, sums of x x^T over their inputs, of which the tiles of one triangle are held.
+"""Hessians of Linears: sums of x x^T over their inputs, held as the tiles of one triangle.
 
 Inputs are cut into blocks of 128. Tile t = j (j + 1) / 2 + i holds the products of inputs of the
 blocks i <= j; the other tiles are these, transposed. So the Hessians of a layer of the 26B model take
 2.4 GB, and bf16 rows on a GPU are added by a kernel that computes no more (`fused_dequant/gram.py`).
-It takes several passes at once: to read and write 2.4 GB takes as long as the sums of a pass of 2,048
-rows.
+The kernel adds several passes at once: to read and write 2.4 GB takes as long as the sums of a pass
+of 2,048 rows.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many
 
 
 def tiles_of(inputs: int) -> int:
-    """Return the tiles that a Hessian of so many inputs has."""
+    """Return how many tiles a Hessian of `inputs` inputs has."""
     blocks = -(-inputs // TILE)
     return blocks * (blocks + 1) // 2
 
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add the rows of one input to its sums."""
+        """Add rows [..., in] to the sums of the input `name`; `experts` are the experts of each row."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -87,7 +87,7 @@ class Hessians:
         return self._choices[1], self._choices[2]
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
-        """Return the shrunk mean Hessians [E', in, in] of an input, of all experts or those `at`.
+        """Return an input's mean Hessians [E', in, in], `gptq.shrunk`, of all experts or those `at`.
 
         Raise QuantizeError if the input saw no token, or one that was not finite.
         """
@@ -132,9 +132,9 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def whole(tiles: Tensor, inputs: int) -> Tensor:
-    """Return the matrices [E, in, in] that tiles [E, tiles, 128, 128] stand for, symmetric to the bit.
+    """Return the matrices [E, in, in] that tiles [E, tiles, 128, 128] hold, symmetric to the bit.
 
-    Of tiles on the diagonal the upper half counts: a BLAS may sum a product and its mirror image in
+    Of tiles on the diagonal the upper half is read: a BLAS may sum a product and its mirror image in
     different orders.
     """
     i, j = _places(inputs, tiles.device)

@@ -74,7 +74,7 @@ class Codes:
     neighbours: int = 0
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return the nearest codes' values of FP32 weights over their scale, which are overwritten."""
+        """Return the nearest codes' FP32 values; `scaled` are weights over their scale, overwritten."""
         return self.fit(scaled).to(self.cast).float()
 
 
@@ -100,7 +100,7 @@ def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
 def global_scale(ranges: Sequence[Tensor]) -> Tensor:
     """Return the FP32 global scale [..., 1] that Linears with these ranges [..., out, groups] share.
 
-    448 * 6 / the largest, rounded to BF16 as compressed-tensors does; 1 where that overflows.
+    It is 448 * 6 / the largest range, rounded to BF16 as compressed-tensors does; 1 if that overflows.
     """
     amax = torch.stack([r.flatten(-2).amax(-1) for r in ranges]).amax(0)
     amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
@@ -111,7 +111,7 @@ def global_scale(ranges: Sequence[Tensor]) -> Tensor:
 def quantize_rows(
     codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8) with a scale a row, by suffix.
+    """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8), a scale a row; return by suffix.
 
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` found. `out` is memory for the
     codes, of the weight's shape and any strides; None allocates it.
@@ -126,10 +126,10 @@ def quantize_rows(
 def quantize_groups(
     weight: Tensor, ranges: Tensor, shared: Tensor | None = None, out: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16, by on-disk suffix.
+    """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16; return tensors by on-disk suffix.
 
     The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` found; `shared` is the
-    global scale [..., 1], from `ranges` alone when not given. `out` is memory for the codes, uint8
+    global scale [..., 1], made from `ranges` where it is None. `out` is memory for the codes, uint8
     [..., out, in / 2] of any strides; None allocates it.
     """
     shared = global_scale([ranges]) if shared is None else shared
@@ -159,14 +159,14 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to e2m1 in groups of 32, with the arguments of NVFP4's."""
+    """Quantize as `quantize_groups` does, but in groups of 32 inputs and without a global scale."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] of 8-bit codes, by on-disk suffix."""
+    """Return BF16 weights [..., out, in] from 8-bit codes and scales, given by on-disk suffix."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
     table = _values(codes.dtype, scale.dtype, codes.device)
@@ -185,7 +185,7 @@ def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def dequantize_groups(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] of e2m1 codes, by on-disk suffix."""
+    """Return BF16 weights [..., out, in] from e2m1 codes and scales, given by on-disk suffix."""
     if tensors["weight_scale"].dtype == torch.uint8:
         return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
     scale = tensors["weight_scale"].float()
@@ -208,9 +208,9 @@ def _values_of(packed: Tensor, steps: Tensor) -> Tensor:
 
 
 def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] of e2m1 codes as FP8 products read them.
+    """Return the BF16 weights [..., out, in] that FP8 products read for e2m1 codes.
 
-    `formats.nvfp4_as_e4m3` * 8 / global scale; normal numbers are off by 1/17 at most.
+    They are `formats.nvfp4_as_e4m3` * 8 / global scale; normal numbers are off by 1/17 at most.
     """
     if "weight_scale_2" in tensors:  # ModelOpt's, as in `dequantize_groups`
         packed, shared = tensors["weight"], 8 * tensors["weight_scale_2"]
@@ -221,13 +221,13 @@ def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
-    """Round activations [..., K] to e4m3 or int8 with one scale a token, in x's dtype."""
+    """Return activations x [..., K] rounded to e4m3 or int8 with a scale a token, in x's dtype."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
 
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
-    """Round activations [..., K] to e2m1, in x's dtype, with an e4m3 scale for each 16 values.
+    """Return x [..., K] rounded to e2m1 with an e4m3 scale for each 16 values, in x's dtype.
 
     `global_scale` is 448 * 6 / the calibrated amax, and required: ValueError where it is None. Values
     beyond that amax saturate. Arithmetic is FP32.
@@ -315,7 +315,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
-    """Return for each of [n, ...] whether it is finite: bool [n]; `scale` says that bytes are e8m0."""
+    """Return which of n tensors, stacked, are finite: bool [n]; with `scale` their bytes are e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F
@@ -327,7 +327,7 @@ def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
 
 
 def sound_scales(scale: Tensor) -> bool:
-    """Whether scales of rows or blocks are finite, and e4m3 ones not negative: layouts have no sign."""
+    """Whether scales of rows or blocks are finite, and e4m3 ones >= 0: packed layouts have no sign."""
     if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
         return False
     return bool(finite_each(scale[None], scale=True).all())

@@ -27,8 +27,8 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 class FusedPasses:
     """The passes of one batch in the first slots of a lane; the constructor encodes the prompts.
 
-    A pass of the encoder adds at most `chunk` tokens to a row. `encoded` are the positions that each
-    slot holds already: 0, or all of a prompt with pictures. `run` takes a pass through the layers,
+    A pass of the encoder adds at most `chunk` tokens to a row. `encoded` has how many tokens each slot
+    holds already: none, or all of a prompt with pictures. `run` takes a pass through the layers,
     alone or beside other batches' passes. Without `pool` no CUDA graph is captured.
     """
 
@@ -55,7 +55,7 @@ class FusedPasses:
             left = {row: tokens[chunk:] for row, tokens in left.items() if tokens[chunk:]}
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Append `tokens` [B, L] to what `rows` have encoded."""
+        """Append `tokens` int64 [B, L] to the sequences of `rows`."""
         self._encode(dict(zip(rows, tokens.tolist(), strict=True)))
 
     def _encode(self, tokens: dict[int, list[int]]) -> None:
@@ -100,7 +100,7 @@ class FusedPasses:
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Draw from bf16 logits, of as many canvases at once as in `graphs`: see `DrawingPasses`."""
+        """Draw from bf16 logits, CANVASES_A_PIECE canvases at once on a GPU: see `DrawingPasses`."""
         model, (B, L, _) = self._model, decoded.shape
         inverse = (1 / schedule[state.step.long() - 1])[:, None].repeat(1, L)
 

@@ -1,7 +1,7 @@
-"""The cells of keys and values: whole for full layers, a ring of window and chunk for sliding ones.
+"""The cells of keys and values: full layers keep all positions, sliding ones a window and a chunk.
 
-They lie on the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has
-those of one lane and layer while it works on them, and the next arrive meanwhile:
+Cells lie on the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has
+the cells of one lane and layer while it works on them, and the next ones arrive meanwhile:
 
     place 0   lane 0, layer 0 | lane 2, layer 0 | ...
     place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
@@ -54,7 +54,7 @@ class Cache:
     ) -> "Cache":
         """Allocate zeros for `slots` sequences a lane, which grow by at most `chunk` tokens at once.
 
-        With `one_layer` layers of a kind share their cells: passes go through a layer at a time.
+        With `one_layer` layers of a shape share their cells: all passes go through one layer first.
         """
         text = config.text_config
         full = rounded_up(max_context, CELLS)
@@ -72,7 +72,7 @@ class Cache:
         return cls(keys, values, text.sliding_window, lanes)
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield keys and values of some lanes' slots, at one layer after the other."""
+        """Yield the keys and values of each lane in `added`, at the first layer, then at the next."""
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
@@ -80,7 +80,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return slices of the cells of those positions `start` to `end` that later tokens see."""
+        """Return which cells of layer `index` hold positions `start` to `end` that later tokens see."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -95,7 +95,7 @@ class Cache:
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
     def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write back what `block` copied; of sliding layers only the last block is read."""
+        """Write back what `block` copied. A sliding layer needs the last of several blocks alone."""
         for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
             tensor[slot, self._cells(tensor, start, end)] = kept
 
@@ -106,7 +106,7 @@ class Cache:
         return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
-        """Clear a slot's values: no NaN of a broken sequence may meet a probability of 0."""
+        """Set a slot's values to 0, since a NaN left there stays NaN times a probability of 0."""
         for values in self.values:
             values[slot].zero_()
 
@@ -144,7 +144,7 @@ class HostCells:
         self._encoded[slot] = 0
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield keys and values of some lanes' slots, at one layer after the other.
+        """Yield the keys and values of each lane in `added`, at the first layer, then at the next.
 
         They are valid until the next are asked for. The tokens that `added` names go back to the host.
         """

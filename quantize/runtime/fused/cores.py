@@ -33,12 +33,12 @@ class Cores:
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Cut `count` sequences into at most as many runs as there are threads."""
+        """Cut `count` sequences into slices, at most one a thread and nearly equally long."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `work` of every item, computed side by side.
+        """Return what `work` returns for every item, in order; threads compute items side by side.
 
         A thread that is one of `Cores` computes all items itself, so that it never waits for its pool.
         """
@@ -55,7 +55,7 @@ def _on_one_core() -> None:
 
 
 def cores_of(device: torch.device) -> Cores | None:
-    """Return the threads that compute a device's passes; None where kernels do."""
+    """Return the threads that compute the passes on a CPU, None for a GPU."""
     return None if launches(device) else cores(torch.get_num_threads())
 
 

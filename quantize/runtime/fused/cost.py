@@ -4,7 +4,7 @@
 
 Weights are counted once, experts by how many are hit; keys and values once a sequence. NVFP4 products
 run on bf16 tensor cores (W4A16), FP8 ones, and NVFP4's in the activation mode `fp8`, on FP8's. Norms,
-routing and the sampler's read of the logits are left out: the floor is lower.
+routing and the sampler's read of the logits are left out, so a real pass takes longer.
 """
 
 from fused_dequant import Weight
@@ -19,8 +19,8 @@ def decoder_floor(
 ) -> dict[str, float]:  # fmt: skip
     """Return the least seconds of each part of one denoising step of `batch` canvases.
 
-    `context` positions stand before each canvas; `experts_hit` experts get a token, mean over layers.
-    A `sparse` soft embedding counts as nothing.
+    `context` positions stand before each canvas. `experts_hit` experts a layer get a token, on average.
+    With `sparse` no time is counted for the soft embedding.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)

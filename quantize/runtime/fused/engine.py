@@ -107,9 +107,9 @@ class FusedEngine:
             depend on who is denoised beside it; on a CPU they never do. Otherwise passes of other
             numbers of rows have kernels that round differently, which in bf16 may change a token.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
-        inputs: rounds or shows the rows that enter products; None leaves them as the kernels serve.
+        inputs: rounds or shows the rows that enter products; None lets kernels read them as served.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
-        lanes: batches of `capacity` whose passes go through the layers together. With more than one,
+        lanes: how many batches of `capacity` go through the layers together. With more than one,
             the slots of one lane follow those of another, and no canvas is encoded with a first step.
         on_host: keep keys and values on the host, and on the device only those of a lane and a layer.
         sparse: leave a row's least probable tokens out of the next step's self-conditioning, a
@@ -274,7 +274,7 @@ class FusedEngine:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode a batch into free slots; raise InputError as `admit` does, or if they are too few."""
+        """Encode prompts into free slots; raise InputError as `admit` does, or if slots are too few."""
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
     def passes_from(
@@ -284,7 +284,7 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Encode prompts as `passes` does, in a lane's slots; `run` takes passes through the layers."""
+        """Encode prompts as `passes` does, in a lane's slots; `run` takes a pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
@@ -299,7 +299,7 @@ class FusedEngine:
         return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Do works, each with a batch of its own, as many side by side as there are lanes."""
+        """Return what each of `works` returns; as many batches run side by side as there are lanes."""
         return in_lockstep(self, works) if self.lanes > 1 else [work(self) for work in works]
 
     @contextmanager
@@ -354,18 +354,18 @@ class FusedEngine:
         self.stops = before
 
     def context(self, slot: int) -> int:
-        """Return the positions that a slot's text has taken."""
+        """Return how many positions a slot's text takes."""
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Take back a slot's last canvas: `denoise` encodes the one `before` it, and repeats it."""
+        """Take back a slot's last canvas, so that `denoise` repeats it; `before` is the one before."""
         sequence = self._slots[slot]
         sequence.canvases -= 1
         sequence.context -= len(before)
         sequence.unencoded = list(before)
 
     def begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
-        """Begin the next canvases of slots that share their settings, behind all that they hold."""
+        """Begin the next canvases of slots of equal settings; return the step, and if it has graphs."""
         self.encode_last(slots)
         sampler = self._slots[slots[0]].sampler
         step, worth = self._steps[0, False].get(self._rows_for(len(slots)), sampler)
@@ -373,7 +373,7 @@ class FusedEngine:
         return step, self.graphs and worth
 
     def drop_canvases(self, slots: Sequence[int]) -> None:
-        """Throw away what `begin_canvases` began."""
+        """Throw away the canvases that `begin_canvases` began."""
         for slot in slots:
             self._slots[slot].end_canvas()
 
@@ -436,7 +436,7 @@ class FusedEngine:
         return embeddings
 
     def encode_last(self, slots: Sequence[int]) -> None:
-        """Encode the slots' unencoded tokens, as `denoise` does before or with its first step."""
+        """Encode what waits in the slots, short prompts or last canvases, as `denoise` would."""
         self.model.run(self._encodings(slots))
 
     def _encodings(self, slots: Sequence[int]) -> list[Pass]:
@@ -614,7 +614,7 @@ class FusedEngine:
 
 
 def chunk_of(canvas_length: int) -> int:
-    """Return the most tokens that a pass of the encoder adds to a sequence: two canvases at least."""
+    """Return the most tokens, two canvases at least, that one encoder pass adds to a sequence."""
     return max(CHUNK, 2 * canvas_length)
 
 

@@ -30,7 +30,7 @@ OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its common name, with figures that its maker states: nobody measured them here."""
+    """A GPU by its common name, with figures that its maker states and nobody measured here."""
 
     name: str
     capability: Capability
@@ -88,7 +88,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a GPU runs a scheme: `kernels` names the kernels, None if none can; `note` says more."""
+    """Whether a GPU runs a scheme: `kernels` is the module that does, or None; `note` says more."""
 
     scheme: str
     kernels: str | None
@@ -112,7 +112,7 @@ def named(name: str, memory: float | None = None) -> Gpu:
 
 
 def at_hand(device: torch.device) -> Gpu:
-    """Return the GPU of a device, with the figures of the one that its name contains."""
+    """Return a device's GPU, with the stated figures of the known GPU whose name is in the device's."""
     name = torch.cuda.get_device_name(device)
     own = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
@@ -151,7 +151,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
 
 
 def launches_of(device: torch.device) -> list[Any]:
-    """Return the name of a device, and the configurations that its kernels are launched with."""
+    """Return a GPU's name and the launch configurations of its kernels; of a CPU only `cpu`."""
     if device.type != "cuda":
         return [device.type]
     tuning.user_tables(TUNED)
@@ -170,7 +170,7 @@ def launches_digest(device: torch.device) -> str | None:
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     """Refuse a device that cannot run one of the kernels' schemes, before weights are read.
 
-    A CPU runs all, in torch. From here on launches are chosen by the user's tuned tables too. Raise
+    A CPU runs all, in torch. This also loads the user's tuned launch tables for later launches. Raise
     ResourceError if the GPU is missing or lacks the instructions; the message says what to use.
     """
     if device.type != "cuda":

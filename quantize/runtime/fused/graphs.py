@@ -34,7 +34,7 @@ Told = tuple[list[int], int, bool]  # a row's tokens, steps taken, whether its c
 
 
 def bucket(rows: int) -> int:
-    """Return how many rows, at least `rows`, the step of so many sequences has."""
+    """Return the least number of rows, from `rows` on, that steps are captured for."""
     return min(count for count in (*BETWEEN, _power(rows)) if count >= rows)
 
 
@@ -74,7 +74,7 @@ class Replayed:
 
 
 class Step:
-    """The denoising steps of `rows` sequences under one sampler, each at a step of its own.
+    """The denoising steps of `rows` sequences under one sampler; each is at its own step number.
 
     A step is two graphs. The first decodes, draws and accepts, and may encode in the same pass what
     some of the sequences committed. It ends with a report, which travels to the host while `condition`
@@ -129,13 +129,13 @@ class Step:
         self.told = torch.zeros(rows, length + 2, dtype=torch.int64, pin_memory=pinned)
 
     def row(self, row: int) -> list[Tensor]:
-        """Return views of all that a sequence takes along when it moves to another row."""
+        """Return views of a row's state, which a sequence takes along when it moves to another row."""
         state = vars(self.state).items()
         own = [tensor[:, row] if name == "history" else tensor[row] for name, tensor in state]
         return [*own, self._signal.unflatten(0, self.state.canvas.shape)[row]]
 
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
-        """Let the next step encode canvases, given as slot, position and tokens; return their number.
+        """Let the next step encode canvases (slot, first position, tokens); return how many it encodes.
 
         The first canvas is repeated until the number is a power of two, or that of all rows.
         """
@@ -155,10 +155,10 @@ class Step:
         known: list[list[list[int]]] | None,
         graphs: bool,
     ) -> None:
-        """Set the sequence of each row, and fill the canvases that begin.
+        """Set the sequence of each row, and fill new canvases with noise and known tokens.
 
-        `sequences` are slot, context, seed, canvas index, and whether the canvas begins; `known` are
-        `Given.rows` of each, None where none has any.
+        A sequence is (slot, context, seed, canvas index, whether the canvas begins). `known` has the
+        `Given.rows` of each sequence, or is None where no token is known.
         """
         if known is not None:
             self._known.copy_(torch.tensor(known).transpose(0, 1))
@@ -186,16 +186,16 @@ class Step:
         self._rows.copy_(self._model.behind(slots, context, self._length))
 
     def take(self, graphs: bool) -> None:
-        """Take one step."""
+        """Take one step that encodes nothing and sends no report, and condition the next step."""
         self.take_on(None, 0, graphs)
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` are its pass' last rows, None if it has not run yet."""
+        """Take a step up to its report; `h` has its pass' last rows, None if the pass is yet to run."""
         self._launch((committed, self._knows), partial(self._leave, h, committed), graphs)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
-        """Send the report, and condition the next step if `going_on`.
+        """Send the report to the host (`told`), and condition the next step if `going_on`.
 
         Returns the event of its arrival, None where it has arrived already.
         """
@@ -214,12 +214,12 @@ class Step:
         work()
 
     def capture_commits(self) -> None:
-        """Take steps that encode 1, 2, 4, ... canvases, up to one of each row: the first captures."""
+        """Capture steps that encode 1, 2, 4, ... canvases, up to one a row, by taking each."""
         for count in sorted({min(_power(n), self.rows) for n in range(1, self.rows + 1)}):
             self.take_on(None, count, graphs=True)
 
     def enter(self, committed: int) -> Pass:
-        """Return a step's pass at the first layer."""
+        """Return a step's pass before the first layer; it encodes `committed` canvases too."""
         more = None
         if committed:
             slots, starts = self._places[:, :committed]
@@ -249,7 +249,7 @@ class Step:
             self._report[:, -1].copy_(state.finished)
 
     def condition(self) -> None:
-        """Make the soft embedding for the next step of the canvases whose logits are still there."""
+        """Make the next step's soft embedding for the canvases whose logits are still in memory."""
         if self._model.cores:
             self._model.cores.each(self._condition, range(self.rows))
         else:
@@ -297,7 +297,7 @@ class Step:
 
 @dataclass
 class Running:
-    """Canvases of one batch on their way."""
+    """The canvases of one batch while they are denoised."""
 
     step: Step  # takes them on
     taken: list[int]  # steps that the canvas of each row has taken
@@ -306,14 +306,14 @@ class Running:
     graphs: bool  # replay graphs
 
     def launch(self, h: Tensor | None, count: int) -> Any:
-        """Take the step with this number of a run; return the event after which `told` may be read."""
+        """Take step `count` of a run, from 1; return the event after which `told` may be read."""
         self.step.take_on(h, self.committed, self.graphs)
         self.committed = 0
         rows = zip(self.taken, self.most, strict=True)
         return self.step.send_report(any(n + count < most for n, most in rows), self.graphs)
 
     def told(self) -> list[Told]:
-        """Return what the last report says of each row."""
+        """Return from the last report each row's tokens, steps taken and whether its canvas is done."""
         rows = zip(self.step.told.tolist(), self.most, strict=True)
         return [(r[:-2], r[-2] - 1, r[-1] != 0 or r[-2] > most) for r, most in rows]
 
@@ -327,8 +327,8 @@ def until_finished(
 ) -> list[list[Told]]:
     """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
-    Passes that no graph replays go through the layers together, `entering` beside those of the first
-    step. `launched` is called once the first step is on its way, `show` after every step.
+    Passes that no graph replays go through the layers together, and in the first step so do the passes
+    `entering`. `launched` is called once the first step is on its way, `show` after every step.
     """
     count = 0
     while True:
@@ -365,7 +365,7 @@ class Steps:
         self._tried: OrderedDict[tuple[int, Sampler], tuple[Step, int]] = OrderedDict()
 
     def get(self, rows: int, sampler: Sampler) -> tuple[Step, bool]:
-        """Return the step for the next canvas of `rows` sequences, and whether graphs are worth it."""
+        """Return the step for the next canvas of `rows` sequences, and whether to use CUDA graphs."""
         key = (rows, sampler)
         if key in self._lasting:
             return self._lasting[key], True
@@ -383,6 +383,6 @@ class Steps:
         return step, worth
 
     def hold(self) -> None:
-        """Keep all graphs captured so far for good; they do not count as the CAPTURED others."""
+        """Never drop the graphs captured so far; they do not count towards CAPTURED."""
         self._lasting |= self._captured
         self._captured.clear()

@@ -1,4 +1,4 @@
-"""Rounds the rows that enter a product as W4A4 serves them, shows them, or leaves them in bf16.
+"""Rounds the rows that enter a product as W4A4 does, shows them to observers, or leaves them bf16.
 
 The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. Other activation
 modes are scored like this:
@@ -41,7 +41,7 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 
 
 class Inputs:
-    """The inputs of every layer's products, rounded under the layer's `scales`; None rounds nothing.
+    """Rounds the inputs of products under their layer's `scales`; None rounds nothing.
 
     `config` is transformers' of the text stack. With `bf16` no row is quantized to 8 bits.
     """
@@ -77,7 +77,7 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return x bf16 [M, K] and its weights `rows` as a product of a `kind` in DENSE reads them."""
+        """Return x bf16 [M, K] and its weights `rows` as the product `kind`, of DENSE, reads them."""
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
         for linear in DENSE[kind]:
@@ -94,7 +94,7 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return the routed experts' addends, [M, topk, H], of bf16 rows [M, H]."""
+        """Return what each of the experts `ids` [M, topk] adds to the rows x bf16 [M, H]."""
         chosen = ids.long() if self._observers else ids  # once: observers know its memory again
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]
@@ -117,7 +117,7 @@ class Inputs:
 
 
 def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
-    """Return what rounds a checkpoint's inputs as `mode` says, None if the kernels do that."""
+    """Return the object that rounds a checkpoint's inputs for `mode`, None if the kernels round."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
     if schemes is None or mode == "fp8" or weights.in_fp4:
@@ -132,7 +132,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return NVFP4 inputs' global scales by layer; raise InputError if only some experts have one."""
+    """Return each layer's global scales of NVFP4 inputs; raise InputError if some experts lack one."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
     found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}

@@ -10,8 +10,8 @@ Between two layers the rows of all batches lie in host memory, or on scratch whe
 A GPU gets and returns them a few passes at a time while it computes, and the next layer's weights are
 loaded.
 
-Only h is stored: `begin` makes layer 0's normed rows x of it, and `after_experts` those of others, with
-both branches zero. The loop has them from the same kernels, and h + 0 is h.
+Only h is stored. `begin` makes layer 0's normed rows x of h; `after_experts` makes those of the others,
+with both branches zero. The loop has x from the same kernels, and h + 0 is h.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ from quantize.runtime.fused.weights import load_in_turns
 
 
 class LayerByLayer:
-    """The layers of a folder's BF16 checkpoint, each of `experts`, through which a recording goes.
+    """The layers of a BF16 checkpoint, of `experts` experts each, through which a recording goes.
 
     They compute on `device`; rows that host memory cannot hold lie in `scratch`.
     """
@@ -62,9 +62,9 @@ class LayerByLayer:
         self._last: tuple[RecordedPass, PassRows] | None = None
 
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
-        """Yield each layer's index, up to `until`, when all passes have gone through it.
+        """Yield each layer's index, from 0 to `until`, once all passes have gone through the layer.
 
-        `observers` returns who is shown the rows that enter a layer's Linears. Raise ResourceError if
+        `observers` returns, by index, who is shown a layer's Linears' inputs. Raise ResourceError if
         rows fit neither host memory nor scratch.
         """
         pieces = pieces_of(self._recording, self._hidden)

@@ -35,11 +35,11 @@ class LaneEngine(BatchEngine, Protocol):
 
     @property
     def passes_from(self) -> Callable[..., DrawingPasses]:
-        """Encodes prompts as `passes` does, in a lane's slots."""
+        """A function that encodes prompts as `passes` does, in the slots of the lane it is given."""
 
 
 def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-    """Do works, each with a batch of its own, in as many lanes as the engine has."""
+    """Return what each of `works` returns; as many run side by side as the engine has lanes."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
@@ -79,9 +79,9 @@ class _Ended(Generic[T]):
 
 
 class Lane(Generic[T]):
-    """The `BatchEngine` of one work, which its thread does: `capacity` slots of an engine.
+    """The `BatchEngine` that one work gets: `capacity` slots of an engine. A thread does the work.
 
-    `index` is that of the engine's lane, `number` that of the work.
+    `index` counts the engine's lanes, `number` the works.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Lane(Generic[T]):
         return self._engine.passes_from(self.index, self._ask, prompts, images)
 
     def watching(self, *observers: Observer, **how: Any) -> AbstractContextManager[None]:
-        """Watch the lane's batch alone, as the engine does."""
+        """Watch the passes of this lane's batch alone, as `BatchEngine.watching` does."""
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Hand the work its pass' last rows; return the pass it needs next, or its result."""
+        """Hand the work the last rows of its pass; return the next pass it needs, or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)
@@ -121,7 +121,7 @@ class Lane(Generic[T]):
         return said
 
     def stop(self) -> None:
-        """Unwind the work."""
+        """End the work by an exception in its thread, since its result is no longer wanted."""
         self._given.put(_Stopped)
         self._thread.join()
 

@@ -6,9 +6,8 @@ cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same we
 disk stays BF16; in the activation mode `fp8` NVFP4 becomes what FP8 products read, in `per_layer` what
 FP4 units read, where there are such. Resident and streamed layers are packed by the same code.
 
-Every value is checked to be finite, scales of whole tensors to be above 0 and those of blocks not to be
-below, when it is first read.
-Input scales of NVFP4 are left out where rows stay bf16.
+When a value is first read, it is checked: all must be finite, scales of whole tensors above 0, scales
+of blocks not negative. Input scales of NVFP4 are left out where rows stay bf16.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ Keep = Callable[[Weight], Weight]  # called with each product as it is made; ret
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. `norms` has the keys of NORMS; tensors, such as router_scale [H], are bf16."""
+    """One layer's weights. `norms` has the keys of NORMS; tensors, as router_scale [H], are bf16."""
 
     sliding: bool
     norms: dict[str, Tensor]
@@ -73,7 +72,7 @@ class LayerWeights:
 
     @property
     def entrance(self) -> Entrance:
-        """The norm and reading that the layer before this one, or the embedding, ends with.
+        """The input norm, and how the normed input is read: the layer before this one applies both.
 
         They are no part of a streamed layer's memory.
         """
@@ -82,7 +81,7 @@ class LayerWeights:
 
 
 def how_read(rows: Rows) -> Read:
-    """Return how an input shared by several weights is quantized, in bf16 if they differ."""
+    """Return how an input shared by several weights is quantized: not at all if schemes differ."""
     schemes = {weight.scheme for weight in rows}
     if len(schemes) > 1 or not schemes <= {*formats.EIGHT_BIT, formats.FOUR_BIT}:
         return BF16
@@ -93,8 +92,8 @@ class Packer:
     """Reads modules of a checkpoint, whose layout has been checked, to one device.
 
     `text` is transformers' configuration of the text stack. With `in_fp8` NVFP4 weights are packed for
-    FP8 products (activation mode `fp8`), with the global `scales` of every layer's inputs, a number
-    each, for FP4 units.
+    FP8 products (activation mode `fp8`). With `scales`, each layer's global input scales, one number
+    an input, they are packed for FP4 units.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Read Linears of one input, of global scale `shared`, as one matrix if scales allow."""
+        """Read Linears of one input, whose scale is `shared`, as one matrix if their scales allow."""
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
@@ -137,7 +136,7 @@ class Packer:
         )
 
     def small(self, index: int) -> dict[str, Any]:
-        """Read what a layer has besides products: fields of `LayerWeights`."""
+        """Read what a layer has besides products; return it by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention, router = f"{layer}self_attn.", f"{layer}router."
         return {
@@ -155,7 +154,7 @@ class Packer:
         }
 
     def products(self, index: int, keep: Keep) -> dict[str, Any]:
-        """Read a layer's products: fields of `LayerWeights`, each what `keep` returned for it."""
+        """Read a layer's products; return what `keep` returned for each, by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention = f"{layer}self_attn."
         heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]

@@ -14,7 +14,7 @@ Added = tuple[int, int, int]  # slot, first position and number of tokens
 
 @dataclass(frozen=True)
 class PassRows:
-    """Where the rows of one pass stand: B sequences of n rows each. Keys: whether a layer slides."""
+    """Where the rows of one pass stand: B sequences of n rows each. `True` is for sliding layers."""
 
     slots: Tensor  # int32 [B]
     positions: Tensor  # int32 [B * n]
@@ -23,12 +23,12 @@ class PassRows:
     angles: dict[bool, tuple[Tensor, Tensor]]  # cos and sin of its position, bf16 [B * n, D / 2]
 
     def copy_(self, other: "PassRows") -> None:
-        """Copy the values of a placement of the same shape."""
+        """Copy the values of another placement of the same shape into this one's memory."""
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):  # noqa: SLF001
             own.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
-        """Return a placement of both passes' rows, of as many rows a sequence."""
+        """Return a placement of these rows and then the other's, of equally many rows a sequence."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
         return self._with([torch.cat(pair) for pair in pairs])
 
@@ -39,7 +39,7 @@ class PassRows:
 
     @property
     def rows_each(self) -> int:
-        """Rows of a sequence."""
+        """How many rows each sequence has."""
         return len(self.positions) // len(self.slots)
 
     def of(self, sequences: slice) -> "PassRows":
@@ -49,7 +49,7 @@ class PassRows:
         return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
 
     def widened(self, soft: "SoftTokens") -> "PassRows":
-        """Return a placement in which a picture's soft tokens also see what follows them of it."""
+        """Return a placement in which each of the soft tokens sees its whole picture."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
         for kind, (first, last) in self.visible.items():
             begin = torch.minimum(first[soft.rows], soft.first)

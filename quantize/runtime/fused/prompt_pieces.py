@@ -17,7 +17,7 @@ Span = tuple[int, int]  # first position, and the one behind the last
 
 
 def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
-    """Return where the runs of placeholders are."""
+    """Return where the runs of `placeholder` begin and end; none if the model has no placeholder."""
     runs = groupby(range(len(prompt)), lambda position: prompt[position] == placeholder)
     found = [list(run) for in_picture, run in runs if in_picture]
     return [(run[0], run[-1] + 1) for run in found]
@@ -43,7 +43,7 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
     """Return the soft tokens of the pictures in a piece of a prompt, or None if it has no picture.
 
-    The piece cuts no picture; `seen` are all of the prompt's, `embeddings` [tokens of them all, H].
+    The piece cuts no picture. `seen` are all pictures of the prompt, `embeddings` [tokens, H] theirs.
     """
     inside = [span for span in seen if piece[0] <= span[0] < piece[1]]
     places = [(at, first, behind - 1) for first, behind in inside for at in range(first, behind)]

@@ -32,8 +32,8 @@ def random_weights(
     """Make the text stack of a BF16 model's config.json; on "meta" tensors have shapes and no values.
 
     `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
-    "mlp"; NVFP4 may be packed for FP8 products or for FP4 units. Raise InputError if nothing is NVFP4
-    that could be packed so.
+    "mlp". `in_fp8` and `in_fp4` pack NVFP4 weights for FP8 products or for FP4 units. Raise InputError
+    if one is set and no scheme is NVFP4.
     """
     if in_fp8 or in_fp4:
         if why := refusal("fp8", schemes.values()):

@@ -18,7 +18,7 @@ class Rates:
     fp4: float = 0  # of NVFP4 products (W4A4); 0 where it is not known: then bytes alone bound one
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of one product."""
+        """Return the least seconds of a product that reads `nbytes` and computes `flop`."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
@@ -26,7 +26,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Measure now, on a 2 GB tensor negated into another and on square products of 8192."""
+    """Measure bytes/s by negating a 2 GB tensor into another, FLOP/s by products of 8192 x 8192."""
     source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = 4 * source.numel() / seconds_of(lambda: torch.neg(source, out=target))
@@ -47,14 +47,14 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def link_rate(device: str) -> float:
-    """Return the bytes/s that reach a GPU from pinned host memory."""
+    """Measure and return the bytes/s that a GPU gets from pinned host memory."""
     source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Return the mean seconds of work on the GPU, behind a first time that does not count."""
+    """Return the mean seconds that the GPU takes for `work`; a first run is not counted."""
     work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

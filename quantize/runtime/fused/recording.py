@@ -36,7 +36,7 @@ PIECE = 1 << 24  # bytes of a file that are read at once
 
 @dataclass(frozen=True)
 class Shape:
-    """What a cache of the recorded passes is allocated with."""
+    """The size of the cache that the recorded passes need: slots, and positions of each."""
 
     capacity: int
     max_length: int
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: its rows of the batch's file, and what `passes.Pass` says of them, on the host."""
+    """One pass: its `rows` of the batch's file, and the fields of `passes.Pass`, on the host."""
 
     rows: slice
     decoded: int
@@ -59,7 +59,7 @@ class RecordedPass:
         return self.rows.stop - self.rows.start
 
     def stands_as(self, other: "RecordedPass") -> bool:
-        """Whether the rows stand where those of another pass stand."""
+        """Whether this pass' rows are placed in the cache exactly as those of the other pass."""
         ours, theirs = (
             (own.slots, own.positions, *own.visible[True], *own.visible[False])
             for own in (self, other)
@@ -77,7 +77,7 @@ class RecordedBatch:
 
 
 class Recorder:
-    """Writes passes to a folder, which is emptied first; raises ResourceError if that fails."""
+    """Writes passes to a folder, which is emptied first; raises ResourceError if writing fails."""
 
     def __init__(self, folder: Path, processes: Processes = ALONE) -> None:
         self.folder, self._processes = folder, processes
@@ -90,7 +90,7 @@ class Recorder:
 
     @contextmanager
     def batch(self, start: int) -> Generator[Callable[[Pass], None]]:
-        """Yield what takes a batch's passes, from prompt `start` on; kept if the block ends well."""
+        """Yield a function that records a pass of the batch from prompt `start`; errors discard all."""
         path = self.folder / f"batch-{start:05}.rows"
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
             batch = _Batch(file.fileno(), beside)
@@ -103,7 +103,7 @@ class Recorder:
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
-        """Write the index of what all processes have recorded."""
+        """Write the index of all processes' batches, from the first process."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
         if self._processes.rank > 0:
@@ -191,9 +191,9 @@ class Recording:
 
     @classmethod
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
-        """Return the recording in a folder; None, with a line that says why, where it is none.
+        """Return the recording in a folder, or None; a line says why a recording there cannot be used.
 
-        Its run must have depended on `identity`; a row takes `row_bytes`.
+        The recording must have been made with `identity`, and its rows take `row_bytes` each.
         """
         if not (folder / INDEX).exists():
             return None

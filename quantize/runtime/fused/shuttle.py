@@ -38,12 +38,12 @@ class Piece:
 
     @property
     def rows(self) -> slice:
-        """Their rows of the batch."""
+        """The rows of these passes in the batch's rows."""
         return slice(self.passes[0].rows.start, self.passes[-1].rows.stop)
 
     @property
     def count(self) -> int:
-        """How many rows these are."""
+        """How many rows the piece has."""
         return self.rows.stop - self.rows.start
 
 
@@ -52,7 +52,7 @@ Rows = Sequence[Tensor]  # bf16 [rows, H] of each batch, on the host
 
 
 def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
-    """Return all passes in order, in pieces."""
+    """Return a recording's passes in order, cut into pieces, for rows of `hidden` numbers."""
     most = max(1, PIECE_BYTES // (2 * hidden))
     pieces: list[Piece] = []
     for index, batch in enumerate(recording.batches):
@@ -77,7 +77,7 @@ def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
 
 
 def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
-    """Return room for rows in memory, or files of `scratch`; raise ResourceError if both are short."""
+    """Return a tensor [rows, H] a batch, in memory or files of `scratch`, or raise ResourceError."""
     sizes = [batch.count * hidden for batch in recording.batches]
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
@@ -113,7 +113,7 @@ class Shuttle:
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
     def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
-        """Work on pieces in order, from `sources`; write them to `targets`, if any, maybe the same."""
+        """Call `work` on each piece of `sources`, in order, and write it to `targets` unless None."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
             return

@@ -39,8 +39,8 @@ class StreamedLayers:
     A streamed layer's tensors are valid until the iteration goes on. One thread iterates.
 
     `entrances` are each layer's input norm, and how the normed input is read; the layer before applies
-    them. `pack` reads and packs a layer, on a thread of its own: what it raises is raised when the
-    layer is taken. `slot_bytes` are those of the largest streamed layer, as `kept_bytes` counts.
+    both. `pack` reads and packs a layer, on a thread of its own: what it raises is raised when the
+    layer is taken. `slot_bytes` is the size of the largest streamed layer, as `kept_bytes` counts.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StreamedLayers:
         return resident + sum(len(slot.memory) for slot in self._slots)
 
     def close(self) -> None:
-        """Drop what is on its way, once it no longer fills its slot; a later pass begins anew."""
+        """Wait for the layers on their way and drop them; a later pass sends for layers anew."""
         for coming in self._coming:
             coming.arrival.exception()
         self._coming.clear()
@@ -164,7 +164,7 @@ def kept_bytes(weights: Sequence[Weight]) -> int:
 
 
 def spread(count: int, chosen: int) -> list[int]:
-    """Return `chosen` of `count` indices, evenly spread, so that resident layers hide the copies."""
+    """Return `chosen` of the indices below `count`, evenly spread: resident layers then hide copies."""
     return [index * count // chosen for index in range(chosen)]
 
 

@@ -85,13 +85,13 @@ class FusedModel:
     """The text stack over one cache.
 
     Attributes:
-        routed: None, or a list to which every pass adds the expert ids [M, topk] of each layer.
+        routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
         inputs: rounds or shows the rows that enter products; None does neither.
         on_pass: called with every pass before it enters the first layer.
         on_logits: called with logits [m, V] that are drawn from, 1 / T and step of each row.
         sparse: whether soft embeddings leave out a row's least probable tokens.
-        cores: the threads among which a CPU shares a pass' sequences; None where kernels run.
-        encodes_alike: whether each of the encoder's sequences has the numbers that it has alone.
+        cores: the threads among which a CPU shares a pass' sequences; None on a GPU.
+        encodes_alike: whether a sequence is encoded to the same bits whichever others share its pass.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FusedModel:
     ) -> Pass:
         """Return the pass by which `encode` encodes, before it enters the first layer.
 
-        `whole`, `real`, `lane` and `added` are the pass' fields of those names.
+        `soft` holds a picture's embeddings. The other options are the fields of `Pass` of those names.
         """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
@@ -150,7 +150,7 @@ class FusedModel:
         return own
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
-        """Return rows bf16 [M, H], and the first layer's input as `begin` makes it of them."""
+        """Return the rows h bf16 [M, H] and the first layer's input, which `begin` makes from h."""
         each = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
         return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
@@ -195,7 +195,7 @@ class FusedModel:
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Take passes through all layers, each computed by itself; return their last rows.
 
-        These are normalised: bf16 [decoded, H], or all rows of a pass that is `whole`. A streamed layer
+        They are normalised: bf16 [decoded, H], or all rows of a pass that is `whole`. A streamed layer
         serves all passes, lane by lane. A lane's encoder passes go first, so canvases see what is
         encoded beside their step.
         """
@@ -260,12 +260,12 @@ class FusedModel:
             own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the soft-capped logits bf16 [m, V] of last rows [m, H], in `out` if given."""
+        """Return the soft-capped logits bf16 [m, V] of last rows bf16 [m, H], in `out` if given."""
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def looks(self, coldest: float) -> bool:
-        """Return whether `fused_dequant.look` can be called at temperatures from `coldest` on."""
+        """Return whether `fused_dequant.look` works on this device at temperatures >= `coldest`."""
         return LOOKING and looks(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(

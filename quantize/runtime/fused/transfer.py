@@ -52,7 +52,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in their files, and where they will lie in a buffer of `size` bytes."""
+    """Where tensors lie in files, and where each will lie in a buffer of `size` bytes."""
 
     infos: dict[str, TensorInfo]
     runs: list[_Run]
@@ -61,7 +61,7 @@ class Layout:
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "Layout":
-        """Join neighbours in a file to runs, each of which begins at a multiple of ALIGNED."""
+        """Return a layout with neighbours in a file joined to runs, each at a multiple of ALIGNED."""
         runs: list[_Run] = []
         starts: dict[str, int] = {}
         size = 0
@@ -85,7 +85,7 @@ class Fetched:
     layout: Layout
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor in its own dtype and shape; it may keep the buffer alive."""
+        """Return one tensor in its own dtype and shape; it may share the buffer's memory."""
         info, start = self.layout.infos[name], self.layout.starts[name]
         raw = self.buffer[start : start + info.nbytes]
         if start % ALIGNED:
@@ -93,7 +93,7 @@ class Fetched:
         return raw.view(DTYPES[info.dtype]).view(info.shape)
 
     def stacked(self, names: Sequence[str]) -> Tensor:
-        """Stack tensors of one dtype and shape to [len(names), *shape], in memory of its own."""
+        """Return tensors of one dtype and shape as a new tensor [len(names), *shape]."""
         starts = [self.layout.starts[name] for name in names]
         info = self.layout.infos[names[0]]
         steps = {b - a for a, b in pairwise(starts)}
@@ -113,7 +113,7 @@ class Fetched:
 
 
 class Transfer:
-    """The way from checkpoint files to one device, on the current stream, for one thread at a time.
+    """Copies from checkpoint files to one device, on the current stream, for one thread at a time.
 
     With `register` files in memory are registered with the driver, for repeated reading. `bytes_read`
     counts the bytes read from the files so far.

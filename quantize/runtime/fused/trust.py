@@ -1,4 +1,4 @@
-"""Tests the kernels of a GPU before a model is opened there, once a GPU and version.
+"""Tests a GPU's kernels before a model is opened there, once for each GPU and version.
 
     a kernel that computes wrong   instead
     of FP4 units (W4A4)            rows are rounded as it rounds them, and multiplied in bf16 (`inputs`)
@@ -39,9 +39,9 @@ ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 
 
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
-    """Test the kernels that multiply weights of some schemes, unless that has been done before.
+    """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
-    `schemes` are the kernels' names, opened in the mode `activations`; a CPU has no kernels. Return
+    `schemes` are `Scheme.kernel`s, for the mode `activations`; a CPU has no kernels. Return
     whether NVFP4 products with calibrated inputs run on FP4 units. Raise ResourceError if the GPU
     cannot run a scheme, or computes wrong numbers with its plain kernel.
     """
@@ -59,12 +59,12 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
-    """Return whether a mode's weights on a device are of no use to other modes."""
+    """Return whether a mode packs weights on a device in a way that other modes cannot use."""
     return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
 
 
 def schemes_of(folder: Path) -> set[str]:
-    """Return the kernels' names of the schemes of a checkpoint's weights, by its config alone."""
+    """Return the `Scheme.kernel`s of a folder's checkpoint, from its config.json alone."""
     stated = stated_schemes(read_config(folder))
     return {scheme.kernel for scheme in (stated.used if stated else ())}
 
@@ -72,7 +72,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return what scores depend on beyond mode and GPU: FP4 units, kernels that failed (`trust`)."""
+    """Return what else scores depend on, to be noted with them: FP4 units in use, failed kernels."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}

@@ -94,9 +94,9 @@ def load_packed(
     """Load the text stack of a checkpoint for the fused kernels, still quantized.
 
     Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
-    torch references. `resident` layers stay on the device, the others are streamed; None for all.
+    torch references. `resident` layers stay on the device and the others are streamed; None keeps all.
     `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. `trust` says whether the device runs its schemes. Raise InputError if a tensor is missing,
+    progress. The device must run its schemes (`trust`). Raise InputError if a tensor is missing,
     unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
@@ -119,8 +119,8 @@ def load_packed(
 def load_in_turns(folder: Path, device: str) -> TextWeights:
     """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
 
-    It fails as `load_packed` does, but layers are not read beforehand: a value that is not finite is
-    an error when its layer is taken. Raise ResourceError if there is no GPU, or it is too old.
+    Errors are those of `load_packed`, but layers are not read beforehand: a value that is not finite
+    is an error when its layer is taken. Raise ResourceError if there is no GPU, or it is too old.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -141,7 +141,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return weights, all on the device, with layers read from another checkpoint (see `Packer`)."""
+    """Return the weights `base`, all on the device, with `layers` read from another checkpoint."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:
@@ -187,7 +187,7 @@ def _streamed(
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:
-    """Copy the experts' weights out of whatever freed block they were built in.
+    """Return a GPU's experts' weights in a memory block of their own, other weights as they are.
 
     On an H200 an FP8 layer's experts took 225 us inside a larger block and 210 us in one of their own.
     """
