@@ -54,7 +54,7 @@ class Row:
     error: float
 
     def line(self, rates: Rates) -> str:
-        """Return a line of a Markdown table."""
+        """Return the row as a line of a Markdown table; `rates` give its share and its floor."""
         speed = self.bytes / self.microseconds * 1e6
         floor = rates.seconds(self.bytes, self.flop, self.format) * 1e6
         cells = (
@@ -193,7 +193,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure and print; `--out` also writes JSON."""
+    """Time all kernels, or the part that `--only` names, and print; `--out` also writes JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -59,7 +59,7 @@ def run(
 def plan(
     recipe: str = "nvfp4", model: str | None = None, revision: str | None = None
 ) -> list[Target]:
-    """Return what a recipe would do with every tensor of a model: scheme or reason, bytes.
+    """Return for every tensor of a model what a recipe makes of it: scheme, reason and bytes.
 
     Google's model is planned from its config, which ships: nothing is downloaded. InputError: recipe or
     model is wrong, or the recipe matches nothing of the model.
@@ -108,14 +108,14 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    `modes` are replayed beside those of the recipe; of `options` there is `gpu_memory`, in bytes.
+    `modes` are replayed beside those of the recipe; the only option is `gpu_memory`, in bytes.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare two runs' quantized models by question, A as baseline; InputError: one has no scores."""
+    """Compare two runs' scores by question, run `a` as baseline; InputError: a run has no scores."""
     return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
 
 
@@ -130,8 +130,8 @@ def judge(
 ) -> dict[str, Any]:
     """Judge a checkpoint that others built, as `quantize judge` does; return its report.json.
 
-    `checkpoint` and its BF16 model, `against`, are folders or Hub ids; None is the bundled one. The
-    recipe gives tasks and gate; `out`, `resume` and `options` are those of `run`, and `fine_tuned`.
+    `checkpoint` and its BF16 model `against` (None: the bundled one) are folders or Hub ids. The recipe
+    gives tasks and gate. Other arguments are those of `run`; `fine_tuned` is one more option.
 
     Raises:
         GateError: the inspection found a problem, so that there is no report.

@@ -319,7 +319,7 @@ class Parts:
 
     @property
     def splits(self) -> int:
-        """Return how many parts there are."""
+        """Return into how many parts the positions are split."""
         return 1 if self.results.dim() == 3 else len(self.results)
 
 
@@ -332,7 +332,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Attend to each share of the positions; `config` is what `configure` returned."""
+    """Run the attention kernel on each part of the positions; `config` is that of `configure`."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -367,7 +367,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Join the parts to rows [M, q_heads * D] as products of `scheme` read them."""
+    """Combine the parts; return rows [M, q_heads * D] as products of `scheme` read them."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)

@@ -32,12 +32,12 @@ class Product:
 
     @property
     def table_verb(self) -> str:
-        """Return the verb of the product's key."""
+        """Return the verb of the product's key in the table: both experts' products share one."""
         return "experts" if self.verb.startswith("experts") else self.verb
 
     @property
     def key(self) -> str:
-        """Return the product's key in the table."""
+        """Return the product's key in the table, as in linear/fp8/4096x2816."""
         return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
 
 

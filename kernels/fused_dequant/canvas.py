@@ -28,14 +28,14 @@ class Draw(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
-        """Concatenate the draws of parts of a batch."""
+        """Return the draw of a batch from the draws of its parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class Rules(NamedTuple):
-    """What a step decides by, in nats: the sampler's controls as the kernel takes them."""
+    """The thresholds of entropy, in nats, by which a step accepts tokens and stops a sequence."""
 
     entropy_bound: float
     confidence_threshold: float
@@ -43,10 +43,10 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Probabilities:
-    """softmax(logits / T) times a number of each row: p bf16 [M, V], and their sums, total f32 [M].
+    """Unnormalised probabilities p bf16 [M, V]; p / total is softmax(logits / T), total f32 [M].
 
-    `statistics` f32 [M, 4, tiles of V] keeps what `look` notes of its tiles, in any order, where
-    `sparse_soft_embedding` reads it.
+    `statistics` is memory f32 [M, 4, tiles of V], where `look` leaves statistics of its tiles, in an
+    order of its own, for `sparse_soft_embedding`; None where that is not used.
     """
 
     p: Tensor
@@ -55,7 +55,7 @@ class Probabilities:
 
     @classmethod
     def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
-        """Return tensors for logits [M, V]."""
+        """Return empty tensors for logits [M, V], with `statistics` if `sparse`."""
         (M, V), device = logits.shape, logits.device
         noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
         return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
@@ -139,9 +139,9 @@ def _temperature(state: CanvasState, schedule: Tensor) -> Tensor:
 
 
 def accepted(entropy: Tensor, bound: float) -> Tensor:
-    """Return which positions are accepted, [B, L] bool; the most certain one always is.
+    """Return which positions are accepted, bool [B, L], by their entropy [B, L] in nats.
 
-    In ascending order of entropy [B, L], in nats, those are whose lower ones add up to at most `bound`.
+    One is accepted if the lower entropies of its canvas sum to at most `bound`: the lowest always is.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
@@ -149,9 +149,9 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 
 
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
-    """Return which sequences stop, [B] bool: their argmax did not change and they are confident.
+    """Return which sequences stop, bool [B]: argmax is stable, mean entropy below `confidence` nats.
 
-    history [S, B, L] is the argmax of the S steps before; with S = 0 it never changed.
+    It is stable if it equals `history` [S, B, L], that of the S steps before; with S = 0 it always is.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
@@ -176,7 +176,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return Philox4x32-10 of 32-bit words held in int64 tensors that broadcast: [..., 4]."""
+    """Return the 4 words [..., 4] of Philox4x32-10; words are 32 bits in int64, and broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -46,7 +46,7 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return the activations that a scheme multiplies with, in float64."""
+    """Return x rounded to what a product of `scheme` multiplies, as float64."""
     if scheme == FOUR_BIT:
         shared = torch.full((1,), SHARED, device=x.device)
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)

@@ -32,10 +32,10 @@ _HERE = _Here()
 
 @contextmanager
 def sequences_of(rows: int) -> Generator[None]:
-    """Say that rows of this thread's products belong to sequences of `rows` rows each.
+    """While the block runs, let torch multiply this thread's rows in sequences of `rows` rows each.
 
-    Some CPU libraries sum a product of more rows in another order, so torch multiplies each sequence's
-    by themselves: its results do not depend on its neighbours. Kernels need not know.
+    Some CPU libraries sum a product of more rows in another order: multiplied by itself, a sequence
+    has results that do not depend on its neighbours. Kernels ignore this.
     """
     before, _HERE.rows = _HERE.rows, rows
     try:
@@ -46,10 +46,10 @@ def sequences_of(rows: int) -> Generator[None]:
 
 @contextmanager
 def launched_as_one_of(sequences: int) -> Generator[None]:
-    """Choose this thread's launches as for one of `sequences` of equal length, not for all their rows.
+    """While the block runs, choose this thread's launches as if for one of `sequences` of equal length.
 
-    How a kernel sums depends on how it is launched, never on a row's neighbours: so each sequence has
-    the numbers, to the bit, that it has alone.
+    How a kernel sums depends on how it is launched, never on a row's neighbours: so each sequence of
+    a batch has the numbers, to the bit, that it has alone.
     """
     before, _HERE.sequences = _HERE.sequences, sequences
     try:
@@ -59,7 +59,7 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return for how many of `count` rows, slots or sequences a launch is chosen."""
+    """Return how many of `count` rows, slots or sequences a launch's configuration is chosen for."""
     return count // _HERE.sequences
 
 

@@ -57,7 +57,7 @@ BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
 def blocks(weight: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of [..., out, in], of about BLOCK_VALUES each: some Linears, or rows of one."""
+    """Yield indices of parts of a weight [..., out, in], each of about BLOCK_VALUES values."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
 
@@ -72,7 +72,7 @@ def _blocks(shape: Sequence[int], values: int) -> Iterator[tuple[int | slice, ..
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """Divide by a tensor, since CUDA turns division by a Python number into an inexact product."""
+    """Return x / number, rounded once: CUDA divides by a Python number as an inexact product."""
     return x / x.new_full((), number)  # made there: nothing waits for a copy
 
 
@@ -131,7 +131,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
-    """Return NVFP4's scales of blocks with these ranges: e4m3 numbers, held in FP32, never 0."""
+    """Return the scales of NVFP4 blocks of largest magnitudes `ranges`: e4m3 held in FP32, never 0."""
     scale = (shared * quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
 
@@ -139,8 +139,8 @@ def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
 def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """Round [..., K] to NVFP4: e2m1 values FP32 [..., K/16, 16], block scales e4m3 in FP32 [..., K/16].
 
-    `shared` FP32, the global scale, broadcasts over the block scales. Values beyond it saturate; a
-    block with NaN becomes NaN.
+    `shared` FP32, the global scale, broadcasts over the block scales. Values too large for it
+    saturate; a block with NaN becomes NaN.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = block_scale(groups.abs().amax(-1), shared)
@@ -179,7 +179,7 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:
-    """Return MXFP4's scales e8m0 uint8 of blocks with these BF16 ranges, of 0 the smallest."""
+    """Return e8m0 scales uint8 of MXFP4 blocks of largest magnitudes `ranges` BF16; byte 0 for 0."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 

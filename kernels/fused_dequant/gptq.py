@@ -228,7 +228,7 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
 
 
 def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
-    """See `quantize.schemes.gptq.descend_block`; as above, and scales move where `scaled`."""
+    """See `quantize.schemes.gptq.descend_block`; `kind` as above; if `scaled`, scales move."""
     E, OUT, _ = slope.shape
     descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
         slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],

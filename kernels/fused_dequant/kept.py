@@ -13,7 +13,7 @@ _KEPT = WeakTensorKeyDictionary()  # tensor -> name -> (version of the tensor, w
 
 
 def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what `make` returns of a tensor, made anew only where the tensor has changed since."""
+    """Return the result of `make`, kept under `name`; it is made anew if `tensor` has changed since."""
     own: dict[str, tuple[int, torch.Tensor]] = _KEPT.setdefault(tensor, {})
     version, made = own.get(name, (None, tensor))
     if version != tensor._version:
@@ -23,5 +23,5 @@ def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> t
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight in float32."""
+    """Return a weight in float32: a copy that is kept, or the weight itself."""
     return tensor if tensor.dtype == torch.float32 else kept(tensor, "float32", tensor.float)

@@ -13,7 +13,7 @@
     after_attention     the residual sum, and the inputs of dense MLP, experts and router
     choose_experts      the router: expert ids and routing weights
     after_experts       both branches joined, and the next layer's input
-    scaled_norm, gelu_mul   those of self-conditioning, and of a dense MLP in bf16
+    scaled_norm, gelu_mul   self-conditioning's norm and activation; the latter of a bf16 MLP too
 
     sample, accept      one step of the sampler, of `canvas`
 
@@ -61,7 +61,7 @@ def kernels_of(module: str, device: torch.device) -> Any:
 
 
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have an operation launch the kernels of `module` on a GPU: what is decorated is torch's way."""
+    """Return a decorator of a torch function: on a GPU its namesake in `module` is called instead."""
 
     def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
         @wraps(in_torch)
@@ -120,7 +120,7 @@ def routed_experts(
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
-    A captured step need not copy 134 MB of logits that go to `out`.
+    It is written to `out` if given: a captured step need not copy 134 MB of logits.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -149,7 +149,7 @@ def soft_embedding(
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:
-    """Return whether `look` runs on a device at all temperatures from `coldest` on."""
+    """Return whether `look` runs on a device at every temperature of at least `coldest`."""
     if not is_hopper(device):
         return False
     from fused_dequant import vocabulary_hopper
@@ -166,9 +166,9 @@ def look(
     logits: Tensor,
     probabilities: Probabilities,
 ) -> Draw:
-    """Write `lm_head` of x [B * L, H] into `logits`, and `probabilities`; return `sample` of it.
+    """Fill `logits` with `lm_head` of x [B * L, H], and `probabilities`; return `sample` of the logits.
 
-    The arguments are those of both. It runs where `looks` says so, and sums other ranges than `sample`.
+    It runs only where `looks` says so. It sums in another order than `sample`: draws may differ so.
     """
     from fused_dequant import vocabulary
 
@@ -180,7 +180,7 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return `soft_embedding` of what `look` left, at the temperatures it read."""
+    """Return `soft_embedding` by `probabilities` that `look` filled, at the temperatures it read."""
     from fused_dequant import vocabulary
 
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
@@ -196,7 +196,7 @@ def sparse_soft_embedding(
     """Return `soft_embedding` within 1e-3 of the largest norm of a row of `embedding`.
 
     A row of logits whose 64 most probable tokens hold less than 0.999 of the mass is multiplied whole.
-    `left`: what `look` left of these logits, with its statistics.
+    `left` are the `probabilities`, with statistics, that `look` filled from these logits.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -378,5 +378,5 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
 
 @with_kernels("sampling")
 def accept(draw: Draw, state: CanvasState, schedule: Tensor, rules: Rules) -> None:
-    """Write the next state into `CanvasState`; sequences that finished or passed step N stay."""
+    """Write the next state into `state`; a sequence that has finished or passed step N is unchanged."""
     canvas.accept(draw, state, schedule, rules)

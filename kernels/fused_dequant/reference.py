@@ -96,8 +96,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` of the most probable tokens that hold 1 - LEFT_OUT of a row's mass.
 
-    A row that needs more than MOST of them is multiplied whole: with all rows, so that its bits do not
-    depend on which others are.
+    A row that needs more than MOST of them is taken from the product of all rows with all tokens, so
+    that its bits do not depend on which other rows need it.
     """
     p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
     most, tokens = p.topk(min(MOST, p.shape[1]), -1)

@@ -191,7 +191,7 @@ def draw(
 ) -> Draw:
     """Draw from logits [B, L, V] by statistics f32 [3, B * L, ranges of `width` tokens].
 
-    With `total` f32 [B * L], `statistics` has a fourth part, whose sums over the ranges it receives.
+    With `total` f32 [B * L], `statistics` has a fourth part; its sums over the ranges go into `total`.
     """
     B, L, V = logits.shape
     ranges, device = statistics.shape[2], logits.device

@@ -1,4 +1,4 @@
-"""Does this GPU compute what the kernels say? Products of known numbers, beside torch's in float64.
+"""Checks that this GPU computes right: products of known numbers are compared with torch's in float64.
 
 Shapes and rows are the real model's at one canvas, so what is compiled here is what a run launches.
 """
@@ -15,7 +15,7 @@ PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:
-    """Return the larger relative error of a dense product and of routed experts; NaN counts.
+    """Return the larger relative error of a dense product and of routed experts; NaN is the largest.
 
     Two of the experts get no token.
     """

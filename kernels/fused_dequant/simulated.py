@@ -1,4 +1,4 @@
-"""Products whose inputs are rounded as W4A4 serves them, or shown, for calibration and scoring.
+"""Products for calibration and scoring, whose inputs are rounded as W4A4 rounds them, or observed.
 
     round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
     scaled             an NVFP4 weight whose products are those of rows rounded so

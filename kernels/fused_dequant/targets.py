@@ -56,13 +56,13 @@ def forced() -> Capability | None:
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the compute capability that launches are chosen for: of "meta" that of the GPU at hand."""
+    """Return the capability that launches on `device` are chosen for; "meta" means the GPU at hand."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
 
 
 def fp4_units(device: torch.device) -> bool:
-    """Return whether tensor cores multiply NVFP4 there; the tests' interpreter can, too."""
+    """Return whether `device` has tensor cores that multiply NVFP4; Triton's interpreter counts."""
     if device.type == "cpu":
         return True
     own = capability(device)
@@ -70,7 +70,7 @@ def fp4_units(device: torch.device) -> bool:
 
 
 def lowering(device: torch.device) -> dict[str, str]:
-    """Return the launch argument that gives a target its own products, if Triton's default does not.
+    """Return the launch arguments by which code on `device` uses its tensor cores; mostly none.
 
     Triton 3.7 gives sm_121 the products of Ampere: FP8 would be multiplied in half precision, NVFP4 not
     at all. Code is generated as for sm_120, whose products it has, and assembled for sm_121.
@@ -79,5 +79,5 @@ def lowering(device: torch.device) -> dict[str, str]:
 
 
 def has_boxes(device: torch.device) -> bool:
-    """Return whether hardware copies boxes there (TMA: sm_90 and newer); the interpreter can, too."""
+    """Return whether `device` copies boxes by TMA (sm_90 and newer); Triton's interpreter counts."""
     return device.type == "cpu" or capability(device) >= (9, 0)

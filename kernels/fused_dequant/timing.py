@@ -9,9 +9,9 @@ import torch
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
     """Return the median microseconds of a call.
 
-    `calls` are the same work on different buffers, whose bytes must exceed the L2 several times. They
-    are captured in turn into one graph, `least` of them at least, so launch gaps are those of a real
-    step.
+    `calls` are the same work on different buffers, whose bytes must exceed the L2 several times. One
+    graph captures them in turn, and again until there are `least` launches, so that gaps between
+    launches are those of a real step.
     """
     rounds = -(-least // len(calls))
     for call in calls:

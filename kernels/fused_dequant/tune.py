@@ -105,7 +105,7 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
-    """Fill Triton's cache, with a worker a core."""
+    """Compile all jobs into Triton's cache, in one process a core; a failure is logged."""
     # One job for each kernel: all shapes share it, but those whose K leaves a remainder.
     own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
@@ -115,11 +115,11 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
 
 
 class BrokenCandidateError(Exception):
-    """A candidate, its first argument, ended in a CUDA error: its process can run no kernel."""
+    """A candidate (`args[0]`) ended in a CUDA error: its process can run no kernel any more."""
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Time the candidates that fit and compute what the first one does; return us, fastest first."""
+    """Return (microseconds, candidate) of all that fit, fastest first; ValueError: results differ."""
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]

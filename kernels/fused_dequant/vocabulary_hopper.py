@@ -257,7 +257,7 @@ def lm_head_hopper_kernel(
 
 
 def lm_head(x, w, cap, config, out=None):
-    """Compute `vocabulary.lm_head`; config is STAGES, 4 at most."""
+    """Do what `vocabulary.lm_head` does; `config` has STAGES, which are 4 at most."""
     y = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device) if out is None else out
     _launch(x, w, y, y, (y, y, y), 1, cap, config, surveyed=False)
     return y

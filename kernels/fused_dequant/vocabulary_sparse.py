@@ -207,8 +207,8 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the tokens of each row of logits [M, V] by `statistics` f32 [.., M, tiles of 256].
 
-    Returns their counts int32 [M], 0 for a row that needs more than MOST; int32 [M + 1], those rows in
-    order and last their number; tokens int32 and probabilities f32 [M, MOST].
+    Returns counts int32 [M], 0 for a row that needs more than MOST tokens; the list of those rows in
+    order, int32 [M + 1], its length in the last place; tokens int32, probabilities f32 [M, MOST].
     """
     (M, V), device, MOST = logits.shape, logits.device, reference.MOST
     counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))

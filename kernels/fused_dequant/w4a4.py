@@ -17,7 +17,7 @@ TILE = ROWS * COLUMNS // GROUP  # scales
 
 
 def tiles(N: int, K: int) -> tuple[int, int]:
-    """Return how many tiles hold the scales of a weight [N, K]."""
+    """Return how many tiles, along N and along K, hold the scales of a weight [N, K]."""
     return -(-N // ROWS), -(-K // COLUMNS)
 
 
@@ -32,7 +32,7 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_tiles(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
-    """Return scales e4m3 [E, N, K/16] of tiles."""
+    """Return scales e4m3 [E, N, K/16] from their tiles: undo `to_tiles`."""
     experts, down, along, _ = scale.shape
     placed = scale.view(torch.uint8).view(experts, down, along, 32, 4, 4)
     rows = placed.permute(0, 1, 4, 3, 2, 5).reshape(experts, down * ROWS, along * 4)

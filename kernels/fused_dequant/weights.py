@@ -1,4 +1,4 @@
-"""One quantized weight, or one for each expert, in its kernel's layout; it chooses that kernel.
+"""A quantized weight, dense or of all experts, in its kernel's layout; it chooses that kernel.
 
 `layouts.KERNELS` says what a scheme's tensors are. `build` makes a weight of tensors as they are on
 disk, and chooses the layout by the device that holds them.
@@ -25,7 +25,7 @@ SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensors of one scheme (`layouts`)."""
+    """The tensors of a quantized weight; `layouts` says which its scheme has, of what shapes."""
 
     scheme: str
     data: Tensor
@@ -47,19 +47,19 @@ class Weight:
 
     @property
     def shared(self) -> Tensor | None:
-        """Return the global scale f32 [1] under which rows are quantized to NVFP4, if they are."""
+        """Return the global scale f32 [1] under which rows are quantized to NVFP4, else None."""
         return self.factor[0, 2:] if self.scheme == FOUR_BIT and self.factor is not None else None
 
     @property
     def multiply(self) -> Callable[..., Tensor]:
-        """Return the product with this weight: a kernel's launch (`matmul.launch`), elsewhere torch."""
+        """Return the function that multiplies by this weight, as `matmul.launch`: on a CPU in torch."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
         kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")
         return partial(kernel.launch, self)
 
     def config(self, verb: str, tokens: int) -> tuning.Config:
-        """Choose a launch for `tokens` rows, `verb` linear or experts; raise as `require` does."""
+        """Return how to launch `tokens` rows, `verb` linear or experts; raise as `require` does."""
         require(self.scheme, self.data.device)
         rows = launched_as(tokens)
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)

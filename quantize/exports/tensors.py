@@ -208,7 +208,7 @@ class _Planner:
 
 
 def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bytes [n] of codes [..., in / 2] U8 and unsigned block scales [..., in / 16] e4m3."""
+    """Return GGUF blocks, uint8 [n], of codes U8 [..., in / 2], scales e4m3 >= 0 [..., in / 16]."""
     pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
     low, high = codes.split(GROUP // 2, dim=-1)

@@ -40,7 +40,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
-    """Read a JSON object from a file; without a `remedy` it is one of a run.
+    """Read a JSON object; errors end with `remedy`, by default that a run makes the file again.
 
     All `keys` must be present; "source.folder" is the key "folder" within "source".
 
@@ -83,7 +83,7 @@ def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generato
 
 
 def sync_file(path: Path) -> None:
-    """Force a file's bytes, or the entries of a folder but not its files, to disk."""
+    """Force to disk a file's bytes, or a folder's list of entries (not the bytes of its files)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

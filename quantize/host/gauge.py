@@ -93,7 +93,7 @@ class Watched:
 
 @contextmanager
 def watched(gauge: Gauge | None) -> Generator[Watched]:
-    """Look at a gauge from another thread while the block runs; without a gauge nothing is seen."""
+    """Yield what another thread sees of a gauge while the block runs: nothing without a gauge."""
     seen = Watched()
     if gauge is None:
         yield seen

@@ -27,11 +27,11 @@ class Processes:
     count: int = 1
 
     def mine(self, work: Sequence[T]) -> Sequence[T]:
-        """Return every `count`-th item, from the `rank`-th on."""
+        """Return this process' share of the work: every `count`-th item, from index `rank` on."""
         return work[self.rank :: self.count]
 
     def others(self, found: T) -> list[T]:
-        """Hand `found` to all other processes and return theirs; all processes must call this."""
+        """Give `found` to all other processes, return theirs by rank; all processes must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
@@ -39,7 +39,7 @@ class Processes:
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
     def of_first(self, found: T) -> T:
-        """Return what the first process found. All must call it."""
+        """Return what the first process passed as `found`; all processes must call this."""
         others = self.others(found)
         return found if self.rank == 0 else others[0]
 

@@ -96,7 +96,7 @@ def track(
     unit: str = "",
     name: Callable[[T], str] = lambda _: "",
 ) -> Iterator[T]:
-    """Yield `items`, each called `name(item)`, while showing how many are done and what is left.
+    """Yield `items`, each shown as `name(item)`, while showing how many are done and are left.
 
     An item is done when the next one is asked for. `total` is len(items) by default, if that is known.
     """
@@ -111,7 +111,7 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter, shown as a bar or as lines; a `brief` one has no line at its begin and its end."""
+    """Yield a meter, shown as a bar or as lines; if `brief`, no line marks its begin and end."""
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:
@@ -123,7 +123,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
-    """Note a meter as under way while the block runs; yield whether no counted loop is around it."""
+    """List a meter as under way while the block runs; yield False inside of another counted loop."""
     is_outermost = all(each.total is None and not each.unit for each in _under_way)
     _under_way.append(meter)
     try:
@@ -162,7 +162,7 @@ def noted(file: Path) -> Generator[None]:
 
 @contextmanager
 def every(seconds: float, work: Callable[[], None]) -> Generator[None]:
-    """Do some work on a thread of its own, again and again while the block runs."""
+    """Call `work` every so many seconds, on a thread of its own, while the block runs."""
     over = Event()
 
     def keep() -> None:

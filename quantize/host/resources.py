@@ -57,7 +57,7 @@ def measured() -> Generator[dict[str, Any]]:
     """Yield a dict that is filled when the block ends, also when it ends with an error.
 
     Keys: seconds; peak_rss_bytes and peak_gpu_bytes, None where nothing was measured or used; gpu, the
-    name of the device that was used; ended.
+    name of the device that was used; ended, the time as `now` writes it.
     """
     facts: dict[str, Any] = {}
     forgot = False

@@ -48,7 +48,7 @@ RELEASE = (README, f"{RESULTS}/*.yaml", SIGNATURE, BILL, f"{EVIDENCE}/*.json")
 
 @dataclass(frozen=True)
 class Changes:
-    """Files to change at one commit on the Hub so that it holds a release."""
+    """Files to upload and paths to delete so that a commit on the Hub becomes a release."""
 
     weights: list[File]
     card: list[File]
@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would do: account (None where the Hub was not asked), state, branch, changes."""
+    """What a push would do. `account` is None if the Hub was not asked; `there` is what it holds."""
 
     account: str | None
     there: Repository

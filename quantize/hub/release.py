@@ -185,7 +185,7 @@ def _listed_files(run: RunDir) -> list[File]:
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     """Return the Hub id of the BF16 model if the Hub has its config and weights, by their checksums.
 
-    Else print why and return None: a manifest or a folder may have any name.
+    Else print why and return None: the name alone, in a manifest or of a folder, proves nothing.
     """
     if (name := base_model(source, recipe)) is None:
         return None

@@ -41,7 +41,7 @@ class File:
 
     @classmethod
     def of(cls, path: str, content: Path | bytes) -> "File":
-        """Read `content` once for its checksum."""
+        """Return the file at `path`; `content` is read once for its size and checksum."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
             return cls(path, content, size, hashlib.file_digest(file, "sha256").hexdigest())
@@ -58,7 +58,7 @@ class File:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as it stands on the Hub; its tags and branches are names -> commits."""
+    """A repository as it stands on the Hub; `tags` and `branches` map names to commits."""
 
     exists: bool = False  # or it is hidden from us; a new one is private
     private: bool = True
@@ -126,7 +126,7 @@ class Hub:
         self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
 
     def check_tag(self, name: str, standing: str, commit: str | None) -> None:
-        """Raise InputError where a tag stands for another commit."""
+        """Raise InputError where tag `name` stands for the commit `standing` and not for `commit`."""
         if standing != commit:
             raise InputError(
                 f"{self.repo}: tag {name} exists and stands for another commit ({standing[:12]}); "
@@ -175,7 +175,7 @@ class Hub:
     def differing(
         self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
     ) -> list[str]:
-        """Return the paths at `revision` that differ from the release, each with what is wrong."""
+        """Return what is wrong at `revision`: `files` that differ, `deleted` paths still there."""
         remote = self.files(revision)
         wrong = [
             f"{file.path} ({'missing' if file.path not in remote else 'another checksum'})"
@@ -194,5 +194,5 @@ class Hub:
             )
 
     def ask(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
-        """Ask the API something of this repository, which is the call's first argument."""
+        """Return what `call` of the API returns for this repository; errors say "cannot `doing`"."""
         return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))

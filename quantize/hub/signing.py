@@ -45,7 +45,7 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
 
 
 def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
-    """Return the signature of a release that lies in no folder yet: name in it -> its content."""
+    """Return the signature of a release that is in no folder yet; `files` is name -> path or bytes."""
     with tempfile.TemporaryDirectory(prefix="quantize-sign-") as scratch:
         folder = Path(scratch, "release")
         for name, content in files.items():
@@ -60,7 +60,7 @@ def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
 def verify(
     folder: Path, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> int:
-    """Check a folder's signature, a public key's or an account's; return how many files it stands for.
+    """Return how many files are signed by a public `key`, or by the account `identity` at `issuer`.
 
     Raises:
         GateError: there is no signature, it is another's, or a file differs from what was signed.
@@ -97,7 +97,7 @@ def verify(
 
 
 def fingerprint(key: Path) -> str:
-    """Return the sha256 of the public half, in DER, as hex; InputError if no such key can sign."""
+    """Return the sha256, in hex, of a private key's public half in DER; InputError: it cannot sign."""
     if not key.is_file():
         raise InputError(f"{key}: no such private key")
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
@@ -141,7 +141,7 @@ def _hashing() -> Any:
 
 
 def extra(module: str) -> Any:
-    """Return a module that the extra `sign` brings, or needs; ResourceError if it is not installed."""
+    """Return a module that the extra `sign` installs; ResourceError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

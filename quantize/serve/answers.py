@@ -26,14 +26,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """What is answered: whole, or the chunks of a stream, of which the last may be an error."""
+    """An answer: one JSON object, or the chunks of a stream, the last of which may be an error."""
 
     body: Json | AsyncIterator[Json]
     headers: Mapping[str, str]
 
     @property
     def response(self) -> Response:
-        """The response of chat completions and of plain ones."""
+        """Return the HTTP response of chat or plain completions: JSON, or server-sent events."""
         if isinstance(self.body, dict):
             return JSONResponse(self.body, headers=self.headers)
         return stream(_lines(self.body), self.headers)

@@ -37,9 +37,9 @@ class Call:
 
 
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
-    """Return the text around the calls, and the calls; both only grow with `text`, the answer so far.
+    """Return the text around the calls, and the calls, of `text`, the answer so far; both only grow.
 
-    Where it is `whole`, nothing follows, and a call without an end is text.
+    With `whole`, `text` is the complete answer, and a call without an end stays text.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:

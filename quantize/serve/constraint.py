@@ -142,7 +142,7 @@ class Constraint:
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Decide a finished canvas; see `Guide`."""
+        """Return what is committed of a finished canvas, or what is pinned in it; see `Guide`."""
         start, tokens, closed = self._thoughts(tokens)
         shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
         line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)

@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """The current task's request: `count` jobs and their events, within `seconds`."""
+    """The request that this task answers by `count` jobs, and their events, within `seconds`."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)

@@ -37,7 +37,7 @@ Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
-    """Choose a union's member by the type of a value, so that errors are of that member alone."""
+    """Return a discriminator of a union by a value's type: errors are of the chosen member alone."""
 
     def its_type(value: Any) -> str:
         return tags.get(type(value).__name__, otherwise)

@@ -78,7 +78,7 @@ class Fleet:
         return {index: page for index, page in pages if isinstance(page, httpx.Response)}
 
     async def health(self, _: Request) -> Response:
-        """Add up what the workers say."""
+        """Answer a health check with the sums of what the workers answer."""
         told = [page.json() for page in (await self._pages("/health", {})).values()]
         healthy = sum(state["status"] == "ok" for state in told)
         counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
@@ -103,7 +103,7 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return what tells one chat from another: all up to its first user message, or None."""
+    """Return a chat's tools and messages up to the user's first, as JSON; None for no chat."""
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return an application behind its guard, and before that the answers to browsers' preflights."""
+    """Return an application that guards `app`; browsers' preflights are answered before the guard."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard

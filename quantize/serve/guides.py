@@ -27,7 +27,7 @@ class Scored:
 
 
 class AnswerGuide:
-    """Guides one answer, of canvases of `length` tokens: None constrains, or records, nothing."""
+    """Guides an answer of canvases of `length` tokens; `constraint` and `top` (scores) may be None."""
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
         self._length, self.constraint, self.top = length, constraint, top
@@ -38,7 +38,7 @@ class AnswerGuide:
         return [] if self.constraint is None else self.constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Decide a finished canvas, and record its log-probabilities if it is committed."""
+        """Return the verdict on a finished canvas; record log-probabilities of what is committed."""
         held = self.constraint
         verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.stand is None:

@@ -138,7 +138,7 @@ Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return what is ignored of messages: a speaker's name, and the detail of a picture."""
+    """Return the first speaker's `name` and picture's `detail`, which are ignored; None without any."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
@@ -147,7 +147,7 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
 
 
 def stray_results(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the faults of results of calls that the assistant's turn before them did not make."""
+    """Yield a fault for each result whose call is not in the assistant's turn before it."""
     called: set[str] = set()
     for index, message in enumerate(messages):
         if not isinstance(message, Result):

@@ -215,7 +215,7 @@ class ChatRequest(_Generation):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
     def faults(self) -> Iterator[str]:
-        """Yield faults as `_Generation` does."""
+        """Yield contradictions between fields, each as a field's name and a reason."""
         yield from super().faults()
         yield from stray_results(self.messages)
         names = [tool.function.name for tool in self.tools]
@@ -233,7 +233,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[Form]:
-        """Return forms as `_Generation` does; a call that must be made is a form too."""
+        """Return the forms that are asked of the answer; a call that must be made is a form too."""
         given = super().forms
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))
@@ -246,7 +246,7 @@ class ChatRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return the number as `_Generation` does."""
+        """Return how many best tokens' log-probabilities are asked for, None without any."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -276,7 +276,7 @@ class ChatRequest(_Generation):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the limit as `_Generation` does."""
+        """Return the most tokens of one choice, thoughts included, None without a limit."""
         return self.max_tokens or self.max_completion_tokens
 
 
@@ -291,7 +291,7 @@ class CompletionRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return the number as `_Generation` does."""
+        """Return how many best tokens' log-probabilities are asked for, None without any."""
         return self.logprobs
 
     @field_validator("prompt")

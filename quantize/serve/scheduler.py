@@ -50,7 +50,7 @@ Event = Delta | Draft | RequestError  # the last is a `RequestError`, or a `Delt
 
 @dataclass(eq=False)
 class Job:
-    """One sample of a prompt, token ids, with noise of its own seed."""
+    """One sample of an answer to `prompt`, token ids, with the noise of `seed`."""
 
     prompt: Sequence[int]
     seed: int
@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Return the numbers of running and of waiting jobs, with those being prepared."""
+        """Return how many jobs run, and how many wait or have a place reserved."""
         return len(self._running), len(self._waiting) + self._reserved
 
     def reserve(self, count: int) -> None:

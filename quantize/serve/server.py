@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; print the address, and what becomes of fields that have no meaning here."""
+        """Listen; print the address, and whether fields without a meaning are ignored or refused."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
         if address.family == AF_UNIX:  # a worker's: its front prints its own
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return what an engine serves at once, and on a GPU at how many canvases cease to pay."""
+    """Return the line that tells how many samples are served at once, and on a GPU how many pay."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -111,7 +111,7 @@ def run(server: Server, sock: socket) -> None:
 
 
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
-    """Serve at a Unix socket, in a process of its own; an error of a user's is one line there too."""
+    """Serve at the Unix socket `path`, as a process' target; a QuantizeError ends it with one line."""
     found = socket(AF_UNIX)
     found.bind(str(path))
     try:

@@ -57,7 +57,7 @@ class Service:
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def leave(self) -> None:
-        """Refuse waiting jobs; give running ones their time, then end them with an answer too."""
+        """Refuse waiting jobs; after `shutdown_grace` seconds end running ones with what they have."""
         # This thread may hold the very lock that draining takes, so another drains.
         threading.Thread(target=self.scheduler.drain).start()
         timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
@@ -76,7 +76,7 @@ class Service:
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:
-        """Answer a request."""
+        """Return the answer to a request; RequestError: it is refused, or fails before an answer."""
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)
@@ -137,7 +137,7 @@ class Service:
         return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
 
     def check_model(self, name: str) -> None:
-        """Refuse, with a 404, any name but the model's."""
+        """Raise RequestError 404 for any name but the model's."""
         if name != (known := self.options.model_name):
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")

@@ -47,7 +47,7 @@ class Text:
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return no thoughts and all text."""
+        """Return ("", text): the text of all tokens, thoughts not taken out."""
         return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 

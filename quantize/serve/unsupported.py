@@ -67,7 +67,7 @@ def message(name: str, reason: str) -> str:
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield each parameter of both tables that is set: its message, and whether it is refused."""
+    """Yield (name, message, refused?) of each parameter of NEUTRAL_ONLY or IGNORABLE that is set."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue

@@ -66,7 +66,7 @@ class Worker:
             return False
 
     def wait(self) -> bool:
-        """Wait until it answers, with its model loaded, or has ended; return whether it answers."""
+        """Wait until the server answers, its model loaded, or has ended; return whether it answers."""
         while self.process.is_alive() and not self._listens():
             time.sleep(0.2)
         self.ready = self.process.is_alive()
@@ -134,7 +134,7 @@ def _ended() -> RequestError:
 
 
 def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, none for a CPU; ResourceError: too few."""
+    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, [] for a CPU; ResourceError: too few."""
     if torch.device(place.device).type == "cpu":
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -73,5 +73,5 @@ class RepairedDiffusionGemma(theirs.DiffusionGemmaForConditionalGeneration):
 
     @staticmethod
     def get_model_state_cls() -> type[RepairedModelState]:
-        """Return the class of the state."""
+        """Return the repaired class, of which vLLM makes its state of a batch."""
         return RepairedModelState
