@@ -81,7 +81,7 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
 
 
 def small(recipe: Recipe) -> Recipe:
-    """Return a recipe at the limits of a rehearsal."""
+    """Return a recipe with the few prompts, canvases and questions of a rehearsal."""
     settings, calibration = recipe.evaluation, recipe.calibration
     if calibration is not None:
         least = {"prompts": min(PROMPTS, calibration.prompts), "canvases": CANVASES}
@@ -207,7 +207,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return bytes/s measured now, and by them each stage's most seconds, as `quantize plan` does."""
+    """Return bytes/s measured now, and each stage's most seconds at them, as `quantize plan` does."""
     disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)

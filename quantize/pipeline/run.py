@@ -88,7 +88,7 @@ def started(
 
 
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
-    """Open the BF16 checkpoint that a user named.
+    """Open the BF16 checkpoint of a folder or Hub id, None for the bundled model.
 
     Raises:
         InputError: there is none, or it is quantized.

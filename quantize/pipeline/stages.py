@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use of the machine: an option that holds for every stage is a field of it."""
+    """What a run may use of the machine; the options that hold for every stage are its fields."""
 
     # Bytes of a GPU, None for all that are free; results depend on it only where it makes a batch
     # of answers smaller.
@@ -250,7 +250,7 @@ def evaluate_more(
     steps: Sequence[int] = (),
     **models: Any,
 ) -> None:
-    """Score what is not scored yet, with activation modes besides the recipe's.
+    """Score what is not scored yet, in the recipe's activation mode and in `modes`.
 
     `operating_points` scores those of the recipe, `steps` one for each limit of steps; a GPU measures
     their tokens/s too. `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.

@@ -33,7 +33,7 @@ DAMPING = 0.01  # share of the Hessian's mean diagonal, in llm-compressor's GPTQ
 
 
 def is_llm_compressor(fields: Mapping[Any, Any]) -> bool:
-    """Whether a YAML mapping is a recipe of llm-compressor: it has stages, and we have none."""
+    """Whether a YAML mapping is llm-compressor's recipe, whose keys are stages, unlike ours."""
     return any(str(key).endswith("_stage") for key in fields)
 
 

@@ -70,7 +70,7 @@ def files_of(task: str) -> list[Path]:
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """Read an lm-eval task file and what it includes; its own keys come first.
+    """Read an lm-eval task file and what it includes; its own keys override included ones.
 
     Raises:
         ValueError: the file cannot be read, or is no task.

@@ -19,8 +19,8 @@ sum of variance V whose events have size u, a hypothesis at a gap of g from the 
 
 which is P(Poisson(V + g) <= V) for u = 1: exact where losses only were seen, exp(-g) where nothing
 was, and normal with a correction for skewness where much was. The + 1 is one more event than was
-seen, as in Fay and Feuer's gamma interval (1997, Stat. Med. 16:791). u is one answer for these
-questions, and where each has one answer. Otherwise, for such questions, it is sum |e|^3 / sum e^2
+seen, as in Fay and Feuer's gamma interval (1997, Stat. Med. 16:791). u is one answer on
+these_questions, and where k = 1. On such_questions with k > 1 it is sum |e|^3 / sum e^2
 of the centred observations, at most about a question, and near it when some questions are lost
 outright. Where Student's t is wider (few observations), it counts instead.
 

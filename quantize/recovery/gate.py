@@ -181,7 +181,7 @@ def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
 
 
 def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Verdict | None:
-    """Return NOT COMPARABLE when the conditions of two scorings differ, naming the first."""
+    """Return NOT COMPARABLE, naming the first condition that differs, or None when all are equal."""
     for key in sorted(base.keys() | quantized.keys()):
         ours, theirs = base.get(key), quantized.get(key)
         if ours != theirs:

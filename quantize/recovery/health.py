@@ -61,7 +61,7 @@ class Sign:
 
 
 def without_thinking(text: str) -> str:
-    """Return what follows the thinking channel, and nothing if that was never closed."""
+    """Return the text after the thinking channel, "" if that channel was never closed."""
     return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]
 
 

@@ -22,7 +22,7 @@ from quantize.recovery.terms import Terms
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
-    """Return the answers of two scorings up to the last look that both completed, and these looks."""
+    """Return two scorings, cut to the last look that both completed, and the looks so far."""
     plan = _plan(base)
     looks = plan.taken(base.answered, other.answered) if plan else []
     if plan and looks:
@@ -41,7 +41,7 @@ def paired(
 ) -> Comparison | Verdict:
     """Compare a scoring of a task with the baseline's, or return why they are not comparable.
 
-    With `other_seed` they must have different seeds (the noise floor); `other_settings` of the sampler
+    With `other_seed` the seeds must differ (the noise floor); `other_settings` of the sampler
     may differ, being judged (operating points).
     """
     base, other, looks = in_common(base, other)

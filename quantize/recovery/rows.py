@@ -68,7 +68,7 @@ class Scoring:
     def by_question(
         self, value: Callable[[Row], Any] = lambda row: row.score
     ) -> dict[str, list[Any]]:
-        """Return document -> the score of each of its rows, or another value, by repeat."""
+        """Return document -> `value` (default: the score) of each of its rows, by repeat."""
         found: dict[str, list[Any]] = {}
         for row in self.rows:
             found.setdefault(self.names[row.doc_id], []).append(value(row))

@@ -63,7 +63,7 @@ Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 @dataclass(frozen=True)
 class Share:
-    """One process of those that run together; `wait` returns once all of them have called it."""
+    """One process among those that run together; `wait` returns once all of them have called it."""
 
     rank: int = 0
     processes: int = 1

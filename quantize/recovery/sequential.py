@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The order in which looks take the questions; planning more questions inserts them into it."""
+        """The seeded random order in which looks take questions; with more, these keep their order."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 

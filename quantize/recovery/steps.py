@@ -47,7 +47,7 @@ def step_inflation(
     confidence: float,
     limit: float | None = None,
 ) -> StepInflation | None:
-    """Compare the steps and tokens of the same questions; `limit` is the share that is allowed more.
+    """Compare steps and tokens on the same questions; `limit` is the allowed inflation (0.1 is 10 %).
 
     Return None where a model has steps or tokens in one question alone.
     """

@@ -23,7 +23,7 @@ TAKEN = (
 
 
 def write_bundle(run: RunDir, out: Path) -> list[str]:
-    """Write a zip of what may be shared of a run; return the names of its files.
+    """Write a run's shareable files to the zip `out`; return their names.
 
     Raises:
         InputError: `out` exists.

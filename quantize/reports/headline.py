@@ -50,7 +50,7 @@ def _speed(content: Mapping[str, Any]) -> list[str]:
 
 
 def not_tested(content: Mapping[str, Any]) -> str:
-    """Return a sentence on what the verdict says nothing of."""
+    """Return a sentence that lists what the verdict does not cover."""
     tasks = [task["task"] for task in content["tasks"] if task["gated"]]
     missing = {
         "thinking": not any(name.endswith("_thinking") for name in tasks),

@@ -1,7 +1,7 @@
 """Renders report.json for people: one HTML page, Markdown, and a summary for the terminal.
 
-The page is one file without a script, style, font or image from elsewhere; its only script plays the
-recorded denoising steps.
+The page is one file that loads no script, style, font or image from elsewhere. The one script in it
+plays the recorded denoising steps.
 """
 
 from collections.abc import Mapping

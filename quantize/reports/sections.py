@@ -48,7 +48,7 @@ class Section:
 
 
 def head(content: Content) -> list[str]:
-    """Return the verdict's reason, what was judged, and on which model."""
+    """Return three sentences: the verdict's reason, what was judged, and on which model."""
     verdict, model = content["verdict"], content["model"]
     about = BUNDLED_NOTE if model["bundled"] else f"Model: {model['model']}"
     return [verdict["reason"], JUDGED[verdict["estimand"]], about]

@@ -92,7 +92,7 @@ def interval_text(interval: dict[str, Any], spec: str) -> str:
 
 
 def steps_text(found: dict[str, float] | None) -> str:
-    """Return how far steps a token exceed BF16's: "+7.1 % [+2.0, +12.5]", or "-" for None."""
+    """Return by how much steps per token exceed BF16's: "+7.1 % [+2.0, +12.5]", or "-" for None."""
     if found is None:
         return "-"
     ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))

@@ -9,7 +9,7 @@ EARLIER = "evaluation-earlier"  # scores that others, made under other condition
 
 
 class RunDir:
-    """Paths of one run: the final names of its stages' results, and of what stands beside them."""
+    """The paths in one run's folder: its stages' results, under their final names, and other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path = Path(path)

@@ -119,8 +119,8 @@ def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
 
     It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
     of the shards; above 2 GB, sizes and samples of them, so that 52 GB take a second. The generation
-    settings of the folder `settings_of` count in place of its own: those that answers were scored
-    under.
+    settings in the folder `settings_of`, under which answers were scored, count in place of the
+    checkpoint's.
     """
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}

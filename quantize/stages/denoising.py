@@ -34,7 +34,7 @@ SCRATCH = "scratch"  # folder beside a stage's result
 
 
 class Denoising:
-    """The calibration prompts of the BF16 checkpoint in a folder, and how they are denoised.
+    """Denoises the calibration prompts with the BF16 checkpoint in the folder `source`.
 
     With `held_out`, HELD_OUT more prompts are denoised for the replay, and observers do not see them.
 

@@ -24,7 +24,7 @@ class Device:
     """The CPU or GPU on which weights are computed.
 
     Attributes:
-        turn: the context in which a thread uses the device: a GPU has room for TURNS, a CPU for all.
+        turn: the context in which a thread uses the device; a GPU admits TURNS threads, a CPU all.
         pinned: whether what is read for the device should lie in pinned memory.
         makers: how many threads read and compute beside those that write and hash: one a core, or half
             as many where a GPU computes.

@@ -72,7 +72,7 @@ class Answers:
             store.remove()
 
     def tell_what_differs(self, models: Sequence[ComparedModel], tasks: Sequence[Task]) -> None:
-        """Say which scores that stand will be made again, and why."""
+        """Print which existing scores will be replaced, and which condition has changed."""
         for model, task in product(models, tasks):
             made, standing = made_with(model, task), self._standing(model, task)
             then = standing.made_with if standing else made
@@ -84,7 +84,7 @@ class Answers:
                 )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
-        """Return models, those that are loaded before the others."""
+        """Return `models`, the one that is loaded first."""
         return sorted(models, key=lambda model: model.backend is not self._there)
 
     def release(self) -> None:

@@ -75,9 +75,9 @@ class Pack:
 
 
 class ImportedBaseline:
-    """The baseline where its answers came in a pack: it is never asked.
+    """The BF16 baseline whose answers were imported in a pack, so that it is never asked.
 
-    `made_with` says what answers would depend on that the BF16 model gave on this machine.
+    `made_with` says what the answers would depend on if this machine made them.
     """
 
     loading_seconds = 0.0
@@ -208,7 +208,7 @@ def import_pack(path: Path, runs: Path) -> Pack:
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
     """Return the imported pack that answers these tasks, None where none is of this BF16 model.
 
-    `weights` is the fingerprint of that model, `here` what each task's answers would be made with here.
+    `weights` is the model's fingerprint, `here` maps task -> what answers made here would depend on.
 
     Raises:
         InputError: packs are of this model, but none may be used; the differing condition is named.

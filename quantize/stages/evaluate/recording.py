@@ -62,7 +62,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return BF16's answers to record; those to questions that both models get wrong come last."""
+    """Return BF16's answers to record: RECORDED that differ, both wrong last; else its first one."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

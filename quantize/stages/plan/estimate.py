@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return the seconds of both models' answers, of typical length, on one H200 until a verdict."""
+    """Return an H200's seconds of evaluation, if answers have typical length and a verdict ends it."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

@@ -53,7 +53,7 @@ def serving_table(
     context: int,
     clients: int,
 ) -> Table:
-    """Return a row for BF16 and each shipped recipe's checkpoint, 80 columns wide at most."""
+    """Return a table, 80 columns wide: a row for BF16 and for each shipped recipe's checkpoint."""
     table = narrow_table(
         f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
         f"{context:,} positions each",

@@ -86,7 +86,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return what each task takes of an evaluation's seconds, by the most tokens of its answers."""
+    """Return a table that splits an evaluation's `seconds` over tasks by the most tokens of each."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)
@@ -134,7 +134,7 @@ def ending(found: Sequence[Row]) -> list[str]:
 def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
-    """Return a table of what every shipped recipe makes of these tensors, and which to take."""
+    """Return a table of every shipped recipe's size and time for `tensors`; its caption recommends."""
     numbers = ("size", "of BF16")
     table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
     able: dict[str, str] = {}

@@ -121,7 +121,7 @@ def _sent(tensor: Tensor) -> Tensor:
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
-    """Return how many experts are rounded together, so that all rounds but the last have as many."""
+    """Return how many experts are rounded at once, so that the fewest rounds that fit are even."""
     # The same on any GPU: a product's sums may depend on how many are batched.
     fixed, each = rounding_bytes(out, inputs)
     most = max(1, int((ROUNDING_BYTES - fixed) // each))
