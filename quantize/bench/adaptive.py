@@ -91,7 +91,7 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s by name in `steps`, whose canvases take those steps behind `context` tokens."""
+    """Return tokens/s for each name in `steps`; canvases take its steps behind `context` tokens."""
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
     own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
@@ -120,7 +120,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 
 
 def read_stops(path: Path) -> list[int]:
-    """Read recorded steps; raise InputError unless they are a JSON list of numbers above 0."""
+    """Read a JSON list of numbers of steps; raise InputError unless all are integers above 0."""
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

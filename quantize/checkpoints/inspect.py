@@ -77,7 +77,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """The counts of all modules of one class and scheme: Linears, or parameters of other kinds."""
+    """Count and bytes of the modules of one class and scheme: Linears, or other parameters."""
 
     kind: str
     scheme: str

@@ -47,7 +47,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the `bf16_layout` of a config, from the model that transformers builds without memory."""
+    """Return a config's `bf16_layout`, from transformers' model on the meta device (no memory)."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
@@ -144,7 +144,7 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
 
 
 def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
-    """Return the names of a quantized Linear's tensors, once `check_layout` found them all there."""
+    """Return the names of a quantized Linear's tensors; `check_layout` must have found them all."""
     names = (f"{module}.{suffix}" for suffix in SUFFIXES)
     return [name for name in names if name in checkpoint.tensors]
 

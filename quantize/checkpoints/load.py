@@ -118,7 +118,7 @@ def read_module(
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor; raise InputError for NaN, infinity, or a scale that no kernel takes."""
+    """Read a tensor; raise InputError for NaN, infinity, a scale < 0 or a global scale <= 0."""
     tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
     if not all_finite(tensor):
         raise InputError(f"{place} holds NaN or infinity; {FIX}")

@@ -240,7 +240,7 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
 
 @cache
 def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
-    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; experts share them."""
+    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; it is cached."""
     return {suffix: TensorSpec(*spec) for suffix, spec in layout.tensors(out, inputs).items()}
 
 

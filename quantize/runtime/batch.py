@@ -4,9 +4,9 @@
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
                       rows that met an EOS or their budget leave; the rest encode what they committed
 
-It drives an engine's `passes`, so an engine can be watched while it runs; `engine.complete` answers the
-same requests faster. Rows leave the computation as soon as they stop, within a canvas too: most of a
-batch's steps are run by its slowest rows.
+The loop calls an engine's `passes`, so the engine can be watched meanwhile; `engine.complete` answers
+the same requests faster. Rows leave the computation as soon as they stop, within a canvas too: most of
+a batch's steps are run by its slowest rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ from quantize.runtime.sampler import Sampler
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one denoising step did to a canvas, for the B rows that took part."""
+    """What one denoising step did to the canvases of the B rows that took part."""
 
     canvas: int  # from 0
     step: int  # from 1

@@ -36,7 +36,7 @@ def encode_chat(
     thinking: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return a chat's token ids, up to where the model's turn begins; they declare `tools` to it.
+    """Return a chat's token ids, up to where the model's turn begins; the ids declare `tools`.
 
     Raise InputError if the chat template refuses the messages or tools.
     """

@@ -83,7 +83,7 @@ class Passes(Protocol):
         """Append `tokens` int64 [B, L] to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`; `condition` returned `conditioning`."""
+        """Decode `canvas` int64 [B, L] behind `rows`, with `condition`'s `conditioning` [B, ...]."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the next step's conditioning [b, ...], made of this step's logits [b, L, V]."""
@@ -242,5 +242,5 @@ def complete(*args: Any, **settings: Any) -> list[Sample]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the pieces of a batch; a single piece is returned without a copy."""
+    """Return the pieces of a batch as one tensor; a single piece is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

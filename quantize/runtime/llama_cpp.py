@@ -8,8 +8,8 @@ denoising step on stdin, the name of a request file:
     answer      FILE.resp: float32 logits [C, vocabulary], soft-capped, not divided by the temperature;
                 then the line "OK C"
 
-It keeps each step's logits and temperature for the next step's self-conditioning. Sampler, noise, chat
-template and EOS are those of the engines, so an answer differs from transformers' only by how
+The server keeps a step's logits and temperature for the next step's self-conditioning. Sampler, noise,
+chat template and EOS are those of the engines, so an answer differs from transformers' only by how
 that program computes logits: it rounds activations to the blocks that its products read (BF16 beside
 BF16 weights, 8 bits and one scale for 32 values beside Q8_0 and NVFP4), and its GELU is a table of F16.
 """

@@ -3,7 +3,7 @@
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       the products' weights of layers that stay
     streaming    two slots of the largest streamed layer, and what packing a layer takes
-    cache        keys and values of every slot; of two layers and lanes where they lie on the host
+    cache        keys and values of every slot; if the host holds them, two lanes' of one layer each
     lanes        rows between two layers of the batches that go in lockstep
     vocabulary   bf16 logits and probabilities of a piece of the rows, partial soft embeddings
     activations  tensors of one pass' rows
@@ -101,7 +101,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU."""
+    """How a stage fits a GPU: what stays there, and what each part takes."""
 
     need: Need  # what fits of it
     resident: int  # layers that stay
@@ -115,7 +115,7 @@ class Plan:
 
     @property
     def streamed(self) -> float:
-        """Bytes that one pass takes from the files."""
+        """How many bytes of streamed layers one pass reads from the files."""
         layers = self.need.stack.layers
         return sum(layers) * (1 - self.resident / len(layers))
 

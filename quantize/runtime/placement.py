@@ -120,8 +120,8 @@ def is_hopper(device: str) -> bool:
 def budget_of(place: Placement) -> float | None:
     """Return how many bytes of a GPU may be used: `gpu_memory`, or all that are free where it is None.
 
-    On a CPU `gpu_memory` is returned as it is. A GPU's allocator is held to it. Raise ResourceError if
-    less than `gpu_memory` is free.
+    On a CPU `gpu_memory` is returned as it is. On a GPU torch's allocator gets it as its limit. Raise
+    ResourceError if less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":

@@ -11,7 +11,7 @@ from quantize.host.processes import Processes
 
 
 class TokensNeeded:
-    """Counts rows of logits by how many tokens they need; of EVERY rows `see` looks at one."""
+    """Counts rows of logits by how many tokens they need; `see` looks at one row in EVERY (8)."""
 
     EVERY, ROWS = 8, 64  # of the rows seen, those looked at together: 67 MB in float32
     STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)

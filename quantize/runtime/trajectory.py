@@ -120,7 +120,7 @@ def record_all(
     batches, each as one process would make it, and all return all trajectories in prompt order.
 
     `settings` has the number of canvases, the seed and the size of a batch. `watching` is called with a
-    batch's engine and the index of its first prompt; its block lasts as long as the batch.
+    batch's engine and the index of its first prompt; what it returns is entered while the batch runs.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

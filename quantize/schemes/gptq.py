@@ -14,7 +14,7 @@ Rounding to nearest minimises it only where H is diagonal and even. Three steps 
      loss is least given all the others. It never raises the loss.
 
 Weights are [experts, out, in], one Hessian an expert; everything is batched over experts. Arithmetic is
-float32, the inverse and its factor float64. The damped H adds `DAMPING` times its mean diagonal.
+float32, the inverse and its factor float64. H is damped: `DAMPING` times its mean diagonal is added.
 The NVFP4 global scale is not touched: q/k/v and gate/up share it (`rounding.global_scale`).
 
 Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
@@ -43,7 +43,7 @@ SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 @dataclass(frozen=True)
 class Rounded:
-    """The result for one stack of Linears [E, out, in]."""
+    """What `gptq` found for one stack of Linears [E, out, in]."""
 
     tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize`'s
     loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T over tr W H W^T
@@ -78,7 +78,7 @@ def shrunk(
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Round weights to a scheme's tensors so that the Linears' outputs change as little as possible.
+    """Round weights to a scheme's tensors, by the three steps above, so that outputs change little.
 
     `weight` is [E, out, in] BF16, finite, `in` a multiple of 16; `hessian` [E, in, in] float32, as
     `shrunk` returns it, damped in place while this runs; `shared` [E, 1] FP32 global scales, where
@@ -242,10 +242,10 @@ def round_block(
 ) -> None:  # fmt: skip
     """Round a block of 16 inputs under each candidate scale, and keep the result of least loss.
 
-    `weight` [E, out, 16] has the errors of inputs before it, `factor` [E, 16, 16] is U's block on its
-    diagonal, `shared` is [E]. It writes `codes` [E, out, 16], as the values that they stand for,
-    `errors` [E, out, 16], over U_ii, and the chosen `scales` [E, out], which it only reads where
-    `grid.neighbours` is 0.
+    `weight` [E, out, 16] holds the errors spread from earlier inputs, `factor` [E, 16, 16] is U's block
+    on its diagonal, `shared` [E] the global scale. It writes `codes` [E, out, 16], as the values that
+    codes stand for, `errors` [E, out, 16], each divided by U_ii, and the chosen `scales` [E, out],
+    which it only reads where `grid.neighbours` is 0.
     """
     if launches(weight.device):
         from fused_dequant import gptq
@@ -300,8 +300,8 @@ def descend_block(
     """Move a block's scales, then its codes, one at a time to where the loss is least.
 
     `slope` [E, out, 16] is (W - Q) H of the block's inputs, `hessian` [E, 16, 16] H's block on its
-    diagonal, `shared` is [E]. It moves `codes` [E, out, 16] (values, not bits) and, unless
-    `grid.neighbours` is 0, `scales` [E, out]. `moved` gets the change of codes * scale / shared.
+    diagonal, `shared` [E] the global scale. It moves `codes` [E, out, 16], decoded, and `scales`
+    [E, out] unless `grid.neighbours` is 0. `moved` gets the change of codes * scale / shared.
     """
     if launches(slope.device):
         from fused_dequant import gptq

@@ -87,9 +87,9 @@ class Hessians:
         return self._choices[1], self._choices[2]
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
-        """Return an input's mean Hessians [E', in, in], `gptq.shrunk`, of all experts or those `at`.
+        """Return an input's mean Hessians [E', in, in] by `gptq.shrunk`, of the experts `at`.
 
-        Raise QuantizeError if the input saw no token, or one that was not finite.
+        Raise QuantizeError if no token was seen at that input, or one that was not finite.
         """
         sums, tokens = self.sums(name), self.tokens(name)
         inputs = self._inputs[name]

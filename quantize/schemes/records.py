@@ -267,7 +267,7 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return which of n modules, stacked, are finite with matrix scales above 0: bool [n]."""
+    """Return which of n modules, in tensors [n, ...], are finite and have matrix scales above 0."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)

@@ -111,7 +111,7 @@ def global_scale(ranges: Sequence[Tensor]) -> Tensor:
 def quantize_rows(
     codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to 8 bits (e4m3 or int8), a scale a row; return by suffix.
+    """Quantize BF16 weights [..., out, in] to e4m3 or int8, with a scale a row; return by suffix.
 
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` found. `out` is memory for the
     codes, of the weight's shape and any strides; None allocates it.
@@ -315,7 +315,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
-    """Return which of n tensors, stacked, are finite: bool [n]; with `scale` their bytes are e8m0."""
+    """Return which of n tensors, [n, ...], are finite: bool [n]; with `scale` bytes are e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F

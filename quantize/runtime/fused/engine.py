@@ -13,7 +13,7 @@ Every sequence is at a step of its own: as soon as one canvas is finished, `deno
 the others' next step its slot may begin its next canvas, or take another prompt. That first step also
 encodes the canvas just committed, in one pass of 512 rows for 256: weights are read once for both.
 Where a sample must not depend on its batch (`batch_invariant`), steps have one shape, and canvases and
-prompts of up to SHORT tokens are encoded before them, TOGETHER at most, launched as one alone would be.
+prompts of up to SHORT tokens are encoded before them, at most TOGETHER at once, each as it is alone.
 Longer prompts are encoded in chunks as they are admitted, each a graph unless it has pictures. On a CPU
 the same calls run without graphs, on the kernels' torch references.
 """
@@ -436,7 +436,7 @@ class FusedEngine:
         return embeddings
 
     def encode_last(self, slots: Sequence[int]) -> None:
-        """Encode what waits in the slots, short prompts or last canvases, as `denoise` would."""
+        """Encode what slots have not yet encoded (short prompts, last canvases), as `denoise` would."""
         self.model.run(self._encodings(slots))
 
     def _encodings(self, slots: Sequence[int]) -> list[Pass]:

@@ -34,7 +34,7 @@ Told = tuple[list[int], int, bool]  # a row's tokens, steps taken, whether its c
 
 
 def bucket(rows: int) -> int:
-    """Return the least number of rows, from `rows` on, that steps are captured for."""
+    """Return the least number of rows >= `rows` that steps are captured for."""
     return min(count for count in (*BETWEEN, _power(rows)) if count >= rows)
 
 
@@ -355,7 +355,7 @@ class Steps:
     kernel by kernel. So there are at most CAPTURED + canvases / WORTH captures. Graphs are kept for
     CAPTURED settings, and for the warm-up's, which are never dropped.
 
-    `make` returns the step of so many rows under a sampler.
+    `make(rows, sampler)` returns a new step.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:

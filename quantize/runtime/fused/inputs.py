@@ -94,7 +94,7 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return what each of the experts `ids` [M, topk] adds to the rows x bf16 [M, H]."""
+        """Return what experts `ids` [M, topk] add to each row of x bf16 [M, H]: [M, topk, H]."""
         chosen = ids.long() if self._observers else ids  # once: observers know its memory again
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]

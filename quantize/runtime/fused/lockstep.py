@@ -81,7 +81,7 @@ class _Ended(Generic[T]):
 class Lane(Generic[T]):
     """The `BatchEngine` that one work gets: `capacity` slots of an engine. A thread does the work.
 
-    `index` counts the engine's lanes, `number` the works.
+    `index` is the number of its lane in the engine, `number` that of its work.
     """
 
     def __init__(

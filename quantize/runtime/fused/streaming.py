@@ -164,7 +164,7 @@ def kept_bytes(weights: Sequence[Weight]) -> int:
 
 
 def spread(count: int, chosen: int) -> list[int]:
-    """Return `chosen` of the indices below `count`, evenly spread: resident layers then hide copies."""
+    """Return `chosen` of `count` indices, evenly spread: a resident layer hides the next one's copy."""
     return [index * count // chosen for index in range(chosen)]
 
 

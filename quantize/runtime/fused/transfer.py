@@ -130,7 +130,7 @@ class Transfer:
         weakref.finalize(self, _close, self._files)
 
     def fetch(self, layout: Layout) -> Fetched:
-        """Copy tensors to the device; on a GPU they are complete once the current stream is.
+        """Copy tensors to the device; on a GPU they are complete for later work of the current stream.
 
         Raise ResourceError if a file cannot be read, and InputError if it ends inside a tensor.
         """
@@ -228,7 +228,7 @@ def _registered(owner: object, handle: int, device: torch.device) -> Tensor | No
 
 
 def pinned_until(owner: object, tensor: Tensor, device: torch.device, flags: int = 0) -> bool:
-    """Register a host tensor's memory with the driver until `owner` is gone; say if that worked."""
+    """Register a host tensor's memory with the driver until `owner` is gone; return if that worked."""
     if (runtime := _cuda_runtime()) is None:
         return False
     memory = tensor.untyped_storage()

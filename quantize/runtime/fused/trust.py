@@ -1,7 +1,7 @@
 """Tests a GPU's kernels before a model is opened there, once for each GPU and version.
 
     a kernel that computes wrong   instead
-    of FP4 units (W4A4)            rows are rounded as it rounds them, and multiplied in bf16 (`inputs`)
+    of FP4 units (W4A4)            rows are rounded as W4A4 does, and multiplied in bf16 (`inputs`)
     Hopper's of NVFP4, of W4A8     the plain one, FP8's
     a plain one                    the GPU is refused
 

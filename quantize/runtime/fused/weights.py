@@ -96,7 +96,7 @@ def load_packed(
     Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
     torch references. `resident` layers stay on the device and the others are streamed; None keeps all.
     `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. The device must run its schemes (`trust`). Raise InputError if a tensor is missing,
+    progress. The device must run the schemes (`trust`). Raise InputError if a tensor is missing,
     unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
@@ -120,7 +120,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
 
     Errors are those of `load_packed`, but layers are not read beforehand: a value that is not finite
-    is an error when its layer is taken. Raise ResourceError if there is no GPU, or it is too old.
+    is an error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -141,7 +141,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return the weights `base`, all on the device, with `layers` read from another checkpoint."""
+    """Return `base`, all on the device, with `layers` from another checkpoint (see `Packer`)."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:
