@@ -392,7 +392,7 @@ def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activatio
 def configure(
     rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
-    """Choose tiles, and split positions while processors would idle; `hopper` says that this is sm_90.
+    """Return tiles, and how many splits of the positions keep processors busy; `hopper` means sm_90.
 
     Off sm_90 one choice fits every target: 64 rows x 32 positions, 32 x 32 for heads of 512, take 52 to
     98 KiB of shared memory, and an RTX 4090 and 5090 have 99; no target spills more than a register.

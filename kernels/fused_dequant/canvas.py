@@ -1,6 +1,6 @@
 """Canvases in torch: their state, the noise of each (seed, canvas, step, position), a sampler's step.
 
-`operations.sample` and `accept` run it where there is no GPU; `sampling` has the rules and the kernels.
+Where there is no GPU, `operations.sample` and `accept` call these functions; `sampling` has the rules.
 """
 
 from collections.abc import Sequence
@@ -176,7 +176,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the 4 words [..., 4] of Philox4x32-10; words are 32 bits in int64, and broadcast."""
+    """Return the 4 words [..., 4] of Philox4x32-10; all words are 32 bits held in int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -6,8 +6,8 @@ of the kernel before has released it, and waits where it first needs what that k
 
 Two rules keep it safe. Every program of a chained kernel, also one that returns at once, waits before
 it writes, and before it reads what an earlier kernel wrote; only weights may be read sooner. And it
-releases the next kernel only after it has waited, so everything before that one's direct predecessor
-is complete. Kernels that are not chained start when the one before is complete, as always.
+releases the next kernel only after it has waited: while a kernel runs, all before its predecessor
+are complete. Kernels that are not chained start when the one before is complete, as always.
 
 Streamed weights (`Weight.streamed`) may not be read sooner: it is not documented that a programmatic
 launch heeds the event after which they have arrived, so products that read them early leave the chain.

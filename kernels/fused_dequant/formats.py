@@ -12,7 +12,7 @@ NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
     w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
 
 MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32], nothing else. A scale is
-2^-2 times the range rounded to a power of two, up from 1.75 times one; values up to 7 saturate at 6.
+a block's amax, rounded to a power of two (up from 1.75 times one), over 4: values of 6 to 7 become 6.
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 

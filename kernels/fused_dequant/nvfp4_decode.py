@@ -17,7 +17,7 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 
 
 def decode_assembly() -> str:
-    """Return PTX: words $8, $9 and scale bytes ($10; byte 2 * step + row//8) to 8 registers of 2 bf16.
+    """Return PTX that decodes words $8, $9 to 8 x 2 bf16 (scales $10: byte 2 * step + row//8).
 
     Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
     is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
@@ -45,7 +45,7 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 
 
 def e4m3_assembly() -> str:
-    """Return PTX: words of row g ($8, $9) and of row g + 8 ($10, $11), scales $12, to 8 registers.
+    """Return PTX that decodes words of row g ($8, $9) and g + 8 ($10, $11), scales $12, to 8 registers.
 
     A register holds four e4m3: register 4s + 2h + r those of row g + 8r that step s multiplies at its
     columns 16h + 4t + {0..3}. Scales: a byte for each row, d in its sign bit.

@@ -120,7 +120,7 @@ def routed_experts(
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
-    It is written to `out` if given: a captured step need not copy 134 MB of logits.
+    Logits are written to `out` if given, so that a captured step need not copy 134 MB of them.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")

@@ -64,7 +64,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return the table of a device, or without a name that of its compute capability alone."""
+    """Return all tables of capability `target` as one; entries of `device_name`'s own come first."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
@@ -81,7 +81,7 @@ def table(device_name: str | None, target: str) -> Table:
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
     """Choose the configuration of a launch on `device`; "meta" stands for the GPU at hand.
 
-    With a target forced, the name of the device does not count.
+    Where QUANTIZE_TARGET forces a target, tables of the device's own name have no precedence.
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
@@ -95,7 +95,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the table's entry, that of the same scheme and K with the nearest N, or `default`."""
+    """Return the entry for verb, scheme and K with the nearest N, or `default` if there is none."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}

@@ -168,7 +168,7 @@ def in_fragments(device: torch.device, scheme: str) -> bool:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values [E, N, K] in `dtype`; where gate and up differ in scale, rows are interleaved."""
+    """Return values [E, N, K] in `dtype`; interleaved gate and up rows stay so."""
     data, columns = _decoded(weight, dtype), _columns(weight)
     if columns is None:
         return data

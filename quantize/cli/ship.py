@@ -36,7 +36,7 @@ def card(run: Path, repo: str | None) -> None:
 def adopt(run: Path, point: str | None, own: bool) -> int:
     """Write the sampler settings of an operating point that passed into the checkpoint.
 
-    Without POINT it is the fastest that passes. generation_config.json then states them, so that
+    Without POINT the fastest that passes is taken. generation_config.json then states them, so that
     servers serve what was judged; the checkpoint is verified and the report written again.
     """
     from quantize.pipeline.adopt import adopt as adopt_point

@@ -28,7 +28,7 @@ NEEDED, WANTED = "needed", "wanted"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its name, what is there, and what to do, None where all is well.
+    """One thing that was looked at: its name, what was found, and advice, which is None if all is well.
 
     `level` is NEEDED, without which commands end with an error, or WANTED.
     """

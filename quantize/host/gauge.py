@@ -1,4 +1,4 @@
-"""Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power holds that.
+"""Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power limits it.
 
 The energy counter steps every 20 to 100 ms, and a reading is as old as the last step. `watched` looks
 at it while work runs: power is the energy between two steps over the time between them.
@@ -24,7 +24,7 @@ LOOK = 0.01  # seconds between two looks at the counter: what a step's time may 
 
 @dataclass(frozen=True)
 class Clock:
-    """The processors' clock in MHz, and whether power holds it down."""
+    """The processors' clock in MHz, and whether the power limit holds it down (`capped`)."""
 
     mhz: int
     capped: bool
@@ -59,7 +59,7 @@ class Gauge:
         return None if failed else millijoules.value / 1e3
 
     def busy(self) -> float | None:
-        """Return the share of the last moment in which kernels ran; None if the driver does not say."""
+        """Return the share (0 to 1) of the driver's last sample when kernels ran; None if unknown."""
         percent = (ctypes.c_uint * 2)()  # of the processors and of the memory
         failed = self._library.nvmlDeviceGetUtilizationRates(self._handle, percent)
         return None if failed else percent[0] / 100

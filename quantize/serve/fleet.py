@@ -5,7 +5,7 @@
 A request goes to the worker with the fewest open requests. Where beginnings of prompts are kept, a chat
 stays with the worker that has its beginning, unless that one has a whole batch more to do than another.
 A worker that ends is started again: its requests end with 503, or with an error in their streams, the
-others go on. Load balancers cannot read a chat's beginning, and routers that can start no servers.
+others go on. Load balancers cannot read a chat's beginning; routers that can do not start servers.
 """
 
 import asyncio

@@ -30,8 +30,8 @@ def put(
 ) -> tuple[list[int], Images | None]:
     """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
-    `prompt` are ids, one placeholder a picture; `urls` has the parameter and data URL of each, and
-    `soft_tokens` are the most that one takes. RequestError: a picture is refused, or there are too
+    `prompt` are token ids with a placeholder for each picture, `urls` its (parameter, data URL), and
+    `soft_tokens` the most that it takes. RequestError: a picture is refused, or there are too
     many. InputError: the chat template wrote no placeholders.
     """
     if not urls:

@@ -1,4 +1,4 @@
-"""Turns tokens into text that never changes: thoughts apart, stop strings, whole characters.
+"""Turns tokens into text that never changes, and finds thoughts, calls and stop strings in it.
 
 A committed canvas is final, but its text may not be: its last bytes may be half a character, its
 last characters the beginning of a stop string. Both wait for the next canvas.
