@@ -26,7 +26,7 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
 
     Raises:
         InputError: a result is stale, no such point was judged, or it names its own activations.
-        GateError: the point, or none of them, passes.
+        GateError: the named point does not pass, or none does.
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)

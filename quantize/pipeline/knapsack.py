@@ -42,7 +42,7 @@ class Knapsack:
         return self._options(found)
 
     def cheapest(self, damage: float) -> list[int]:
-        """Return the index of each group's option: the fewest bytes that do at most `damage`.
+        """Return the index of each group's option: the smallest choice that does at most `damage`.
 
         Raises:
             InputError: no choice does so little.

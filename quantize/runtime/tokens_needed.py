@@ -21,7 +21,7 @@ class TokensNeeded:
         self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count rows of one draw: logits [m, V], 1 / T and step number [m] of each, from 1."""
+        """Count rows of one draw: logits [m, V], 1 / T [m] and step numbers [m], which begin at 1."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
             each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)

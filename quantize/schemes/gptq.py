@@ -10,8 +10,8 @@ Rounding to nearest minimises it only where H is diagonal and even. Three steps 
      over the inputs not yet rounded, with the rows of U, H^-1 = U^T U.
   2. NVFP4 only: each block of 16 inputs is tried under the e4m3 neighbours of its usual scale,
      amax / 6, and keeps the one of least GPTQ loss, the sum of (error / U_ii)^2.
-  3. Coordinate descent: codes, and for NVFP4 block scales, are moved one at a time to where the exact
-     loss is least given all the others. It never raises the loss.
+  3. Coordinate descent: codes, and for NVFP4 block scales, are moved one at a time to where the
+     loss by the damped H is least given all the others. It never raises that loss.
 
 Weights are [experts, out, in], one Hessian an expert; everything is batched over experts. Arithmetic is
 float32, the inverse and its factor float64. H is damped: `DAMPING` times its mean diagonal is added.
@@ -275,7 +275,7 @@ def round_block(
 def _descend(
     weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Codes
 ) -> None:
-    """Move block scales and codes one at a time to where the exact loss is least, in place."""
+    """Move block scales and codes one at a time to where the loss by `hessian` is least."""
     slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
     moved = weight.new_empty(*weight.shape[:-1], SPAN)
     for _ in range(SWEEPS):

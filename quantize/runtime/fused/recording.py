@@ -191,7 +191,7 @@ class Recording:
 
     @classmethod
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
-        """Return the recording in a folder, or None; a line says why a recording there cannot be used.
+        """Return the recording in a folder, or None; prints why a recording there cannot be used.
 
         The recording must have been made with `identity`, and its rows take `row_bytes` each.
         """
