@@ -1,24 +1,43 @@
-"""Times work on the device by medians of CUDA graph replays over rotating buffers."""
+"""Captures CUDA graphs, and times work by the median over their replays, on several buffers in turn."""
 
+import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
+    """Capture what the block launches; `options` are those of `torch.cuda.graph`.
+
+    Python's garbage collector rests meanwhile: freeing an older graph would invalidate the capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
     """Return the median microseconds of a call.
 
-    `calls` are the same work on different buffers, whose bytes must exceed the L2 several times. One
+    `calls` do the same work on different buffers, in all several times as large as the L2. One CUDA
     graph captures them in turn, and again until there are `least` launches, so that gaps between
-    launches are those of a real step.
+    launches are those of a real step. It is replayed `replays` times.
     """
     rounds = -(-least // len(calls))
     for call in calls:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for _ in range(rounds):
             for call in calls:
                 call()

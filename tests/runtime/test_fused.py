@@ -3,7 +3,9 @@
 How near each layer is to float64 is judged in `test_fused_layers`.
 """
 
+import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -458,3 +460,15 @@ def test_engine_refuses(tiny_checkpoint: Path) -> None:
 def test_buckets_of_sequences() -> None:
     found = [bucket(count) for count in (1, 2, 3, 4, 5, 6, 7, 9, 12, 13, 17)]
     assert found == [1, 2, 3, 4, 6, 6, 8, 12, 12, 16, 32]
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph that the collector freed then would invalidate the capture."""
+    collects = list[bool]()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    passes_of.Replayed(lambda: collects.append(gc.isenabled()), None)()
+    assert collects == [True, False]
+    assert gc.isenabled()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from fused_dequant import CanvasState, Draw, Probabilities, look, sample
 from fused_dequant.canvas import random_tokens
+from fused_dequant.timing import capturing
 from torch import Tensor
 from torch.profiler import record_function as part
 
@@ -47,8 +48,8 @@ class Replayed:
     """A function of tensors of fixed shapes that replays a CUDA graph from its second call on.
 
     The first call runs kernel by kernel, which compiles them, and then captures the graph. Every replay
-    returns the same tensors, with new values. Graphs share `pool`: no two run at once, and none leaves
-    anything there for another.
+    returns the same tensors, with new values. Graphs share the memory `pool`, as no two run at once and
+    none keeps data there for another.
     """
 
     def __init__(self, work: Callable[..., Any], pool: Pool) -> None:
@@ -62,9 +63,8 @@ class Replayed:
         if self._graph is None:
             self._given = [own.clone() for own in given]
             found, self._graph = self._work(*given), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                self._graph, pool=self._pool, capture_error_mode="thread_local"
-            ):  # rows leave on another thread meanwhile
+            # rows leave on another thread meanwhile
+            with capturing(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._found = self._work(*self._given)
             return found
         for own, new in zip(self._given, given, strict=True):
@@ -74,7 +74,7 @@ class Replayed:
 
 
 class Step:
-    """The denoising steps of `rows` sequences under one sampler; each is at its own step number.
+    """The denoising steps of `rows` sequences under one sampler; each sequence is at its own step.
 
     A step is two graphs. The first decodes, draws and accepts, and may encode in the same pass what
     some of the sequences committed. It ends with a report, which travels to the host while `condition`
@@ -137,7 +137,7 @@ class Step:
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
         """Let the next step encode canvases (slot, first position, tokens); return how many it encodes.
 
-        The first canvas is repeated until the number is a power of two, or that of all rows.
+        The first canvas is encoded again to raise the number to a power of two, at most `rows`.
         """
         if not runs:
             return 0
@@ -191,13 +191,13 @@ class Step:
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` has its pass' last rows, None if the pass is yet to run."""
+        """Take a step up to its report; `h` is the output of its layers, None to run these here."""
         self._launch((committed, self._knows), partial(self._leave, h, committed), graphs)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
-        """Send the report to the host (`told`), and condition the next step if `going_on`.
+        """Copy the report to the host's tensor `told`; then, if `going_on`, condition the next step.
 
-        Returns the event of its arrival, None where it has arrived already.
+        Return the CUDA event that records the copy's end, or None if the copy has ended already.
         """
         self.told.copy_(self._report, non_blocking=True)
         arrived = None
@@ -214,12 +214,12 @@ class Step:
         work()
 
     def capture_commits(self) -> None:
-        """Capture steps that encode 1, 2, 4, ... canvases, up to one a row, by taking each."""
+        """Capture the steps that also encode 1, 2, 4, ... `rows` canvases, by taking each once."""
         for count in sorted({min(_power(n), self.rows) for n in range(1, self.rows + 1)}):
             self.take_on(None, count, graphs=True)
 
     def enter(self, committed: int) -> Pass:
-        """Return a step's pass before the first layer; it encodes `committed` canvases too."""
+        """Return a step's pass, ready for the first layer; it also encodes `committed` canvases."""
         more = None
         if committed:
             slots, starts = self._places[:, :committed]
@@ -256,7 +256,7 @@ class Step:
             self._condition((self.rows - 1) // CANVASES_A_PIECE * CANVASES_A_PIECE)
 
     def last_logits(self, row: int) -> Tensor:
-        """Return the logits bf16 [L, V] of a sequence's last step, until the next call or step."""
+        """Return the logits bf16 [L, V] of a sequence's last step; the next call overwrites them."""
         assert self._last is not None  # a guided sequence's steps `keep` them
         return self._model.logits(self._last[row], self._logits[: self._length])
 
@@ -306,14 +306,14 @@ class Running:
     graphs: bool  # replay graphs
 
     def launch(self, h: Tensor | None, count: int) -> Any:
-        """Take step `count` of a run, from 1; return the event after which `told` may be read."""
+        """Take step number `count` and send its report; return the event of its arrival, or None."""
         self.step.take_on(h, self.committed, self.graphs)
         self.committed = 0
         rows = zip(self.taken, self.most, strict=True)
         return self.step.send_report(any(n + count < most for n, most in rows), self.graphs)
 
     def told(self) -> list[Told]:
-        """Return from the last report each row's tokens, steps taken and whether its canvas is done."""
+        """Return each row's tokens, steps taken and whether its canvas is done, by the last report."""
         rows = zip(self.step.told.tolist(), self.most, strict=True)
         return [(r[:-2], r[-2] - 1, r[-1] != 0 or r[-2] > most) for r, most in rows]
 
@@ -327,8 +327,8 @@ def until_finished(
 ) -> list[list[Told]]:
     """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
-    Passes that no graph replays go through the layers together, and in the first step so do the passes
-    `entering`. `launched` is called once the first step is on its way, `show` after every step.
+    A step runs the passes of batches without graphs through the layers together; the first step adds
+    the passes `entering`. `launched` is called after the first launch, `show` after every launch.
     """
     count = 0
     while True:
@@ -349,13 +349,11 @@ def until_finished(
 
 
 class Steps:
-    """Keeps the steps of the settings in use, and decides which of them are captured.
+    """Keeps a `Step` for each (rows, sampler) in use, and decides which of them are captured.
 
-    The first CAPTURED settings are captured at once, others when they have denoised WORTH canvases
-    kernel by kernel. So there are at most CAPTURED + canvases / WORTH captures. Graphs are kept for
-    CAPTURED settings, and for the warm-up's, which are never dropped.
-
-    `make(rows, sampler)` returns a new step.
+    The first CAPTURED pairs are captured at once. A later pair runs WORTH canvases kernel by kernel
+    first, so there are at most CAPTURED + canvases / WORTH captures. Graphs of CAPTURED pairs are kept;
+    those of the warm-up are kept too, and never dropped. `make(rows, sampler)` returns a new step.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:
