@@ -1,17 +1,17 @@
-"""Quantizes activations dynamically, alone or fused into the activation function before.
+"""Quantizes activations dynamically; a kernel may first apply the activation function, gelu_mul.
 
-Per token (FP8, INT8): scale[m] = amax(|h[m]|) / 448 or / 127, q = h * (1 / scale), where h is x[m], or
+FP8 and INT8: scale[m] = amax(|h[m]|) / 448 or / 127 for token m, codes h * (1 / scale). h is x, or
 
     GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
 
-NVFP4 (W4A4), in blocks of 16 with e4m3 scales under a global scale: the numbers of `input_rounding`, as
-codes; h is rounded to bf16 first, as a tensor would hold it. A block that holds NaN gets scale NaN.
+NVFP4 (W4A4): blocks of 16 with e4m3 scales under a global scale; `input_rounding` has the formulas.
+There h is rounded to bf16 first, as a tensor would hold it. A block with NaN has scale NaN.
 
-The row is held in registers between the reduction and the division, so x is read once and a byte a
-value, or half of one, is written. `residual` and `attention` quantize the rows they make with the same
-functions.
+The row is held in registers between the reduction and the division, so x is read once, and one byte a
+value is written (FP8, INT8), or half a byte (NVFP4). `residual` and `attention` quantize the rows that
+they make with the same functions.
 
-The product of `nvfp4_e4m3` wants its columns in another order (`w4a8`): they are stored so.
+Rows for weights of `nvfp4_e4m3` are stored with their columns in the order that `w4a8` describes.
 
 A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
 """
@@ -28,20 +28,20 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """Return the bits of |h|, ordered as |h| and NaN above infinity, which a warp reduces at once."""
+    """Return the int32 bits of |h|, which sort as |h| with NaN on top; a warp reduces them at once."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """Return the scale of a row whose largest `magnitude` is `largest`, NaN if that is not finite."""
+    """Return a row's scale from its largest `magnitude`: 1 for a zero row, NaN if it is not finite."""
     s = tl.where(largest > 0, tl.div_rn(largest.to(tl.float32, bitcast=True), LARGEST), 1.0)
     return tl.where(largest < 0x7F800000, s, float("nan"))
 
 
 @triton.jit
 def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """Round h / scale to 8 bits."""
+    """Round h / scale to `dtype`, int8 or e4m3, limited to +-LARGEST."""
     v = h * tl.div_rn(1.0, scale)
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)  # NaN too gets a code
     if dtype == tl.int8:
@@ -52,7 +52,7 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
-    """Store h f32 [COUNT * 16] in NVFP4, under global scale g, as blocks `block` that are `there`."""
+    """Store h f32 [COUNT * 16] as NVFP4 under g, in blocks number `block` where `there` is true."""
     h = h.reshape(COUNT, 16)
     s, v = scaled_blocks(h, g)
     s = tl.where(tl.max(magnitude(h), 1) > 0x7F800000, float("nan"), s)
@@ -68,7 +68,7 @@ def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
 
 @triton.jit
 def place(k):
-    """Return where `w4a8` wants column k of its 64: 16 t + 4 q + j goes to 16 q + 4 t + j."""
+    """Return column k's place in `w4a8`'s order: of each 64, 16 t + 4 q + j goes to 16 q + 4 t + j."""
     moved = (k & -64) | (k & 48) >> 2 | (k & 12) << 2 | (k & 3)
     return tl.max_contiguous(tl.multiple_of(moved, 4), 4)
 
@@ -79,7 +79,7 @@ def quantize_rows_kernel(
     CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, MOVED: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program quantizes ROWS rows; BLOCK >= K is a power of two."""
+    """A program quantizes ROWS rows to 8 bits; BLOCK >= K is a power of two."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def quantize_blocks_kernel(
     GELU_MUL: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program quantizes COUNT blocks, which may be of several rows."""
+    """A program quantizes COUNT blocks of 16 to NVFP4; they may belong to several rows."""
     follow(CHAINED)
     block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     there = block < blocks
@@ -130,7 +130,7 @@ def quantize_blocks_kernel(
 def room(
     M: int, K: int, scheme: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return empty tensors, rows and scales (or None), for [M, K] as products of `scheme` read it."""
+    """Allocate memory for rows [M, K] and scales (None for bf16) as `scheme`'s products read them."""
     if scheme == FOUR_BIT:
         scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
         return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale
@@ -140,15 +140,16 @@ def room(
 
 
 def quantize_rows(x, scheme, shared=None, *, gelu_mul=False):
-    """See `activations.quantize_rows`."""
+    """Launch the kernels for `activations.quantize_rows`, which describes the arguments."""
     M, width = x.shape
     K = width // 2 if gelu_mul else width
     q, scale = room(M, K, scheme, x.device)
     if scheme == FOUR_BIT:
         blocks = M * K // GROUP
         quantize_blocks_kernel[(triton.cdiv(blocks, 128),)](
-            x, shared, q, scale, blocks, K, GELU_MUL=gelu_mul, COUNT=128, **chained(x.device)
-        )
+            x, shared, q, scale, blocks, K, GELU_MUL=gelu_mul, COUNT=128, num_warps=8,
+            **chained(x.device),
+        )  # fmt: skip
         return q, scale
     block = triton.next_power_of_2(K)
     # Thousands of short rows (the experts' hidden ones) would be as many tiny programs: 8,192 rows of

@@ -1,6 +1,6 @@
 """The GPUs that kernels are compiled for, by compute capability, and which of them a device is.
 
-`QUANTIZE_TARGET=sm_89` makes launches choose as on that target: which kernels, which tiles. So what an
+`QUANTIZE_TARGET=sm_89` makes this GPU launch the kernels and tiles that an sm_89 would, so that what an
 RTX 4090 would run can be checked on a newer GPU.
 """
 
@@ -16,7 +16,7 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """A compute capability, and what a GPU of it has."""
+    """What a GPU of one compute capability has; `TARGETS` lists them."""
 
     example: str  # a GPU of it
     shared: int  # KiB of shared memory that a block may have
@@ -38,12 +38,12 @@ TARGETS: dict[Capability, Target] = {
 
 
 def name_of(target: Capability) -> str:
-    """Return the target's name, as in sm_90."""
+    """Return a compute capability's name: sm_90 for (9, 0)."""
     return f"sm_{target[0]}{target[1]}"
 
 
 def forced() -> Capability | None:
-    """Return the capability that QUANTIZE_TARGET names; raise ValueError where TARGETS has it not."""
+    """Return the capability that QUANTIZE_TARGET names, None if unset; ValueError if not in TARGETS."""
     name = os.environ.get(FORCE)
     if not name:
         return None
@@ -56,13 +56,13 @@ def forced() -> Capability | None:
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the capability that launches on `device` are chosen for; "meta" means the GPU at hand."""
+    """Return the capability that launches on `device` are made for; "meta" means the current GPU."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
 
 
 def fp4_units(device: torch.device) -> bool:
-    """Return whether `device` has tensor cores that multiply NVFP4; Triton's interpreter counts."""
+    """Return whether `device` has tensor cores that multiply NVFP4; on a CPU Triton interprets them."""
     if device.type == "cpu":
         return True
     own = capability(device)
@@ -70,14 +70,14 @@ def fp4_units(device: torch.device) -> bool:
 
 
 def lowering(device: torch.device) -> dict[str, str]:
-    """Return the launch arguments by which code on `device` uses its tensor cores; mostly none.
+    """Return launch arguments that make Triton use `device`'s tensor cores; only sm_121 needs any.
 
-    Triton 3.7 gives sm_121 the products of Ampere: FP8 would be multiplied in half precision, NVFP4 not
-    at all. Code is generated as for sm_120, whose products it has, and assembled for sm_121.
+    For sm_121 Triton 3.7 generates Ampere's products: FP8 would be multiplied in half precision, NVFP4
+    not at all. So code is generated for sm_120, whose products sm_121 has, and assembled for sm_121.
     """
     return {"arch": "sm120"} if device.type != "cpu" and capability(device) == (12, 1) else {}
 
 
 def has_boxes(device: torch.device) -> bool:
-    """Return whether `device` copies boxes by TMA (sm_90 and newer); Triton's interpreter counts."""
+    """Return whether TMA copies tiles on `device`: on sm_90 and newer, and in Triton's interpreter."""
     return device.type == "cpu" or capability(device) >= (9, 0)

@@ -1,31 +1,31 @@
-"""The soft embedding where few tokens hold nearly all of a row's mass: only their embeddings are read.
+"""The soft embedding of rows whose probability lies in few tokens: only their embeddings are read.
 
-    S          the most probable tokens of a row, the lower of two alike first, until their mass is
-               at least 1 - LEFT_OUT; a row that needs more than MOST of them is multiplied whole
+    S          the most probable tokens of a row, of equal ones the lower id first, until their mass
+               is at least 1 - LEFT_OUT; a row that needs more than MOST tokens is multiplied whole
     sparse     sum over S of p_i * E_i,   p_i = softmax(logits / T)_i, not normalised anew
 
-With eps <= LEFT_OUT the mass outside S and R the largest |E_i|, what is left out is a sum of p_j E_j:
+Let eps <= LEFT_OUT be the mass outside S, R the largest |E_i|. The sum of p_j E_j outside S is lost:
 
-    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R, and the norm that
+    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R; and the norm that
                                           reads the result takes out any factor
     |rounded - exact| <=  2^-8 |exact|    bf16's rounding of the result, 1.65e-3 |exact| as a rule
 
-so what is left out is surely below that rounding only where |exact| > 0.26 R (as a rule 0.61 R), which
-no model promises: sparse is a choice, off unless it is asked for.
+The loss is below the rounding's bound where |exact| > 0.26 R, and below its usual size where |exact| >
+0.61 R. No model promises either, so the sparse product is an option that is off by default.
 
-MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB and 0.34 ms; 64 tokens of 256 rows
-are 92 MB, and finding them is 64 turns of a loop that ends at once where they cannot suffice.
+MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB in 0.34 ms; 64 tokens of each of
+256 rows are 92 MB. A loop of 64 turns finds them; it ends at once where 64 cannot suffice.
 
-    1. `choose_kernel`    a row: S by the maxima and sums of tiles of 256 tokens, which lm_head's
-                          epilogue leaves on Hopper. A turn takes the best token of the best tile
-    2. `list_kernel`      rows to be multiplied whole, in order, and their number
-    3. `some_rows_kernel` their products, BM listed rows a program; programs beyond the list leave
-    4. `reduce_kernel`    of `vocabulary`, all rows; what it makes of the others is overwritten
-    5. `gather_kernel`    the sparse rows
+    1. `choose_kernel`    finds S of a row by the maxima and sums of tiles of 256 tokens, which lm_head
+                          stores on Hopper. Each turn takes the most probable token left
+    2. `list_kernel`      lists the rows to be multiplied whole, in order, and counts them
+    3. `some_rows_kernel` multiplies them, BM listed rows a program; programs beyond the list return
+    4. `reduce_kernel`    of `vocabulary` combines all rows; those not listed are overwritten by 5
+    5. `gather_kernel`    sums the sparse rows
 
-A row's bits do not depend on other rows: 1 and 5 read its own numbers alone; in 3 each element of a
-tile is summed over the same tokens in the same order wherever its row stands in the list, by the tiles
-of the dense product, whose bits it has.
+A row's bits do not depend on other rows. Kernels 1 and 5 read the row's own numbers alone. Kernel 3
+sums over the same tokens in the same order, wherever the row stands in the list. The dense product sums
+in that order too, so both have the same bits.
 """
 
 import torch
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fused_dequant import reference, sampling, tuning, vocabulary
+from fused_dequant import reference, sampling, targets, tuning, vocabulary
 from fused_dequant.canvas import TILE
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST
@@ -56,10 +56,10 @@ def choose_kernel(
     TILES: tl.constexpr,  # `tiles` rounded up to a power of two
     TILE: tl.constexpr,
 ):
-    """Program `row` writes its tokens and weights, and their number, 0 if they do not suffice.
+    """Program `row` stores the likeliest tokens, probabilities `weights`, and a count, 0 if over MOST.
 
-    `tops` and `sums` [rows, tiles] are of 2^((logit - the tile's top) log2(e) / T). Tokens that were
-    taken are above the next one, or as high and before it.
+    `tops` [rows, tiles] has a tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
+    Tokens are taken by falling logit, of equal ones the lowest id first, until they hold 1 - LEFT_OUT.
     """
     follow(CHAINED)
     row = tl.program_id(0)
@@ -93,7 +93,7 @@ def choose_kernel(
 
 @triton.jit
 def list_kernel(counts, rows, M, CHAINED: tl.constexpr, ROWS: tl.constexpr):
-    """Write the rows whose count is 0, in order, and behind all places of `rows` their number."""
+    """Write to `rows` [M + 1], in order, the rows whose count is 0, and to rows[M] their number."""
     follow(CHAINED)
     row = tl.arange(0, ROWS)
     whole = tl.load(counts + row, mask=row < M, other=1) == 0
@@ -118,9 +118,9 @@ def some_rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Do what `vocabulary.split_k_kernel` does for the rows listed in `rows`, at their own places.
+    """Multiply listed rows of p into their places in `partial`, as `vocabulary.split_k_kernel` does.
 
-    p is [M, V], `embedding` a descriptor; places of a tile behind the list repeat its first row.
+    p is [M, V], `embedding` a descriptor. Past the end of the list `rows` a tile repeats its first row.
     """
     follow(CHAINED)
     count, first = tl.load(rows + M), tl.program_id(0) * BM
@@ -153,7 +153,7 @@ def gather_kernel(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, block) adds up BLOCK columns of the row's tokens, the most probable first."""
+    """Program (row, block) stores BLOCK columns of sum(weight * embedding) over the row's tokens."""
     follow(CHAINED)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(counts + row)
@@ -169,10 +169,12 @@ def gather_kernel(
 
 
 def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left=None):
-    """See `operations.sparse_soft_embedding`."""
+    """Launch the five kernels for `operations.sparse_soft_embedding`, which describes the arguments."""
     (M, V), H, device = logits.shape, embedding.shape[1], logits.device
     config = tuning.choose("soft_embedding", "bf16", M, H, V, device)
     splits, length = vocabulary.split_lengths(V, config)
+    # 4 warps would spill where no TMA reads; 8 sum in the same order.
+    warps = {} if targets.has_boxes(device) else {"num_warps": 8}
     if left is not None and left.statistics is not None:
         p, anchors, total, statistics = left.p, None, left.total, left.statistics.view(4, M, -1)
     else:
@@ -185,30 +187,24 @@ def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left
     some_rows_kernel[(triton.cdiv(M, BM), triton.cdiv(H, BN), splits)](
         p, TensorDescriptor.from_tensor(embedding, [BK, BN]), partial, rows, M, V, H, length,
         EVEN=V % BK == 0, **chained(device),
-        **{name: value for name, value in config.items() if name != "SPLITS"},
+        **{name: value for name, value in (config | warps).items() if name != "SPLITS"},
     )  # fmt: skip
     out = vocabulary.reduce(partial, anchors, total, inverse_temperature, out)
     gather_kernel[(M, triton.cdiv(H, 1024))](
-        embedding,
-        tokens,
-        weights,
-        counts,
-        out,
-        H,
-        MOST=reference.MOST,
-        BLOCK=1024,
+        embedding, tokens, weights, counts, out, H, MOST=reference.MOST, BLOCK=1024,
         **chained(device),
-    )
+    )  # fmt: skip
     return out
 
 
 def choose(
     logits: torch.Tensor, statistics: torch.Tensor, inverse_temperature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose the tokens of each row of logits [M, V] by `statistics` f32 [.., M, tiles of 256].
+    """Choose the tokens S of each row of logits [M, V]; return (counts, list, tokens, probabilities).
 
-    Returns counts int32 [M], 0 for a row that needs more than MOST tokens; the list of those rows in
-    order, int32 [M + 1], its length in the last place; tokens int32, probabilities f32 [M, MOST].
+    `statistics` f32 [2 or more, M, tiles of 256] begin with max l and sum 2^x of `vocabulary_hopper`.
+    Counts int32 [M] are sizes of S, 0 for rows to be multiplied whole. The list int32 [M + 1] has those
+    rows in order, and in its last place their number. Tokens int32, probabilities f32 are [M, MOST].
     """
     (M, V), device, MOST = logits.shape, logits.device, reference.MOST
     counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))
