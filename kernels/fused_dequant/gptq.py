@@ -1,19 +1,19 @@
-"""GPTQ and coordinate descent over a block of 16 inputs, whose rows are independent: one a thread.
+"""GPTQ and coordinate descent over a block of 16 inputs; a thread takes a row, one output's weights.
 
     round_block     for each scale s that is tried: for i = 0 .. 15
                         left_i = w_i - sum_{j < i} error_j * U_ji
                         q_i = nearest(left_i / step), error_i = (left_i - q_i * step) / U_ii
                     keeps the s of least sum of error_i^2,     step = s / shared
-    descend_block   s moves to an e4m3 number next to the optimum of the loss in s alone; then, each
-                    given all others, q_i moves to nearest((value_i + slope_i / H_ii) / step)
+    descend_block   s moves to the e4m3 number of least loss near the optimum of s while codes stay;
+                    then one q_i after another moves to nearest((q_i * step + slope_i / H_ii) / step)
 
-Scales of e2m1 codes are tried among the e4m3 neighbours of amax / 6 and move; those of e4m3 and int8
-codes stay. What the pipeline does with it, and the same in torch, is in `quantize/schemes/gptq.py`.
+With e2m1 codes, round_block tries the e4m3 neighbours of amax / 6 as s, and descend_block moves s. With
+e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains the method, and has it in torch.
 
-A row's sequence stays in registers: each of the 16 inputs is a vector over the rows, in a tuple that
-is indexed when the kernel is compiled. Scales are tried one after the other, the best of them once
-more, so that nothing but its loss is kept of a scale. U and H are those of an expert, which the rows
-of a program share. Weights, codes and errors are columns of larger matrices, changed in place.
+A row's weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple that is
+indexed when the kernel is compiled. Scales are tried one after the other, and only the loss of each is
+kept; the best scale is then tried once more for its codes. The rows of a program are of one expert and
+share its U and H. Tensors may be columns of larger matrices: they have strides, and are not copied.
 """
 
 # Tuples are joined with +, since a kernel unpacks none (RUF005).
@@ -70,14 +70,14 @@ def nearest(v, CODES: tl.constexpr):
 
 @triton.jit
 def bits_of(s):
-    """Return the 7 bits of an e4m3 number s > 0; the last subnormal is below 2^-6."""
+    """Return the e4m3 code of s, int32: s > 0 is an e4m3 number in float32, below 2^-6 subnormal."""
     bits = s.to(tl.int32, bitcast=True)
     return tl.where(s < 0.015625, (s * 512.0).to(tl.int32), (bits >> 20) - 960)
 
 
 @triton.jit
 def neighbour(bits, offset):
-    """Return the e4m3 number `offset` codes from one, never 0 nor NaN."""
+    """Return the float32 value of the e4m3 code `bits` + `offset`, limited to the codes 1 .. 126."""
     bits = tl.minimum(tl.maximum(bits + offset, 1), 126)
     normal = ((bits + 960) << 20).to(tl.float32, bitcast=True)
     return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
@@ -85,7 +85,7 @@ def neighbour(bits, offset):
 
 @triton.jit
 def scale_of(largest, g):
-    """Return the usual scale of a block, as from BF16: the range, and its sixth, are such numbers."""
+    """Return a block's usual scale, e4m3(g * largest / 6), where largest and largest / 6 are bf16."""
     sixth = tl.div_rn(largest.to(tl.bfloat16).to(tl.float32), 6.0)
     scale = round_e4m3(tl.minimum(g * sixth.to(tl.bfloat16).to(tl.float32), 448.0))
     return tl.where(scale == 0.0, 0.125, scale)
@@ -93,7 +93,7 @@ def scale_of(largest, g):
 
 @triton.jit
 def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
-    """Round 16 inputs one after the other: the sum of (error / U_ii)^2, codes, errors over U_ii."""
+    """Round 16 inputs in order; return the loss sum (error / U_ii)^2, the codes, each error / U_ii."""
     loss = tl.zeros_like(step)
     codes, errors = (), ()
     for i in tl.static_range(16):
@@ -114,7 +114,7 @@ def round_block_kernel(
     codes_expert, codes_row, errors_expert, errors_row,
     CODES: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, e) rounds ROWS rows of expert e; strides are those of experts and of rows."""
+    """Program (m, e) rounds ROWS rows of expert e; T_expert and T_row are the strides of a tensor T."""
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
@@ -147,7 +147,7 @@ def round_block_kernel(
 
 @triton.jit
 def best_scale(scale, curvature, pull, g):
-    """Return the e4m3 number of least loss next to the optimum in the scale, or `scale` itself."""
+    """Return the scale of least loss: `scale`, or one of three e4m3 numbers around the optimum."""
     wanted = scale + tl.div_rn(pull, tl.maximum(curvature, 1e-30)) * g
     bits = bits_of(round_e4m3(clamp(wanted, 0.001953125, 448.0)))
     best, least = scale, tl.zeros_like(scale)
@@ -167,7 +167,7 @@ def descend_block_kernel(
     codes_expert, codes_row, moved_expert, moved_row,
     CODES: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, e) moves ROWS rows of expert e; strides are those of experts and of rows."""
+    """Program (m, e) moves ROWS rows of expert e; T_expert and T_row are the strides of a tensor T."""
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
@@ -215,9 +215,10 @@ def descend_block_kernel(
 
 
 def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours):
-    """See `quantize.schemes.gptq.round_block`; all is float32, of stride 1 along the inputs.
+    """Launch the kernel for `quantize.schemes.gptq.round_block`, which describes the tensors.
 
-    `kind` is e2m1, e4m3 or int8; so many `neighbours` of a scale are tried below and above it.
+    All are float32, of stride 1 along inputs. `kind` is the format of the codes: e2m1, e4m3 or int8.
+    `neighbours` is how many scales below and above the usual one are tried; 0 keeps the scale.
     """
     E, OUT, _ = weight.shape
     round_block_kernel[(triton.cdiv(OUT, ROWS), E)](
@@ -228,7 +229,7 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
 
 
 def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
-    """See `quantize.schemes.gptq.descend_block`; `kind` as above; if `scaled`, scales move."""
+    """Launch the kernel for `quantize.schemes.gptq.descend_block`; scales move only if `scaled`."""
     E, OUT, _ = slope.shape
     descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
         slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],

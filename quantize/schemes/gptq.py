@@ -1,33 +1,34 @@
-"""GPTQ: rounds weights, trying block scales near amax / 6, so that a layer's output changes little.
+"""GPTQ: rounds the weights of Linears so that outputs change little on inputs seen in calibration.
 
-A Linear y = x W^T with inputs x seen in calibration has the loss
+If a Linear's weight W is rounded to Q, the squared change of its output x W^T has the mean
 
-    tr (W - Q) H (W - Q)^T,    H = mean of x x^T, [in, in]
+    loss = tr (W - Q) H (W - Q)^T,    H = mean of x x^T, [in, in]
 
-Rounding to nearest minimises it only where H is diagonal and even. Three steps lower it:
+Under given scales, rounding to nearest minimises it only where H is diagonal. Three steps lower it:
 
-  1. GPTQ (Frantar et al., arXiv 2210.17323): round one input after the other and spread each error
-     over the inputs not yet rounded, with the rows of U, H^-1 = U^T U.
-  2. NVFP4 only: each block of 16 inputs is tried under the e4m3 neighbours of its usual scale,
-     amax / 6, and keeps the one of least GPTQ loss, the sum of (error / U_ii)^2.
-  3. Coordinate descent: codes, and for NVFP4 block scales, are moved one at a time to where the
-     loss by the damped H is least given all the others. It never raises that loss.
+  1. GPTQ (Frantar et al., arXiv 2210.17323) rounds one input's weights after the other, and spreads
+     each error over the inputs not yet rounded. The rows of U say how, where H^-1 = U^T U.
+  2. For NVFP4 each block of 16 inputs has a usual scale, amax / 6. GPTQ also tries its neighbours in
+     e4m3, and keeps the scale under which the sum of (error / U_ii)^2 is least.
+  3. Coordinate descent moves one code at a time, or one block scale of NVFP4, to where the loss by
+     the damped H is least while all others stay. It never raises that loss.
 
 Weights are [experts, out, in], one Hessian an expert; everything is batched over experts. Arithmetic is
 float32, the inverse and its factor float64. H is damped: `DAMPING` times its mean diagonal is added.
-The NVFP4 global scale is not touched: q/k/v and gate/up share it (`rounding.global_scale`).
+The NVFP4 global scale stays as given: q/k/v and gate/up share it (`rounding.global_scale`).
 
 Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
 and the asymmetric loss of GPTAQ, which was worse here.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from fused_dequant.dispatch import launches
-from fused_dequant.formats import GROUP, block_scale, pack_e2m1
+from fused_dequant.formats import GROUP, block_scale
 from torch import Tensor
 
 from quantize.errors import QuantizeError
@@ -38,12 +39,13 @@ DAMPING = 0.01
 SWEEPS = 4  # passes of coordinate descent
 FACTORS = 4  # Hessians that are factored side by side
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
+COLUMNS = 512  # of a Hessian that `energy` multiplies at once
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What `gptq` found for one stack of Linears [E, out, in]."""
+    """The tensors that `gptq` made of weights [E, out, in], and how well they fit."""
 
     tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize`'s
     loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T over tr W H W^T
@@ -54,16 +56,15 @@ class Rounded:
 def shrunk(
     sums: Tensor, tokens: Tensor, at: slice = slice(None), inputs: int | None = None
 ) -> Tensor:
-    """Return experts' mean Hessians [E', in, in], each mixed with the layer's mean.
+    """Return the mean Hessians [E', in, in] of the experts `at`, drawn towards the mean of all experts.
 
-    An expert that saw n tokens keeps n / (n + in) of its own: few tokens make a Hessian of low rank,
-    which GPTQ would trust too much. A dense Linear, E = 1, keeps its own. `sums` [E, in, in] of x x^T
-    are over the `tokens` [E] that each expert saw, or are their tiles, of `inputs` inputs. The experts
-    `at` are returned; the layer's mean is over all. Raise QuantizeError if no expert saw a token, or a
-    Hessian is not finite.
+    An expert that saw n tokens keeps n / (n + in) of its own mean: few tokens make a Hessian of low
+    rank, which GPTQ would trust too much. A dense Linear, E = 1, keeps all. `sums` [E, in, in] are each
+    expert's sums of x x^T, over as many tokens as `tokens` [E] says. With `inputs`, sums and results
+    are such matrices [inputs, inputs] in tiles (`hessians`). Raise QuantizeError if no expert saw a
+    token, or if a Hessian at `at` is not finite.
     """
-    total = tokens.sum()
-    if total == 0:
+    if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
     found = sums[at] / tokens[at].clamp(min=1).view(-1, *[1] * (sums.dim() - 1))
     extremes = torch.stack(found.flatten(1).aminmax(dim=1))  # NaN where there is one
@@ -78,78 +79,69 @@ def shrunk(
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Round weights to a scheme's tensors, by the three steps above, so that outputs change little.
+    """Round weights to a scheme's tensors by the three steps of the module's docstring.
 
-    `weight` is [E, out, in] BF16, finite, `in` a multiple of 16; `hessian` [E, in, in] float32, as
-    `shrunk` returns it, damped in place while this runs; `shared` [E, 1] FP32 global scales, where
-    the scheme has them.
+    `weight` is BF16 [E, out, in], finite, `in` a multiple of 16. `hessian` is float32 [E, in, in], as
+    `shrunk` returns it; it is damped in place while this runs, and restored. `shared` are the FP32
+    global scales [E, 1], None for a scheme without.
     """
-    hessian = hessian.contiguous()
+    grid, ranges, wide = scheme.codes, scheme.observe(weight, "memoryless_minmax"), weight.float()
+    if shared is None:  # the BF16 scales of rounding to nearest stay: one a row, or a group
+        tensors = scheme.quantize(weight, ranges, None, None)
+        step = grid.scale(ranges)[..., None]  # [E, out, groups, 1]
+        blocks = weight.unflatten(-1, (step.shape[-2], -1))
+        usual = step.float().expand(*step.shape[:-1], blocks.shape[-1] // GROUP).flatten(-2)
+        own = wide.new_ones(len(wide))
+    else:
+        tensors = {"weight_global_scale": shared.clone()}
+        own, blocks = shared[:, 0], wide.unflatten(-1, (-1, GROUP))
+        usual = block_scale(ranges, own[:, None, None])  # [E, out, in / 16]
+        step = (usual / own[:, None, None])[..., None]
+    nearest = grid.nearest(blocks / step).flatten(-2)
+    codes, scales, *facts = _round_all(wide, hessian.contiguous(), nearest, usual, own, grid)
     if shared is None:
-        return _gptq_fixed(scheme, weight, hessian)
-    return _gptq_groups(scheme, weight, hessian, shared)
-
-
-def _gptq_groups(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor) -> Rounded:
-    own = shared.unsqueeze(-1)  # [E, 1, 1]
-    usual = block_scale(scheme.observe(weight, "memoryless_minmax"), own)  # [E, out, in / 16]
-    weight, grid = weight.float(), scheme.codes
-    blocks = weight.unflatten(-1, (-1, GROUP))
-    nearest = grid.nearest(blocks / (usual / own)[..., None]).flatten(-2)
-    codes, scales, singular = _round_all(weight, hessian, nearest, usual, shared[:, 0], grid)
-    tensors = {
-        "weight_packed": pack_e2m1(codes),
-        "weight_scale": scales.to(FP8),
-        "weight_global_scale": shared.clone(),
-    }
-    found = (_values(c, s / own) for c, s in ((codes, scales), (nearest, usual)))
-    loss, plain = layer_losses(weight, found, hessian)
-    return Rounded(tensors, loss, plain, singular)
-
-
-def _gptq_fixed(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
-    """Round under the BF16 scales of rounding to nearest, which stay: one a row, or a group."""
-    grid, ranges = scheme.codes, scheme.observe(weight, "memoryless_minmax")
-    plain = scheme.quantize(weight, ranges, None, None)
-    scale = grid.scale(ranges)[..., None]  # [E, out, groups, 1] BF16
-    blocks = weight.unflatten(-1, (scale.shape[-2], -1))
-    nearest = grid.nearest(blocks / scale).flatten(-2)
-    steps = scale.float().expand(*scale.shape[:-1], blocks.shape[-1] // GROUP).flatten(-2)
-    weight = weight.float()
-    one = weight.new_ones(len(weight))
-    codes, _, singular = _round_all(weight, hessian, nearest, steps, one, grid)
-    tensors = plain | {next(iter(plain)): grid.store(codes)}
-    loss, own = layer_losses(weight, (_values(each, steps) for each in (codes, nearest)), hessian)
-    return Rounded(tensors, loss, own, singular)
+        tensors[next(iter(tensors))] = grid.store(codes)
+    else:
+        tensors = {"weight_packed": grid.store(codes), "weight_scale": scales.to(FP8), **tensors}
+    return Rounded(tensors, *facts)
 
 
 def _round_all(
     weight: Tensor, hessian: Tensor, nearest: Tensor, usual: Tensor, shared: Tensor, grid: Codes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return code values, block scales, and which experts [E] were left at the nearest codes.
+) -> tuple[Tensor, ...]:
+    """Return code values, block scales, and `Rounded`'s loss, nearest and fell_back.
 
     `nearest` [E, out, in] and `usual` [E, out, in / 16] are codes and scales of rounding to nearest; a
     code's step is its scale over `shared` [E].
     """
-    undamped = hessian.diagonal(dim1=-2, dim2=-1).clone()
-    factor, singular = _factored(hessian)
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    undamped = diagonal.clone()
+    factor, failed = _factored(hessian)
     codes, scales = torch.empty_like(weight), usual.clone()
     _spread_errors(weight, factor, shared, codes, scales, grid)
     del factor
-    _descend(weight, codes, scales, hessian, shared, grid)
-    hessian.diagonal(dim1=-2, dim2=-1).copy_(undamped)
-    lost = singular[:, None, None]
-    return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), singular
+    own = shared[:, None, None]
+    slope = _descend(weight, codes, scales, hessian, shared, grid)
+    error = weight - _values(codes, scales / own)  # whose product with the damped H is the slope
+    slope.addcmul_(error, (diagonal - undamped)[:, None], value=-1)
+    loss = slope.mul_(error).sum(-1).sum(-1)
+    del slope, error
+    diagonal.copy_(undamped)
+    plain, whole = (energy(x, hessian) for x in (weight - _values(nearest, usual / own), weight))
+    loss, plain = (x / whole.clamp(min=1e-30) for x in (torch.where(failed, plain, loss), plain))
+    lost = failed[:, None, None]
+    return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), loss, plain, failed
 
 
-def layer_losses(weight: Tensor, found: Iterable[Tensor], hessian: Tensor) -> list[Tensor]:
-    """Return tr (W - Q) H (W - Q)^T / tr W H W^T of each Q [E, out, in] in `found`: [E] float32."""
-    whole = _energy(weight, hessian).clamp(min=1e-30)
-    return [_energy(weight - each, hessian) / whole for each in found]
-
-
-def _energy(x: Tensor, hessian: Tensor) -> Tensor:
-    return (x @ hessian).mul_(x).sum(-1).sum(-1)  # in an order that threads do not change
+def energy(x: Tensor, hessian: Tensor) -> Tensor:
+    """Return tr x H x^T, f32 [E], of x [E, out, in] and symmetric H [E, in, in]; half of H is read."""
+    total = x.new_zeros(len(x))
+    for at in range(0, x.shape[-1], COLUMNS):
+        own = slice(at, at + COLUMNS)
+        pulls = x[..., own] @ hessian[:, own, own]
+        pulls.baddbmm_(x[..., :at], hessian[:, :at, own], alpha=2)
+        total += pulls.mul_(x[..., own]).sum(-1).sum(-1)  # in an order that threads do not change
+    return total
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
@@ -185,12 +177,17 @@ def _streams(device: torch.device) -> Generator[list[torch.cuda.Stream | None]]:
         yield [None] * FACTORS
         return
     current = torch.cuda.current_stream(device)
-    others = [torch.cuda.Stream(device) for _ in range(FACTORS - 1)]
+    others = _others(device, FACTORS - 1)
     for other in others:
         other.wait_stream(current)
     yield [current, *others]
     for other in others:
         current.wait_stream(other)
+
+
+@cache  # memory that a stream has freed serves that stream alone
+def _others(device: torch.device, count: int) -> list[torch.cuda.Stream]:
+    return [torch.cuda.Stream(device) for _ in range(count)]
 
 
 @contextmanager
@@ -219,21 +216,17 @@ def _spread_errors(
                 left[..., block], factor[:, block, block], shared, scales[..., at // GROUP],
                 codes[..., block], error, grid,
             )  # fmt: skip
-            _subtract(left[..., at + GROUP : stop], error, factor[:, block, at + GROUP : stop])
-        _subtract(left[..., stop:], errors[..., : stop - start], factor[:, start:stop, stop:])
-
-
-def _subtract(target: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    if target.shape[-1]:
-        target.baddbmm_(rows, matrix, alpha=-1)
+            later = slice(at + GROUP, stop)
+            left[..., later].baddbmm_(error, factor[:, block, later], alpha=-1)
+        spread = errors[..., : stop - start]
+        left[..., stop:].baddbmm_(spread, factor[:, start:stop, stop:], alpha=-1)
 
 
 def _near(scale: Tensor, neighbours: int) -> Tensor:
     """Return the e4m3 numbers around `scale` [...]: [..., 2 * neighbours + 1], never 0 nor NaN."""
     bits = scale.to(FP8).view(torch.uint8).short()
     offsets = torch.arange(-neighbours, neighbours + 1, dtype=torch.int16, device=scale.device)
-    near = (bits[..., None] + offsets).clamp(1, 126).to(torch.uint8)
-    return near.view(FP8).float()
+    return (bits[..., None] + offsets).clamp(1, 126).to(torch.uint8).view(FP8).float()
 
 
 def round_block(
@@ -242,10 +235,10 @@ def round_block(
 ) -> None:  # fmt: skip
     """Round a block of 16 inputs under each candidate scale, and keep the result of least loss.
 
-    `weight` [E, out, 16] holds the errors spread from earlier inputs, `factor` [E, 16, 16] is U's block
-    on its diagonal, `shared` [E] the global scale. It writes `codes` [E, out, 16], as the values that
-    codes stand for, `errors` [E, out, 16], each divided by U_ii, and the chosen `scales` [E, out],
-    which it only reads where `grid.neighbours` is 0.
+    `weight` [E, out, 16] includes the errors spread from earlier inputs. `factor` [E, 16, 16] is a
+    diagonal block of U (H^-1 = U^T U), `shared` [E] the global scale. This writes `codes` [E, out, 16]
+    (the values that codes stand for) and `errors` [E, out, 16] (each divided by U_ii). It also writes
+    the chosen `scales` [E, out]; if `grid.neighbours` is 0, `scales` are only read.
     """
     if launches(weight.device):
         from fused_dequant import gptq
@@ -274,34 +267,43 @@ def round_block(
 
 def _descend(
     weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Codes
-) -> None:
-    """Move block scales and codes one at a time to where the loss by `hessian` is least."""
-    slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian  # -d loss / d Q / 2
+) -> Tensor:
+    """Move block scales and codes one at a time to where the loss by `hessian` is least.
+
+    Return the slope (W - Q) H [E, out, in] that is left: minus half the loss's derivative by Q.
+    """
+    slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian
     moved = weight.new_empty(*weight.shape[:-1], SPAN)
-    for _ in range(SWEEPS):
-        for start in range(0, weight.shape[-1], SPAN):
-            span = slice(start, min(start + SPAN, weight.shape[-1]))
-            near = slope[..., span].clone()
-            for at in range(span.start, span.stop, GROUP):
-                block, own = slice(at, at + GROUP), slice(at - start, at - start + GROUP)
-                descend_block(
-                    near[..., own], hessian[:, block, block], shared, scales[..., at // GROUP],
-                    codes[..., block], moved[..., own], grid,
-                )  # fmt: skip
-                after = hessian[:, block, at + GROUP : span.stop]
-                _subtract(near[..., own.stop :], moved[..., own], after)
-            _subtract(slope, moved[..., : near.shape[-1]], hessian[:, span])
+    sweep: list[partial[Tensor | None]] = []  # cut once: on a GPU the host would take too long
+    for start in range(0, weight.shape[-1], SPAN):
+        span = slice(start, min(start + SPAN, weight.shape[-1]))
+        near = slope[..., span].clone()
+        sweep.append(partial(near.copy_, slope[..., span]))
+        for at in range(start, span.stop, GROUP):
+            block, own = slice(at, at + GROUP), slice(at - start, at - start + GROUP)
+            sweep.append(partial(
+                descend_block, near[..., own], hessian[:, block, block], shared,
+                scales[..., at // GROUP], codes[..., block], moved[..., own], grid,
+            ))  # fmt: skip
+            change = moved[..., own], hessian[:, block, at + GROUP : span.stop]
+            sweep.append(partial(near[..., own.stop :].baddbmm_, *change, alpha=-1))
+        moves = moved[..., : near.shape[-1]]
+        sweep.append(partial(slope.baddbmm_, moves, hessian[:, span], alpha=-1))
+    for work in SWEEPS * sweep:
+        work()
+    return slope
 
 
 def descend_block(
     slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
     grid: Codes,
 ) -> None:  # fmt: skip
-    """Move a block's scales, then its codes, one at a time to where the loss is least.
+    """Move each row's scale, then its 16 codes, one at a time, to where the loss is least.
 
-    `slope` [E, out, 16] is (W - Q) H of the block's inputs, `hessian` [E, 16, 16] H's block on its
-    diagonal, `shared` [E] the global scale. It moves `codes` [E, out, 16], decoded, and `scales`
-    [E, out] unless `grid.neighbours` is 0. `moved` gets the change of codes * scale / shared.
+    `slope` [E, out, 16] is (W - Q) H at the block's inputs, `hessian` [E, 16, 16] a diagonal block
+    of H, `shared` [E] the global scale. `codes` [E, out, 16] (the values that codes stand for) and
+    `scales` [E, out] change; scales stay if `grid.neighbours` is 0. This writes to
+    `moved` [E, out, 16] by how much the weights codes * scale / shared change.
     """
     if launches(slope.device):
         from fused_dequant import gptq
@@ -333,5 +335,4 @@ def _best_scale(codes: Tensor, scale: Tensor, slope: Tensor, own: Tensor, shared
     change = (near - scale[..., None]) / shared[..., None]
     cost = change.square() * curvature[..., None] - 2 * change * pull[..., None]
     least, best = cost.min(-1)
-    chosen = near.gather(-1, best[..., None])[..., 0]
-    return torch.where((least < 0) & (curvature > 0), chosen, scale)
+    return near.gather(-1, best[..., None])[..., 0].where((least < 0) & (curvature > 0), scale)

@@ -5,13 +5,13 @@
 
 The denoising is that of calibrate, with its prompts and seeds; encoder passes and every denoising step
 are seen, and each token counts alike. The passes that calibrate recorded go through one layer after the
-other (`fused.layer_by_layer`), so that weights and Hessians of one layer are there at a time, and every
-GPU makes the same bytes at any budget.
+other (`fused.layer_by_layer`), so that memory holds weights and Hessians of one layer at a time. Every
+GPU makes the same bytes within any budget of memory.
 
 While a layer is rounded, the next one's weights are read and the last one's file is written. A run that
-was killed goes on behind the last finished layer, with the same bytes. An expert's Hessian of few
-tokens is drawn to its layer's mean (`gptq.shrunk`); an expert whose Hessian has no factor is rounded to
-nearest and counted in rounding.json.
+was killed goes on behind the last finished layer, with the same bytes. The fewer tokens reached an
+expert, the nearer its Hessian is drawn to its layer's mean (`gptq.shrunk`). An expert whose Hessian has
+no Cholesky factor is rounded to nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -66,11 +66,7 @@ class Unit:
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Group a plan's quantized Linears into units, each of which is rounded as one.
-
-    Raises:
-        InputError: the plan quantizes nothing.
-    """
+    """Group a plan's quantized Linears into units, each rounded as one; InputError if there is none."""
     found = [
         Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
         for unit in fused_units(targets)
@@ -97,7 +93,7 @@ class Done:
 
 
 def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
-    """Round a unit's weights, one [E, out, in] or [out, in] for each of its targets."""
+    """Round a unit's `weights`, one [E, out, in] or [out, in] for each of its targets, with GPTQ."""
     stacked = [weight if weight.dim() == 3 else weight[None] for weight in weights]
     experts, _, inputs = stacked[0].shape
     step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
@@ -121,7 +117,10 @@ def _sent(tensor: Tensor) -> Tensor:
 
 
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
-    """Return how many experts are rounded at once, so that the fewest rounds that fit are even."""
+    """Return how many of `experts` matrices [out, inputs] GPTQ rounds at once.
+
+    They are split into as few batches as fit ROUNDING_BYTES, and those are made as equal as can be.
+    """
     # The same on any GPU: a product's sums may depend on how many are batched.
     fixed, each = rounding_bytes(out, inputs)
     most = max(1, int((ROUNDING_BYTES - fixed) // each))
@@ -219,7 +218,7 @@ def _file(layer: int) -> str:
 def round_layers(
     folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Iterable[Hessians]
 ) -> None:
-    """Round layer after layer into `folder`; `hessians` are of each layer of `units`, in order.
+    """Round each layer of `units` with its `hessians`, in order, and write it to `folder`.
 
     Raises:
         QuantizeError: an input saw no token, or one that was not finite.
