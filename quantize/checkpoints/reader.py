@@ -11,10 +11,12 @@ before a byte of weights is used.
 import importlib.resources
 import json
 import math
+import os
 import re
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies in its file; `begin` and `end` are byte positions."""
+    """Where one tensor lies: bytes `begin` to `end` of its file; `dtype` is safetensors' name."""
 
     name: str
     dtype: str
@@ -78,12 +80,11 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file, which the library safetensors has checked.
+    """Read the header of one safetensors file.
 
-    It checks that names and shapes are well-formed, and that offsets cover the file without gaps.
-
-    Raises:
-        InputError: the file is missing, truncated, not safetensors, or of a dtype that is not read.
+    The library safetensors checks that names and shapes are well-formed, and that offsets cover the
+    file without gaps. Raise InputError if the file is missing, truncated, not safetensors, or has a
+    dtype that is not supported.
     """
     try:
         # For "pt" it would map the file privately, and a machine with less memory refuses that.
@@ -116,11 +117,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Read config, index and headers of a DiffusionGemma checkpoint; weights stay on disk.
-
-        Raises:
-            InputError: the folder is not a complete DiffusionGemma checkpoint.
-        """
+        """Read config, index and headers; raise InputError unless the folder is a DiffusionGemma."""
         folder = Path(folder)
         return cls(folder, read_config(folder), _read_tensors(folder))
 
@@ -140,26 +137,23 @@ class Checkpoint:
         return "quantization_config" in self.config
 
     def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
-        """Read one whole tensor into memory of its own, pinned for a GPU where that is asked for."""
+        """Read one whole tensor into memory of its own, page-locked for a GPU if `pinned`."""
         return self.read_stacked([name], pinned=pinned)[0]
 
     def read_rows(self, name: str, start: int, stop: int, *, pinned: bool = False) -> torch.Tensor:
-        """Read rows `start:stop` of dimension 0, touching only their bytes."""
+        """Read only rows `start:stop` of dimension 0; raise IndexError if the tensor has fewer."""
         info = self._info(name)
         rows = info.shape[0]
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
         row_bytes = info.nbytes // rows
         data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8, pin_memory=pinned)
-        _fill(data, info, info.begin + start * row_bytes)
+        begin = info.begin + start * row_bytes
+        _fill(bytes_of(data), [replace(info, begin=begin, end=begin + len(data))])
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
-        """Read tensors of one dtype and shape as one tensor [len(names), *shape].
-
-        Raises:
-            InputError: their dtypes or shapes differ.
-        """
+        """Read tensors as one [len(names), *shape]; raise InputError if dtypes or shapes differ."""
         infos = [self._info(name) for name in names]
         for info in infos:
             if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
@@ -167,11 +161,22 @@ class Checkpoint:
                     f"{info.file}: tensor {info.name!r} is {info.dtype} {list(info.shape)}, and "
                     f"{names[0]!r} is {infos[0].dtype} {list(infos[0].shape)}; {FIX}"
                 )
-        size = infos[0].nbytes
-        data = torch.empty(len(infos) * size, dtype=torch.uint8, pin_memory=pinned)
-        for index, info in enumerate(infos):
-            _fill(data[index * size : (index + 1) * size], info, info.begin)
+        data = self.read_bytes(names, pinned=pinned)
         return data.view(DTYPES[infos[0].dtype]).view(len(infos), *infos[0].shape)
+
+    def read_bytes(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
+        """Read the bytes of tensors, one after the other: uint8 [n]."""
+        runs: list[TensorInfo] = []
+        for info in map(self._info, names):
+            if runs and runs[-1].file is info.file and runs[-1].end == info.begin:
+                runs[-1] = replace(runs[-1], end=info.end)  # neighbours are read at once
+            else:
+                runs.append(info)
+        data = torch.empty(sum(i.nbytes for i in runs), dtype=torch.uint8, pin_memory=pinned)
+        room = bytes_of(data)
+        for _, same in groupby(runs, lambda info: info.file):
+            room = _fill(room, list(same))
+        return data
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -179,20 +184,23 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def _fill(data: torch.Tensor, info: TensorInfo, begin: int) -> None:
-    """Fill uint8 [n] with the bytes of a tensor's file from `begin` on."""
+def _fill(room: memoryview, runs: Sequence[TensorInfo]) -> memoryview:
+    """Fill `room` with what one file has in `runs`; return what is left of it."""
+    info = runs[0]
     try:
-        left = bytes_of(data)
         with info.file.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while left and (count := file.readinto(left)):  # one call reads at most 2 GiB
-                left = left[count:]
+            for info in runs:
+                begin = info.begin
+                while begin < info.end:  # one call reads at most 2 GiB
+                    count = os.preadv(file.fileno(), [room[: info.end - begin]], begin)
+                    if not count:
+                        raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+                    begin, room = begin + count, room[count:]
     except OSError as error:
         raise ResourceError(
             f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
         ) from error
-    if left:
-        raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+    return room
 
 
 def bytes_of(data: torch.Tensor) -> memoryview:
@@ -202,10 +210,9 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint's config.json; without schemes there, ModelOpt's hf_quant_config.json has them.
+    """Read config.json; without a quantization_config it gets that of hf_quant_config.json, if any.
 
-    Raises:
-        InputError: there is no config.json, it is another model's, or a file is damaged.
+    Raise InputError if there is no config.json, it is another model's, or a file is damaged.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -275,11 +282,7 @@ def _shard_path(folder: Path, name: str) -> Path:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object.
-
-    Raises:
-        InputError: the file cannot be read, or holds something else.
-    """
+    """Read a JSON file that holds an object; raise InputError if it cannot be read or holds none."""
     try:
         return read_json(path, remedy=FIX)
     except OSError as error:
@@ -287,11 +290,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Check that a checkpoint has a tokenizer, and that its files are JSON.
-
-    Raises:
-        InputError: a file is missing or no JSON; the message names it.
-    """
+    """Raise InputError, which names the file, if a tokenizer's file is missing or is not JSON."""
     if not (folder / TOKENIZER).is_file():
         raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
     for file in (folder / TOKENIZER, *folder.glob("tokenizer_config.json")):
@@ -299,11 +298,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
-    """Check that the index' total_size, if there is one, equals the bytes of all tensors.
-
-    Raises:
-        InputError: they differ; the message names both numbers.
-    """
+    """Raise InputError if the index states a total_size that is not the bytes of all tensors."""
     path = checkpoint.folder / INDEX
     metadata = read_json_object(path).get("metadata", {}) if path.is_file() else {}
     if not isinstance(metadata, dict):
@@ -323,14 +318,12 @@ def known_config(model: str) -> dict[str, Any] | None:
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:
-    """Return the local folder of a model: the bundled one (None or "bundled"), a folder, or a Hub id.
+    """Return the local folder of `model`: a folder, a Hub id, or None or "bundled" for the bundled one.
 
-    The folder of a run stands for the checkpoint in it. A Hub id may carry its revision,
-    `ORG/NAME@revision`; the model is downloaded to the Hub's cache, or only looked up there when
-    HF_HUB_OFFLINE is set.
-
-    Raises:
-        InputError: there is no such folder or model. ResourceError: the Hub cannot be reached.
+    A run's folder stands for the checkpoint in it. A Hub id may carry its revision, as in
+    `ORG/NAME@revision`. The model is downloaded to the Hub's cache, or with HF_HUB_OFFLINE only looked
+    up there. Raise InputError if there is no such folder or model, and ResourceError if the Hub cannot
+    be reached.
     """
     if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT

@@ -1,14 +1,16 @@
 """Where the seconds of convert and verify go: one run of each on a checkpoint that is there already.
 
     python tests/support/synthetic.py /dev/shm/bf16
-    python tests/benchmarks/convert_and_verify.py /dev/shm/bf16 /dev/shm/out --recipe nvfp4a16
+    python tests/benchmarks/convert_and_verify.py /dev/shm/bf16 /dev/shm/out --recipe nvfp4
 
+A recipe with GPTQ gets codes that were rounded to nearest, in files as the stage `round` writes them.
 Prints what the machine does by itself (reading and writing files, sha256, the link), then for each
 stage its seconds, the thread-seconds spent in each part of it, and where the threads stood when they
 were looked at, 200 times a second. Thread-seconds of a GPU's parts include waiting for what other
 threads launched.
 """
 
+import gc
 import hashlib
 import os
 import shutil
@@ -18,24 +20,27 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from safetensors.torch import save_file
 
 from quantize.checkpoints import reader, shards
 from quantize.checkpoints.reader import Checkpoint
-from quantize.checkpoints.targets import plan_targets
+from quantize.checkpoints.targets import Target, plan_targets
 from quantize.host.processes import best_device
+from quantize.pipeline.stages import Run, _convert
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages import device as devices
 from quantize.stages.convert import shard_pieces
-from quantize.stages.convert.convert import convert, quantized_config
-from quantize.stages.verify import decompression, verify_weights, witness
-from quantize.stages.verify.verify import verify
+from quantize.stages.round_weights import round_weights
+from quantize.stages.verify import decompression, verify_weights
+from quantize.stages.verify.verify import Verification, verify
 
 BLOCK = 1 << 26
 PARTS: dict[str, tuple[Any, str]] = {
@@ -123,14 +128,16 @@ def _line(frame: Any) -> str:
 
 def measured(what: str, work: Callable[[], Any]) -> Any:
     """Run a stage once as it is, print its seconds, then say where they went."""
+    gc.freeze()  # as `pipeline.run.work` does
     started, cpu = time.perf_counter(), time.process_time()
-    with parts_timed() as timed, looked_at() as lines:
+    with parts_timed() as timed, looked_at() if PARTS else nullcontext(Counter[str]()) as lines:
         result = work()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
     print(f"\n{what}: {seconds:.1f} s, {cpu_seconds:.1f} CPU s")
     for name, (own, calls) in timed.found.items():
         print(f"  {name:28} {own:8.2f} thread-s {calls:8,} calls {1e3 * own / calls:9.3f} ms each")
-    print("  where threads stood:")
+    if lines:
+        print("  where threads stood:")
     for line, count in lines.most_common(25):
         print(f"    {count * 0.005:7.2f} thread-s  {line}")
     return result
@@ -198,23 +205,50 @@ def machine(source: Path, out: Path) -> Iterator[str]:
         yield f"from the GPU {rate(64 * BLOCK, lambda: copy(here, there))}"
 
 
-def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str) -> None:
+def write_inputs(bf16: Checkpoint, targets: list[Target], run: RunDir, device: str) -> None:
+    """Write what calibrate and round would: an input scale of 100, and the codes of nearest."""
+    run.calibration.mkdir(parents=True)
+    modules = [m for t in targets if t.scheme and t.scheme.calibrated for m in t.modules]
+    scales = {f"{module}.input_global_scale": torch.tensor([100.0]) for module in modules}
+    save_file(scales, run.calibration / "input_scales.safetensors")
+    run.rounding.mkdir()
+    units = round_weights.units_of(targets)
+    layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
+
+    def nearest(unit: round_weights.Unit) -> round_weights.Done:
+        read = [bf16.read(target.name).to(device) for target in unit.targets]
+        weight = torch.cat([each if each.dim() == 3 else each[None] for each in read], 1)
+        ranges = unit.scheme.observe(weight, "memoryless_minmax")
+        tensors = unit.scheme.quantize(weight, ranges, None, None)
+        return round_weights.Done(unit, {s: tensor.cpu() for s, tensor in tensors.items()}, {})
+
+    def write(layer: list[round_weights.Unit]) -> None:
+        path = run.path / str(layer[0].layer)
+        path.mkdir()
+        round_weights.write_layer(path, layer, [nearest(unit) for unit in layer])
+        for file in path.iterdir():
+            file.rename(run.rounding / file.name)
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
+        list(pool.map(write, layers))
+
+
+def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str, full: bool) -> None:
     recipe = load_recipe(name)
-    run.path.mkdir()
     targets = plan_targets(bf16.tensors, recipe.quantization)
-    config = quantized_config(bf16.config, targets, recipe)
-    seen = witness.Witness(bf16, config, recipe, device)
-    options: dict[str, Any] = {"recipe": recipe, "device": device, "record": run.conversion_json}
-    options["look"] = seen.check
-    made = measured(f"{name}: convert", lambda: convert(bf16, targets, run.checkpoint, **options))
-    seen.write(targets, run)
-    print(f"  {made.bytes_in / 1e9:.1f} GB in, {made.bytes_out / 1e9:.1f} GB out", flush=True)
-    written = Checkpoint.open(run.checkpoint)
-    for what, full in (("verify", False), ("verify --full", True)):
-        checked = measured(
-            f"{name}: {what}",
-            lambda: verify(written, bf16, targets, recipe, run, device=device, full=full),  # noqa: B023
-        )
+    write_inputs(bf16, targets, run, device)
+    if device != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    stage = Run(run, recipe, bf16, targets, is_bundled=False)
+
+    def check(full: bool) -> Verification:
+        written = Checkpoint.open(run.checkpoint)
+        return verify(written, bf16, targets, recipe, run, device=device, full=full)
+
+    measured(f"{name}: convert", lambda: _convert(stage))
+    for what, whole in (("verify", False), ("verify --full", True))[: 1 + full]:
+        checked = measured(f"{name}: {what}", lambda: check(whole))  # noqa: B023
         print(f"  {[check.as_json() for check in checked.checks.values()]}", flush=True)
     shutil.rmtree(run.path)
 
@@ -223,17 +257,23 @@ def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str) -> None:
 @click.argument("source", type=click.Path(path_type=Path, exists=True))
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--recipe", "names", multiple=True, default=("nvfp4a16",), show_default=True)
-def main(source: Path, out: Path, names: tuple[str, ...]) -> None:
+@click.option("--full/--no-full", default=True, help="Also compare everything with SOURCE.")
+@click.option("--watch/--no-watch", default=True, help="Time parts and look where threads stand.")
+def main(source: Path, out: Path, names: tuple[str, ...], full: bool, watch: bool) -> None:
     """Convert and verify SOURCE in the new folder OUT, which is removed."""
+    if not watch:
+        PARTS.clear()
     out.mkdir(parents=True)
     device = best_device()
     print(
         f"{device}, {len(os.sched_getaffinity(0))} cores; {'; '.join(machine(source, out))}",
         flush=True,
     )
-    bf16 = Checkpoint.open(source)
+    bf16, started = Checkpoint.open(source), time.perf_counter()
+    import_module("compressed_tensors.compressors")  # in a chain a model has imported most of it
+    print(f"compressed-tensors imported in {time.perf_counter() - started:.1f} s", flush=True)
     for name in names:
-        _measure(bf16, RunDir(out / name), name, device)
+        _measure(bf16, RunDir(out / name), name, device, full)
     if device != "cpu":
         print(f"GPU memory held at most: {torch.cuda.max_memory_reserved() / 1e9:.2f} GB")
     shutil.rmtree(out)

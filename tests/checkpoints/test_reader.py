@@ -1,6 +1,7 @@
 """Reading checkpoints: by range, through the Hub's cache, and which folder a name stands for."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,31 @@ def test_reads_rows_alone(tiny_checkpoint: Path):
         checkpoint.read_rows(EXPERTS, 5, 9)
     with pytest.raises(InputError, match="'nothing' is missing"):
         checkpoint.read("nothing")
+
+
+def test_neighbours_in_a_file_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {name: torch.full((3, 2), i).bfloat16() for i, name in enumerate("abcdef")}
+    for name, own in (("x", "abcd"), ("y", "ef")):
+        save_file({key: tensors[key] for key in own}, tmp_path / f"{name}.safetensors")
+    headers = [read_header(tmp_path / f"{name}.safetensors") for name in "xy"]
+    reader = Checkpoint(tmp_path, {}, headers[0] | headers[1])
+    assert {"a", "b", "e"} < reader.tensors.keys()
+    calls: list[int] = []
+    preadv = os.preadv
+
+    def noting(file: int, rooms: list[memoryview], begin: int) -> int:
+        calls.append(len(rooms[0]))
+        return preadv(
+            file, [room[:7] for room in rooms], begin
+        )  # as a call of over 2 GiB ends early
+
+    monkeypatch.setattr(os, "preadv", noting)
+    order = ["a", "b", "d", "e", "f", "c", "b"]
+    assert torch.equal(reader.read_stacked(order), torch.stack([tensors[name] for name in order]))
+    sizes = [24, 12, 24, 12, 12]  # a b, d, e f, c, b
+    assert calls == [left for size in sizes for left in range(size, 0, -7)]
 
 
 def test_every_dtype_survives(tmp_path: Path):

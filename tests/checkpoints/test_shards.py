@@ -19,7 +19,6 @@ from conversions import recipe_for, run
 from safetensors.torch import load_file
 from synthetic import synthetic_config, write_synthetic
 
-import quantize.checkpoints.reader
 import quantize.checkpoints.shards
 from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import DTYPES, Checkpoint, read_header
@@ -338,17 +337,17 @@ def test_a_read_error_in_the_middle_is_explained_and_resumed(
 ):
     recipe = recipe_for("FP8_DYNAMIC")
     left = 40
-    read = quantize.checkpoints.reader.bytes_of
+    read = os.preadv
 
-    def failing(data: torch.Tensor) -> memoryview:
+    def failing(file: int, rooms: list[memoryview], begin: int) -> int:
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(errno.EIO, "Input/output error")
-        return read(data)
+        return read(file, rooms, begin)
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize.checkpoints.reader, "bytes_of", failing)
+        patch.setattr(os, "preadv", failing)
         with pytest.raises(
             ResourceError, match=r"model.safetensors: reading tensor 'model\..*Input/output"
         ):

@@ -390,10 +390,31 @@ def test_what_is_wrong_with_calibration_is_named(
         f"{names[0]} is None and calibration found [{scales[names[0]].item()}]" in check.faults[0]
     )
     assert "model.x.input_global_scale is [1.0] and calibration found None" in check.faults[1]
+    save_file({}, path)
+    none = verify_weights.Check("calibrated")
+    verify_module._check_calibrated(known, path, none)
+    assert "calibration found None" in none.faults[0]
     path.unlink()
     gone = verify_weights.Check("calibrated")
     verify_module._check_calibrated(known, path, gone)
     assert str(path) in gone.faults[0]
+
+
+def test_wider_scales_than_the_plan_s(
+    fp8_artifact: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Other libraries write a row's scales in FP32: as a layout they pass, as ours they do not."""
+    folder = tmp_path / "wider"
+    shutil.copytree(fp8_artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    wider = {
+        name: t.float() if name.endswith(".weight_scale") else t for name, t in tensors.items()
+    }
+    save_file(wider, folder / "model.safetensors")
+    found = run_verify(folder, tiny_checkpoint, "fp8", tmp_path)
+    assert found.checks["layout"].faults == []
+    assert "bytes; the plan has" in found.checks["counts"].faults[0]
+    assert not found.passed
 
 
 def test_verification_json_tells_every_check(

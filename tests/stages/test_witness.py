@@ -319,10 +319,8 @@ def test_one_expert_that_is_encoded_wrong_is_seen_in_memory(
     seen = Witness(run.source, Checkpoint.open(run.folder.checkpoint).config, run.recipe)
     target = next(t for t in run.targets if t.name == f"{LAYER}experts.down_proj")
     part = target, 0, target.shape[0]
-    encoded = verify_weights.joined(
-        seen._comparer.read(Checkpoint.open(run.folder.checkpoint), part)
-    )
-    sizes = [spec.nbytes for spec in seen._comparer._specs(target).values()]
+    encoded = seen._comparer.read(Checkpoint.open(run.folder.checkpoint), part)
+    sizes = [spec.nbytes for spec in verify_weights._specs(target, target.scheme).values()]
     check = fault(*encoded.view(target.shape[0], -1).split(sizes, dim=1))
     seen.check(*part, encoded)
     ((_, found, _),) = seen._found.values()

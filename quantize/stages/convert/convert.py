@@ -11,13 +11,12 @@ pieces whatever the size of the model. In the result
   - config.json has `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files are the source's.
 
-A GPU does the arithmetic where there is one, with the CPU's bytes: maxima, casts, and quotients rounded
-as IEEE 754 says are exact on both. Sums and powers are not, so the observer memoryless_mse runs on CPU.
+A GPU, where there is one, does the arithmetic, and gives the same bytes as a CPU: both compute maxima,
+casts and IEEE 754 quotients alike. Sums and powers differ, so the observer memoryless_mse runs on CPU.
 """
 
 import importlib.metadata
 import json
-import math
 import shutil
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -26,6 +25,7 @@ from typing import Any
 
 from quantize.checkpoints.layout import TensorSpec, check_layout
 from quantize.checkpoints.reader import SETTINGS, Checkpoint, read_header, read_json_object
+from quantize.checkpoints.scales import positive, read_scales
 from quantize.checkpoints.shards import WORKERS_A_FILE, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
@@ -67,15 +67,15 @@ def convert(
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Conversion:
-    """Write the quantized checkpoint that `targets` plans to the folder `out`.
+    """Quantize a BF16 checkpoint as the plan `targets` says, and write the result to the folder `out`.
 
     `out` appears when it is complete; it must not exist, unless `overwrite`. After an interruption the
     same call goes on behind the last finished shard, and the result is the same bytes.
 
-    The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module, the folder
-    `rounded` the codes and scales of `round_weights` (None rounds to nearest). `device` decides on
-    nothing but speed. The file `record` gets the checksums of all files, which verify compares with.
-    Many threads call `look` with each part of a tensor when it is encoded and not yet written.
+    The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module. The folder
+    `rounded` has the codes and scales of `round_weights` (None rounds to nearest). `device` changes
+    speed alone. The file `record` gets the checksums of all files, which verify compares with. Several
+    threads call `look`, once for each part of a tensor that is encoded and not yet written.
 
     Raises:
         InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
@@ -120,29 +120,33 @@ def convert(
 
 def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, float]:
     """Return module -> input global scale of every NVFP4 module."""
-    wanted = {
-        f"{module}.input_global_scale": module
+    wanted = [
+        f"{module}.input_global_scale"
         for target in targets
         if target.scheme and target.scheme.calibrated
         for module in target.modules
-    }
+    ]
     if not wanted:
         return {}
-    first = next(iter(wanted))
     if path is None:
-        raise InputError(f"{first}: NVFP4 needs calibrated input scales; run calibrate first")
+        raise InputError(f"{wanted[0]}: NVFP4 needs calibrated input scales; run calibrate first")
     header = read_header(path)
-    if missing := sorted(wanted.keys() - header.keys()):
+    if missing := sorted(set(wanted) - header.keys()):
         raise InputError(
             f"{path}: {missing[0]!r} is missing ({len(missing)} in all); run calibrate again"
         )
-    if extra := sorted(header.keys() - wanted.keys()):
+    if extra := sorted(header.keys() - set(wanted)):
         raise InputError(
             f"{path}: {extra[0]!r} belongs to no NVFP4 module of the plan ({len(extra)} in all); "
             f"run calibrate again"
         )
-    reader = Checkpoint(path.parent, {}, header)
-    return {module: _positive(reader, name) for name, module in wanted.items()}
+    for name, info in header.items():
+        if (info.dtype, info.shape) != ("F32", (1,)):
+            raise InputError(f"{path}: {name!r} is {info.dtype} {list(info.shape)}, not F32 [1]")
+    scales = read_scales(Checkpoint(path.parent, {}, header))
+    if faults := [fault for ok, fault in positive(scales) if not ok]:
+        raise InputError(f"{path}: {faults[0]}; run calibrate again")
+    return {module: own["input_global_scale"] for module, own in scales.items()}
 
 
 def _read_rounded(folder: Path) -> Checkpoint:
@@ -150,16 +154,6 @@ def _read_rounded(folder: Path) -> Checkpoint:
     if not headers:
         raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
     return Checkpoint(folder, {}, {name: at for header in headers for name, at in header.items()})
-
-
-def _positive(reader: Checkpoint, name: str) -> float:
-    info = reader.tensors[name]
-    if (info.dtype, info.shape) != ("F32", (1,)):
-        raise InputError(f"{info.file}: {name!r} is {info.dtype} {list(info.shape)}, not F32 [1]")
-    value = reader.read(name).item()
-    if not (math.isfinite(value) and value > 0):
-        raise InputError(f"{info.file}: {name!r} is {value}, not above 0; run calibrate again")
-    return value
 
 
 def _carry_files(source: Path, folder: Path) -> None:

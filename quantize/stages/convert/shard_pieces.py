@@ -2,9 +2,9 @@
 
 Every tensor of the plan becomes one or more pieces, in source order, each as large as a device takes:
 
-  kept             its bytes, in runs of rows
-  fused experts    some experts a piece, one Linear after the other; an expert's gate and up share
-                   their global scale, and both lie in the same rows
+  kept             its bytes, some rows at a time
+  fused experts    some experts a piece, one Linear after the other; an expert's gate and up, which lie
+                   next to each other in the source, share their global scale
   other Linears    those that servers fuse into one matrix (q/k/v, gate/up) together, since their
                    global scale needs them all; a full-attention layer has no v
 
@@ -81,8 +81,7 @@ class Quantizer:
     def _copy(self, target: Target, start: int, stop: int) -> torch.Tensor:
         rows = self.source.read_rows(target.name, start, stop)
         if not all_finite(rows):
-            info = self.source.tensors[target.name]
-            raise _refused(info, f"in rows {start} to {stop - 1}")
+            raise _refused(self.source.tensors[target.name], f"in rows {start} to {stop - 1}")
         encoded = rows.flatten().view(torch.uint8)
         self.look(target, start, stop, encoded)
         return encoded
@@ -95,16 +94,14 @@ class Quantizer:
         read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         rounded = self._read_rounded(target, scheme, modules)
         with self.device.turn:
-            fused = self.device.take(read)  # [e, each * out, in]
-            weight = fused.unflatten(1, (each, -1))  # [e, each, out, in]
+            weight = self.device.take(read).unflatten(1, (each, -1))  # [e, each, out, in]
             ranges = scheme.observe(weight, self.observer)
             if bad := _bad(ranges):
                 info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
                 raise _refused(info, where, _unusable(ranges))
             shared = None
             if scheme.shares_global_scale:
-                both = ranges.flatten(1, 2)  # [e, each * out, groups]
-                shared = global_scale([both]).repeat_interleave(each, 0)
+                shared = global_scale([ranges.flatten(1, 2)]).repeat_interleave(each, 0)
             one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
             encoded = self.device.give(self._records(modules, scheme, *one, shared, rounded))
         self.look(target, start, stop, encoded)
@@ -157,16 +154,16 @@ class Quantizer:
         layout = specs(scheme.compressed, *weight.shape[1:])
         sizes = [spec.nbytes for spec in layout.values()]
         records = torch.empty((len(modules), sum(sizes)), dtype=torch.uint8, device=weight.device)
-        (first, spec), *rest = layout.items()
-        column, *columns = records.split(sizes, dim=1)
-        codes = column.view(DTYPES[spec.dtype]).unflatten(1, spec.shape)  # a view, written in place
-        if rounded:
-            codes.copy_(rounded[first])
-        tensors = dict(rounded) or scheme.quantize(weight, ranges, shared, codes)
+        columns = dict(zip(layout, records.split(sizes, dim=1), strict=True))
+        tensors = {suffix: self.device.take(tensor) for suffix, tensor in rounded.items()}
+        if not tensors:
+            first, spec = next(iter(layout.items()))
+            codes = columns.pop(first).view(DTYPES[spec.dtype]).unflatten(1, spec.shape)
+            tensors = scheme.quantize(weight, ranges, shared, codes)  # which writes codes in place
         if scheme.calibrated:
             values = [[self.input_scales[module]] for module in modules]
             tensors["input_global_scale"] = ranges.new_tensor(values, dtype=torch.float32)
-        for (suffix, _), column in zip(rest, columns, strict=True):
+        for suffix, column in columns.items():
             column.copy_(tensors[suffix].flatten(1).view(torch.uint8))
         return records.flatten()
 

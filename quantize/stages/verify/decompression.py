@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
-16 Linears of a source tensor are compared as a whole and some rows of every other, since
-compressed-tensors takes a CPU nine times as long for NVFP4 as `schemes.rounding`. Each call of
-torch costs a GPU time, so one call gets rows of several Linears, each with its Linear's global scale.
+Of each source tensor, 16 Linears are compared whole and the others in some rows only, since
+compressed-tensors takes nine times as long for NVFP4 on a CPU as `schemes.rounding`. Launches on a GPU
+cost time, so one call of torch takes rows of several Linears, each with its Linear's global scale.
 """
 
 from collections import defaultdict
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class Decompressor:
         return BaseCompressor.get_value_from_registry, groups
 
     def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return BF16 weights [R, in] of a config group's Linears as compressed-tensors reads them.
+        """Return BF16 weights [R, in] of R rows of a config group's Linears, by compressed-tensors.
 
         `tensors` is what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
         """
@@ -54,21 +55,21 @@ class Decompressor:
         tensors: Mapping[str, Tensor],
         mine: Tensor,
     ) -> Tensor:
-        """Return for each Linear whether its `compared` rows have the same bits as ours: bool [n].
+        """Return for each Linear whether its `compared` rows equal ours bit for bit: bool [n].
 
-        `tensors` is what Linears have on disk, by suffix: [n, ...]; `mine` is BF16 [n, out, in].
+        `tensors` has what is stored, by suffix, each [n, ...]; `mine` is ours, BF16 [n, out, in].
         """
-        found = torch.zeros(len(modules), dtype=torch.bool, device=mine.device)
+        wrong = torch.zeros(len(modules), dtype=torch.int32, device=mine.device)  # rows of each
         groups: dict[str, dict[int, slice]] = defaultdict(dict)
         for index, (module, rows) in enumerate(zip(modules, compared, strict=True)):
             groups[str(self._schemes.group_of(module))][index] = rows
         for group, chosen in groups.items():
-            own = _rows(mine, chosen)
-            counts = [len(range(*rows.indices(mine.shape[1]))) for rows in chosen.values()]
-            of_row = torch.tensor(list(chosen)).repeat_interleave(torch.tensor(counts))
-            of_row = of_row.to(own.device)
+            numbers = np.arange(mine.shape[1])
+            places = [index * len(numbers) + numbers[rows] for index, rows in chosen.items()]
+            at = torch.from_numpy(np.concatenate(places)).to(mine.device)  # in [n * out, in]
+            own, of_row = _rows(mine, at), at // len(numbers)
             stored = {  # a scale of a whole matrix is repeated for each of its rows
-                suffix: _rows(tensor, chosen) if tensor.dim() == 3 else tensor[of_row][:, :, None]
+                suffix: _rows(tensor, at) if tensor.dim() == 3 else tensor[of_row][:, :, None]
                 for suffix, tensor in tensors.items()
                 if suffix not in INPUT_SCALES
             }
@@ -76,26 +77,22 @@ class Decompressor:
                 _equal_rows(self.weight(group, {s: t[rows] for s, t in stored.items()}), own[rows])
                 for rows in blocks(own)
             ]
-            for index, rows in zip(chosen, torch.cat(equal).split(counts), strict=True):
-                found[index] = rows.all()
-        return found
+            wrong.index_add_(0, of_row, torch.cat(equal).logical_not().int())
+        return wrong == 0
 
 
 def compared_rows(index: int, modules: int, out: int) -> slice:
-    """Return the rows to compare of Linear `index` among a tensor's `modules`, each with `out` rows."""
+    """Return the rows to compare of Linear `index` of `modules` in a tensor; each has `out` rows."""
     if index % max(1, modules // WHOLE_PER_TENSOR) == 0:
         return slice(0, out)
     start = index * ROWS % out
     return slice(start, start + ROWS)
 
 
-def _rows(tensor: Tensor, chosen: Mapping[int, slice]) -> Tensor:
-    parts = [tensor[index, rows] for index, rows in chosen.items()]
-    if len(parts) == 1:
-        return parts[0]
-    if tensor.element_size() == 1:  # as bytes, since not every operation takes 8-bit floats
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(tensor.dtype)
-    return torch.cat(parts)
+def _rows(tensor: Tensor, at: Tensor) -> Tensor:
+    """Return the rows `at` of [n, out, ...], counted through: [R, ...]."""
+    rows = tensor.view(torch.uint8).flatten(0, 1)  # not every operation takes 8-bit floats
+    return (rows if len(at) == len(rows) else rows.index_select(0, at)).view(tensor.dtype)
 
 
 def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ A_LINEAR = 2.0  # the error of one Linear may be so many times its source tensor
 S = TypeVar("S")
 T = TypeVar("T")
 PartOf = tuple[Target, int, int]  # rows (experts) start:stop of a source tensor
-Encoded = dict[str, Tensor]  # a part's tensors by suffix, [Linears, ...]; "" for rows that are kept
 VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
 
 
@@ -54,7 +53,7 @@ class Check:
             self.faults.append(fault)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what verification.json holds of it."""
+        """Return this check's entry of verification.json."""
         return asdict(self) | {"passed": self.passed}
 
     def add(self, other: "Check") -> None:
@@ -70,7 +69,7 @@ def new_checks(names: Iterable[str]) -> dict[str, Check]:
 
 @dataclass
 class Part:
-    """Results of a part of one tensor: checks, and sums of squares of W - W' and of W."""
+    """Results for a part of one tensor: checks, `distance` sum (W - W')^2, and `norm` sum W^2."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
     distance: float = 0.0
@@ -100,7 +99,7 @@ def check_weights(
 def add_up(
     found: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
 ) -> dict[str, float | None]:
-    """Add what parts found to `checks`; return relative errors as `check_weights` does."""
+    """Add the parts' results to `checks`; return relative errors by tensor, None if not finite."""
     quantized: dict[str, Scheme] = {}
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (target, _, _), part in found:
@@ -137,7 +136,7 @@ def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
 
 
 def each_part(parts: Sequence[S], look: Callable[[S], T], what: str) -> Iterator[tuple[S, T]]:
-    """Call `look` on each part, on all cores; yield both in order. `what` titles the progress."""
+    """Yield (part, look(part)) in order, computed on all cores; `what` is the progress bar's title."""
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         found = pool.map(look, parts)
@@ -152,12 +151,6 @@ def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
     return first, target.modules[first:end]
 
 
-def joined(encoded: Encoded) -> Tensor:
-    """Return a part's bytes as they stand in a file, one Linear after the other: uint8 [n]."""
-    parts = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in encoded.values()]
-    return torch.cat(parts, dim=1).flatten()
-
-
 def ratio(distance: float, norm: float) -> float:
     """Return the root of the quotient of two sums of squares, 0 where both are 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
@@ -165,42 +158,23 @@ def ratio(distance: float, norm: float) -> float:
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares parts of an artifact with its source; threads share it. `decompressor` is optional."""
+    """Compares parts of an artifact with its source; threads share it."""
 
     source: Checkpoint
     recipe: Recipe
     device: Device
-    decompressor: Decompressor | None
+    decompressor: Decompressor | None  # None leaves the check of decompression out
 
-    def read(self, artifact: Checkpoint, part: PartOf) -> Encoded:
-        """Read a part's tensors from where the headers say that they lie."""
+    def read(self, artifact: Checkpoint, part: PartOf) -> Tensor:
+        """Read a part's bytes, uint8 [n]; the files' headers say where its tensors lie."""
         target, start, stop = part
         if target.scheme is None:
-            return {"": artifact.read_rows(target.name, start, stop)}
-        pinned, (_, modules) = self.device.pinned, modules_of(part)
-        return {
-            suffix: artifact.read_stacked([f"{m}.{suffix}" for m in modules], pinned=pinned)
-            for suffix in self._specs(target)
-        }
+            return artifact.read_rows(target.name, start, stop).flatten().view(torch.uint8)
+        names = [f"{m}.{s}" for m in modules_of(part)[1] for s in _specs(target, target.scheme)]
+        return artifact.read_bytes(names, pinned=self.device.pinned)
 
-    def parse(self, part: PartOf, data: Tensor) -> Encoded:
-        """Find a part's tensors in its bytes as they stand in a file: uint8 [n]."""
-        layout, (_, start, stop) = self._specs(part[0]), part
-        count = len(modules_of(part)[1]) or stop - start
-        columns = data.view(count, -1).split([spec.nbytes for spec in layout.values()], dim=1)
-        return {
-            suffix: column.contiguous().view(DTYPES[spec.dtype]).view(count, *spec.shape)
-            for (suffix, spec), column in zip(layout.items(), columns, strict=True)
-        }
-
-    def _specs(self, target: Target) -> Mapping[str, TensorSpec]:
-        """Return dtype and shape of what each Linear, or row that is kept, has on disk, by suffix."""
-        if target.scheme is None:
-            return {"": TensorSpec(self.source.tensors[target.name].dtype, target.shape[1:])}
-        return specs(target.scheme.compressed, *linear_shape(target.shape, target.modules))
-
-    def check(self, part: PartOf, encoded: Encoded) -> Part:
-        """Return what the checks find in a part.
+    def check(self, part: PartOf, encoded: Tensor) -> Part:
+        """Return what the checks find in a part's bytes, uint8 [n], one Linear after the other.
 
         Kept weights are compared bit for bit with the source. Linears are checked for scales, relative
         error to the source, dead experts and decompression.
@@ -209,16 +183,17 @@ class Comparer:
         if target.scheme is not None:
             return self._quantized(part, target.scheme, encoded)
         result = Part()
-        same = same_bits(self.source.read_rows(target.name, start, stop), encoded[""])
-        result.checks["kept"].expect(same, f"{target.name} differs from the source")
+        rows = self.source.read_rows(target.name, start, stop).flatten().view(torch.uint8)
+        fault = f"{target.name} differs from the source"
+        result.checks["kept"].expect(torch.equal(rows, encoded), fault)
         return result
 
-    def _quantized(self, part: PartOf, scheme: Scheme, encoded: Encoded) -> Part:
+    def _quantized(self, part: PartOf, scheme: Scheme, encoded: Tensor) -> Part:
         (target, start, stop), (first, modules), result = part, modules_of(part), Part()
         rows = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         with self.device.turn:
             weight = self.device.take(rows).view(-1, *linear_shape(target.shape, target.modules))
-            tensors = {suffix: self.device.take(tensor) for suffix, tensor in encoded.items()}
+            tensors = _parsed(self.device.take(encoded), len(modules), _specs(target, scheme))
             mine = scheme.dequantize(tensors)
             squares = _sums_of_squares(weight, mine).T.tolist()
             del weight
@@ -233,7 +208,7 @@ class Comparer:
             zip(modules, found, strict=True)
         ):
             if not sound:
-                fault = _unsound(module, {suffix: tensor[i] for suffix, tensor in encoded.items()})
+                fault = _unsound(module, {suffix: tensor[i] for suffix, tensor in tensors.items()})
                 result.checks["scales"].expect(False, fault)
                 continue
             norm, distance = squares[i]
@@ -250,6 +225,20 @@ class Comparer:
             for same in alike:
                 result.checks["decompression"].expect(same, fault)
         return result
+
+
+def _specs(target: Target, scheme: Scheme) -> Mapping[str, TensorSpec]:
+    """Return dtype and shape of what each Linear of a target has on disk, by suffix."""
+    return specs(scheme.compressed, *linear_shape(target.shape, target.modules))
+
+
+def _parsed(data: Tensor, count: int, layout: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
+    """Return the tensors [count, ...] by suffix that bytes of Linears, uint8 [n], hold."""
+    columns = data.view(count, -1).split([spec.nbytes for spec in layout.values()], dim=1)
+    return {
+        suffix: column.contiguous().view(DTYPES[spec.dtype]).view(count, *spec.shape)
+        for (suffix, spec), column in zip(layout.items(), columns, strict=True)
+    }
 
 
 def _unsound(module: str, tensors: Mapping[str, Tensor]) -> str:
@@ -281,10 +270,3 @@ def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.fl
     if dtype == torch.float32 and not found.isfinite().all():  # one overflowed
         return _sums_of_squares(weight, mine, torch.float64)
     return found
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes (NaN equals NaN here)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

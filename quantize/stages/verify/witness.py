@@ -36,7 +36,6 @@ from quantize.stages.verify.verify_weights import (
     PartOf,
     add_up,
     each_part,
-    joined,
     new_checks,
 )
 
@@ -45,7 +44,7 @@ BEHIND_CONVERT = ("as encoded", "read back")
 
 
 class Witness:
-    """Checks parts as they are encoded; convert's threads share it. `config` is what convert writes."""
+    """Checks what convert's threads encode; `config` is the config.json that convert writes."""
 
     def __init__(
         self, source: Checkpoint, config: dict[str, Any], recipe: Recipe, device: str = "cpu"
@@ -54,13 +53,13 @@ class Witness:
         self._found: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
 
     def check(self, target: Target, start: int, stop: int, encoded: torch.Tensor) -> None:
-        """Check rows (experts) start:stop of a source tensor, encoded: uint8 [n], as in a file."""
+        """Check rows (experts) start:stop of `target`; `encoded` are their bytes on disk, uint8 [n]."""
         part = target, start, stop
-        found = self._comparer.check(part, self._comparer.parse(part, encoded))
+        found = self._comparer.check(part, encoded)
         self._found[target.name, start] = part, found, _digest(encoded)
 
     def write(self, targets: list[Target], run: RunDir) -> None:
-        """Write what was found of `targets`, beside convert's own record."""
+        """Write what the checks of `targets` found, beside convert's own record."""
         order = {target.name: index for index, target in enumerate(targets)}
         found = sorted(self._found.values(), key=lambda one: (order[one[0][0].name], one[0][1]))
         source, recipe = self._comparer.source, self._comparer.recipe
@@ -94,7 +93,7 @@ def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """What a witness found: checks, relative errors, and the digest of every part."""
+    """What a `Witness` found: checks, relative errors by tensor, the digest of every part's bytes."""
 
     checks: list[Check]
     relative_error: dict[str, float | None]
@@ -103,24 +102,24 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Compare all parts on disk with digests, some with the source; return errors by tensor."""
+        """Check all parts on disk by digest, some by value; return the record's `relative_error`."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()
 
-        def look(numbered: tuple[int, PartOf]) -> tuple[bool, list[str] | None]:
-            index, part = numbered
+        def look(numbered: tuple[int, tuple[PartOf, str]]) -> tuple[bool, list[str] | None]:
+            index, (part, digest) = numbered
             encoded = comparer.read(artifact, part)
-            as_encoded = _digest(joined(encoded)) == self.digests[index][1]
+            same = _digest(encoded) == digest
             if index not in sample:
-                return as_encoded, None
+                return same, None
             compared = comparer.check(part, encoded).checks.values()
-            return as_encoded, [fault for check in compared for fault in check.faults]
+            return same, [fault for check in compared for fault in check.faults]
 
-        parts = list(enumerate(part for part, _ in self.digests))
-        for (_, (target, start, stop)), (as_encoded, faults) in each_part(parts, look, "verify"):
+        parts = list(enumerate(self.digests))
+        for (_, ((target, start, stop), _)), (same, faults) in each_part(parts, look, "verify"):
             where = f"{target.name}, rows {start} to {stop - 1}"
-            checks["as encoded"].expect(as_encoded, f"{where}: not the bytes that were encoded")
+            checks["as encoded"].expect(same, f"{where}: not the bytes that were encoded")
             if faults is not None:
                 checks["read back"].expect(not faults, f"{where}: {' '.join(faults[:1])}")
         return self.relative_error
