@@ -33,6 +33,7 @@ from full_size_run import gpu_bytes, link_rate, prepare, shape_options
 Facts = dict[str, Any]
 REPORT = "layers.jsonl"
 LEAST_SECONDS = 15
+CONDITIONS = ("prompts", "canvases", "steps", "batch", "layers")  # of a run
 
 
 def recipe_of(folder: Path, count: int, canvases: int, batch: int) -> Any:
@@ -145,7 +146,7 @@ def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     timed("factors", gptq, "_factored")
     timed("GPTQ from left to right", gptq, "_spread_errors")
     timed("coordinate descent", gptq, "_descend")
-    timed("losses", gptq, "layer_losses")
+    timed("losses", gptq, "energy")
     timed("layer passes", layer_by_layer.LayerByLayer, "_take")
     take, write = FusedModel.run, recording._Batch._write
     add = recording._Batch.add
@@ -281,16 +282,18 @@ def one_stage(
 
 
 def summary(folder: Path) -> None:
-    """Print what is equal between budgets."""
-    found = lines(folder)
-    for stage in ("calibrate", "round"):
-        own = [line for line in found if line["stage"] == stage]
+    """Print what is equal between budgets, of each kind of run by itself."""
+    kinds: dict[tuple[Any, ...], list[Facts]] = {}
+    for line in lines(folder):
+        kinds.setdefault(tuple(line[name] for name in ("stage", *CONDITIONS)), []).append(line)
+    for (stage, *conditions), own in kinds.items():
+        print(f"{stage}, {dict(zip(CONDITIONS, conditions, strict=True))}")
         for line in own:
             took = f"{line['seconds']} s, {line['parts_s']}, on the GPU {line['gpu_s']}"
-            print(f"{stage} at {line['gb']:g} GB: {took}")
+            print(f"  at {line['gb']:g} GB: {took}")
         for name in sorted({name for line in own for name in line["sha256"]}):
-            kinds = {line["sha256"].get(name) for line in own}
-            print(f"  {name}: {'equal' if len(kinds) == 1 else 'DIFFERENT'} at {len(own)} budgets")
+            sums = {line["sha256"].get(name) for line in own}
+            print(f"  {name}: {'equal' if len(sums) == 1 else 'DIFFERENT'} at {len(own)} budgets")
 
 
 @click.group()
@@ -327,8 +330,8 @@ def run_command(
     budgets: tuple[float, ...], seconds: float, profile: bool, only: str, **shape: int,
 ) -> None:  # fmt: skip
     """Calibrate and round at every budget."""
-    conditions = {"prompts": count, "canvases": canvases, "steps": denoising_steps, "batch": batch}
-    conditions |= {"layers": shape["layers"]}
+    numbers = count, canvases, denoising_steps, batch, shape["layers"]
+    conditions = dict(zip(CONDITIONS, numbers, strict=True))
     recipe = recipe_of(folder, count, canvases, batch)
     if only:
         own = scratch / f"{budgets[-1]:g}"  # the last is that of this process
