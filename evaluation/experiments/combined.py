@@ -4,8 +4,8 @@
 
 Sets of trajectories are `learned`'s. Every arm is made and replayed in one process, without a
 checkpoint on disk. A line of JSON an arm and seed is written to SET.jsonl as soon as it is known: a run
-that was cut goes on, and `--until` begins nothing that would end later. Arms of several copies of the
-prompts are run with the first seed; then, those of `best` first, with the others.
+that was cut goes on, and `--until` begins nothing that would end later. Arms that learn are run with
+the first seed; then, those of `best` first, with the others.
 
 Models lie in OUT/made, so that `tell` measures those that were chosen from. Which arms it compares
 with `w4a4` is said by `best` before it looks; then it measures all the others that were made.
@@ -30,12 +30,12 @@ import torch
 from fused_dequant.formats import FP8_MAX
 from torch import Tensor
 
-from experiments.damage import Model, Rows, distances, kl_of, rows_of
+from experiments.damage import Model, Rows, Stream, distances, kl_of
 from experiments.folding import folded
-from experiments.learned import Split, averaged, beside_kl, share
+from experiments.learned import Split, averaged, beside_kl
 from experiments.learning import Learning, Student, bf16_model, dequantized, key_of, observed
-from experiments.pairs import Weighing, forget, install, rounded_by, weights_in
-from experiments.rounding import Variant, differing, recipe_of
+from experiments.pairs import Pairs, Weighing, forget, install, paired, rounded_by, weights_in
+from experiments.rounding import Variant, recipe_of
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -45,7 +45,7 @@ from quantize.stages.round_weights.round_weights import Done, Unit, units_of
 
 PROMPTS = 512  # that a seed records; an arm of fewer takes the first
 COPIES = 4  # noise seeds a prompt, of arms that learn
-BATCH = 32  # trajectories of a step of learning
+CHOOSE = Split("choose", 256)
 LAST = 15  # seconds that an arm takes behind its rounding or learning
 PACE = 30  # steps of learning after which its end is foretold
 DENSE = ("mlp.gate_proj", "mlp.down_proj")
@@ -59,13 +59,21 @@ class Learn:
     Attributes:
         codes: as `learning.Arm.learn`; None where codes and scales stay.
         gains: whether norms, routers and scalars learn, which lie in BF16.
-        steps: of Adam, 32 trajectories each.
+        steps: of Adam.
         rates: of log scales; of what is rounded, in steps; of gains, over their root mean square.
+        copies: noise seeds a prompt that are learned from.
+        looks: at the set that arms are chosen on; what was best there stays.
+        batch: trajectories of a step.
+        drawn: denoising steps of each trajectory that are drawn; 0 for all, about 5.
     """
 
     codes: Literal["scales", "kept", "both"] | None = "both"
     gains: bool = False
     steps: int = 500
+    copies: int = COPIES
+    looks: int = 4
+    batch: int = 16
+    drawn: int = 2
     rates: tuple[float, float, float] = (1e-3, 5e-3, 1e-3)
 
 
@@ -77,7 +85,7 @@ class Arm:
         attention: scheme of attention.
         how: rows and targets of GPTQ; None for rounding to nearest.
         prompts: to calibrate on.
-        copies: noise seeds a prompt whose rows are summed, and learned from.
+        copies: noise seeds a prompt whose rows are summed.
         fold: factors of channels that are folded into other weights: of down projections, of norms too,
             or of both without rounding them to powers of two.
         plain: names of inputs that stay in BF16.
@@ -107,6 +115,9 @@ FOUR = {
 }
 LEARN = Learn(gains=True)
 GAINS = replace(LEARN, codes=None)
+KEPT = replace(LEARN, codes="kept")
+# For a GPU, where launches cost more than rows.
+WIDE = replace(LEARN, rates=(3e-4, 1.5e-3, 3e-4), batch=32, drawn=0)
 SLOW = replace(LEARN, rates=(3e-4, 1.5e-3, 1e-3))
 ARMS = {
     "w4a4": Arm("NVFP4", how=None, prompts=256),
@@ -138,20 +149,21 @@ ARMS = {
     "nearest-down": Arm(how=None, fold="down"),
     # More rows, and what learns from there; the longest first, for all wait for it.
     **FOUR,
-    "learn-mlp-long": replace(FOUR["mlp-four"], learn=replace(LEARN, steps=1500)),
-    "learn-mlp": replace(FOUR["mlp-four"], learn=LEARN),
-    "learn": replace(FOUR["four"], learn=LEARN),
-    "learn-fp8-mlp": replace(FOUR["fp8-mlp-four"], learn=LEARN),
-    "learn-gains": replace(FOUR["four"], learn=GAINS),
-    "learn-fp8": replace(FOUR["fp8-four"], learn=LEARN),
-    "learn-slow": replace(FOUR["four"], learn=SLOW),
-    "learn-mlp-gains": replace(FOUR["mlp-four"], learn=GAINS),
-    "learn-mlp-slow": replace(FOUR["mlp-four"], learn=SLOW),
-    "learn-kept": replace(FOUR["four"], learn=replace(LEARN, codes="kept")),
-    "learn-codes": replace(FOUR["four"], learn=Learn()),
-    "learn-fp8-gains": replace(FOUR["fp8-four"], learn=GAINS),
-    "learn-gains-fast": replace(FOUR["four"], learn=replace(GAINS, rates=(0.0, 0.0, 3e-3))),
-    "learn-fast": replace(FOUR["four"], learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
+    "learn-mlp-long": replace(MLP, learn=replace(LEARN, steps=2000)),
+    "learn-mlp-kept": replace(MLP, learn=KEPT),
+    "learn-fp8-mlp-kept": replace(FP8_MLP, learn=KEPT),
+    "learn-mlp-wide": replace(MLP, learn=WIDE),
+    "learn-fp8-mlp-wide": replace(FP8_MLP, learn=WIDE),
+    "learn-mlp-kept-wide": replace(MLP, learn=replace(WIDE, codes="kept")),
+    "learn-fp8-mlp-kept-wide": replace(FP8_MLP, learn=replace(WIDE, codes="kept")),
+    "learn-mlp-wide-fast": replace(MLP, learn=replace(WIDE, rates=LEARN.rates)),
+    "learn-mlp": replace(MLP, learn=LEARN),
+    "learn-fp8-mlp": replace(FP8_MLP, learn=LEARN),
+    "learn-mlp-gains": replace(MLP, learn=GAINS),
+    "learn-mlp-slow": replace(MLP, learn=SLOW),
+    "learn-mlp-fast": replace(MLP, learn=replace(LEARN, rates=(3e-3, 1.5e-2, 3e-3))),
+    "learn-kept": replace(BASE, learn=KEPT),
+    "learn": replace(BASE, learn=LEARN),
 }  # fmt: skip
 
 
@@ -182,9 +194,14 @@ class Gains:
 
 
 def learned_by(
-    how: Learn, student: Student, done: Sequence[Done], rows: Rows, until: float
-) -> tuple[list[Done], list[float]]:
-    """Learn from rounded units on; return them, and the course of the loss.
+    how: Learn,
+    student: Student,
+    done: Sequence[Done],
+    rows: Rows,
+    until: float,
+    stop: Rows | None = None,
+) -> tuple[list[Done], list[float], list[float]]:
+    """Learn from rounded units on; return them, the course of the loss, and KL of looks at `stop`.
 
     Raises:
         TimeoutError: at its pace it would end behind `until`.
@@ -200,23 +217,43 @@ def learned_by(
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, slowing(how.steps))
     generator, losses, began = torch.Generator().manual_seed(0), list[Tensor](), time.time()
+    looks, kept = list[float](), list[Tensor]()
+    moved = [param for group in optimizer.param_groups for param in group["params"]]
     torch.backends.cuda.matmul.allow_tf32 = True
     for step in range(how.steps):
         if step and not step % PACE and foretold(began, step / how.steps) > until - LAST:
             raise TimeoutError
-        chosen = torch.randperm(len(rows.tokens), generator=generator)[:BATCH].sort().values
+        chosen = torch.randperm(len(rows.tokens), generator=generator)[: how.batch].sort().values
+        if stop is not None and step % math.ceil(how.steps / how.looks) == 0:
+            looks.append(looked(student, units, gains, stop))
+            print(f"{step} of {how.steps} steps: {looks[-1]:.6f}", flush=True)
+            kept = [own.detach().clone() for own in moved] if looks[-1] == min(looks) else kept
         given(student, units, gains)
-        found = kl_of(student.model, rows.select(chosen.to(rows.of.device))).mean()
+        part = rows.select(chosen.to(rows.of.device), how.drawn, generator)
+        found = kl_of(student.model, part).mean()
         optimizer.zero_grad()
         found.backward()
         optimizer.step()
         schedule.step()
         losses.append(found.detach())
     torch.backends.cuda.matmul.allow_tf32 = False
+    if stop is not None:
+        looks.append(looked(student, units, gains, stop))
+        with torch.no_grad():
+            for own, best_seen in zip(moved, kept, strict=True):
+                own.copy_(best_seen if looks[-1] > min(looks) else own)
     with torch.no_grad():
         given(student, units, gains)
-    tenths = torch.stack(losses).tensor_split(10)
-    return [own.done() for own in units] or list(done), [own.mean().item() for own in tenths]
+    tenths = [own.mean().item() for own in torch.stack(losses).tensor_split(10)]
+    return [own.done() for own in units] or list(done), tenths, looks
+
+
+@torch.no_grad()
+def looked(student: Student, units: Sequence[Learning], gains: Gains | None, rows: Rows) -> float:
+    """Return the mean KL of what was learned so far, each trajectory counting once."""
+    given(student, units, gains)
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
+    return mean(distances(student.model, rows, sampler)["kl"])
 
 
 def foretold(began: float, share: float) -> float:
@@ -250,19 +287,34 @@ class Work:
     until: float
 
 
-@lru_cache(1)
-def fitted(seed: int, copies: int, work: Work) -> Rows:
-    """Return the trajectories that a seed is fitted on, those of the first copy first."""
-    found = [Split(f"fit-{seed}-{copy}", PROMPTS).trajectories(work.out) for copy in range(copies)]
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
-    return rows_of(bf16_model(work.device), [each for own in found for each in own], sampler)
+def stream(work: Work, *splits: Split) -> Stream:
+    """Return the trajectories of some sets, those of the first set first."""
+    found = [each for own in splits for each in own.trajectories(work.out)]
+    return Stream(bf16_model(work.device), found, Sampler.from_checkpoint(CHECKPOINT))
 
 
-@lru_cache(1)
-def measured(work: Work) -> Rows:
-    """Return the trajectories that arms are measured on."""
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
-    return rows_of(bf16_model(work.device), work.split.trajectories(work.out), sampler)
+def fits_of(seed: int, copies: int) -> list[Split]:
+    """Return the sets that a seed is fitted on."""
+    return [Split(f"fit-{seed}-{copy}", PROMPTS) for copy in range(copies)]
+
+
+def fitted(work: Work, seed: int, arm: Arm) -> Stream:
+    """Return the trajectories that an arm's rounding is fitted on."""
+    found = stream(work, *fits_of(seed, arm.copies))
+    return replace(found, trajectories=found.trajectories[: arm.prompts * arm.copies])
+
+
+@lru_cache(2)
+def summed(work: Work, seed: int, arm: Arm) -> Pairs:
+    """Return what BF16 reads, for arms that differ in formats alone: they share one pass."""
+    bf16 = bf16_model(work.device)
+    return paired(arm.how or Weighing(), bf16, bf16, fitted(work, seed, arm))
+
+
+@lru_cache(2)
+def measured(work: Work, split: Split) -> Rows:
+    """Return the trajectories that arms are measured on, or stopped on."""
+    return stream(work, split).rows()
 
 
 def student_of(work: Work, arm: Arm, scales: dict[tuple[int, str], float]) -> Student:
@@ -274,36 +326,44 @@ def student_of(work: Work, arm: Arm, scales: dict[tuple[int, str], float]) -> St
     return student
 
 
-def started(work: Work, arm: Arm, rows: Rows) -> tuple[Model, Student]:
-    """Return BF16 with an arm's channels, and the same with inputs rounded on scales of a layer."""
-    bf16 = bf16_model(work.device)
-    sums = observed(bf16, rows, "plain")
-    if arm.fold:
-        exact, norms = arm.fold == "exact", arm.fold != "down"
-        bf16 = folded(bf16, sums.sums, sums.counts, norms=norms, exact=exact)
+def started(work: Work, arm: Arm, seed: int) -> tuple[Model, Student, Pairs | None]:
+    """Return BF16 with an arm's channels, the same with inputs rounded, and sums that are known.
+
+    Inputs are rounded on scales of a layer.
+    """
+    bf16, alike = bf16_model(work.device), None
+    if arm.fold is None and (arm.how is None or arm.how.aim is None):
+        same = Arm(how=arm.how or Weighing(), prompts=arm.prompts, copies=arm.copies)
+        alike = summed(work, seed, same)
+        amax = alike.own.amax
+    else:
+        rows = fitted(work, seed, arm)
         sums = observed(bf16, rows, "plain")
-    student = student_of(
-        work, arm, {key: FP8_MAX * E2M1_MAX / own for key, own in sums.amax.items()}
-    )
+        if arm.fold is not None:
+            exact, norms = arm.fold == "exact", arm.fold != "down"
+            bf16 = folded(bf16, sums.sums, sums.counts, norms=norms, exact=exact)
+            sums = observed(bf16, rows, "plain")
+        amax = sums.amax
+    student = student_of(work, arm, {key: FP8_MAX * E2M1_MAX / own for key, own in amax.items()})
     student.model.layers = [dict(own) for own in bf16.layers]
-    return bf16, student
+    return bf16, student, alike
 
 
 def made(work: Work, arm: Arm, seed: int) -> tuple[Student, dict[str, Any]]:
     """Return an arm's model, and what is worth telling of how it came about."""
-    rows = fitted(seed, arm.copies, work)
-    seen = rows.select(torch.arange(arm.prompts * arm.copies, device=work.device))
-    bf16, student = started(work, arm, seen)
+    bf16, student, sums = started(work, arm, seed)
     if arm.how is None:
         done = [nearest(unit, weights_in(bf16, unit)) for unit in student.units]
         install(student, done)
     else:
-        done = rounded_by(arm.how, bf16, student, seen)
-    del seen
+        done = rounded_by(arm.how, bf16, student, fitted(work, seed, arm), sums)
     facts: dict[str, Any] = {"error": max(error_of(bf16, own) for own in done)}
     if arm.learn is not None:
-        done, course = learned_by(arm.learn, student, done, rows, work.until)
-        facts |= {"learned_error": max(error_of(bf16, own) for own in done), "course": course}
+        rows = stream(work, *fits_of(seed, arm.learn.copies)).rows()
+        stop = measured(work, CHOOSE)
+        done, course, looks = learned_by(arm.learn, student, done, rows, work.until, stop)
+        error = max(error_of(bf16, own) for own in done)
+        facts |= {"learned_error": error, "course": course, "looks": looks}
     return student, facts
 
 
@@ -350,7 +410,9 @@ def run(work: Work, name: str, arm: Arm, seed: int) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False  # an arm that ran out of time may have left it on
     torch.cuda.empty_cache()
     student, facts = kept(work, name, arm, seed)
-    found = distances(student.model, measured(work), Sampler.from_checkpoint(CHECKPOINT))
+    found = distances(
+        student.model, measured(work, work.split), Sampler.from_checkpoint(CHECKPOINT)
+    )
     return {
         "arm": name, "seed": seed, "seconds": round(time.time() - began, 1), **facts, **found
     }  # fmt: skip
@@ -406,7 +468,7 @@ def best(found: Sequence[dict[str, Any]]) -> list[str]:
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return what was measured as Markdown, each arm's seeds together.
 
-    Ratios and differences are paired by trajectory, over the seeds that both arms have.
+    Ratios and differences are paired by seed and trajectory, over the seeds that both arms have.
     """
     by = by_arm(found)
     lines = [
@@ -415,21 +477,41 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---:|---|---|---|---:|---:|---:|---:|",
     ]
 
-    def paired(name: str, base: str) -> tuple[list[float], list[float]]:
+    def beside(name: str, base: str) -> tuple[str, str]:
         seeds = sorted(by[name].keys() & by.get(base, {}).keys())
-        kl = [averaged([by[each][seed] for seed in seeds], "kl") for each in (name, base) if seeds]
-        return (kl[0], kl[1]) if kl else ([], [])
+        kl = torch.tensor([[by[each][seed]["kl"] for seed in seeds] for each in (name, base)])
+        return compared(*kl) if seeds else ("", "")
 
     for name, seeds in sorted(by.items(), key=lambda own: mean(average(own[1]))):
         own = [seeds[seed] for seed in sorted(seeds)]
-        ratio = share(*both) if (both := paired(name, "w4a4"))[0] else ""
-        less = differing(*both, 1000) if (both := paired(name, "nvfp4"))[0] else ""
+        (ratio, _), (_, less) = beside(name, "w4a4"), beside(name, "nvfp4")
         each = ", ".join(f"{1000 * mean(one['kl']):.2f}" for one in own)
         lines.append(
             f"| {name} | {1000 * mean(average(seeds)):.2f} | {each} | {ratio} | {less} "
             f"| {beside_kl(own)} | {max(one['error'] for one in own):.3f} |"
         )
     return lines
+
+
+def compared(mine: Tensor, base: Tensor) -> tuple[str, str]:
+    """Return the ratio of means [seeds, trajectories] and 1000 x their difference, with intervals.
+
+    They are 95 % bootstrap intervals that draw both seeds and trajectories, alike for both.
+    """
+    both, noise = torch.stack([mine, base]).double(), torch.Generator().manual_seed(0)
+    _, seeds, count = both.shape
+    picks = torch.randint(count, (4000, count), generator=noise)
+    drawn = torch.randint(seeds, (4000, seeds), generator=noise)
+    by_seed = both[:, :, picks].mean(-1)  # [2, seeds, 4000]
+    means = by_seed.gather(1, drawn.T.expand(2, -1, -1)).mean(1)
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    ours, theirs = both.mean((1, 2)).tolist()
+    low, high = (means[0] / means[1]).quantile(ends).tolist()
+    less, more = (1000 * (means[0] - means[1])).quantile(ends).tolist()
+    return (
+        f"{ours / theirs:.3f} [{low:.3f}, {high:.3f}]",
+        f"{1000 * (ours - theirs):+.2f} [{less:+.2f}, {more:+.2f}]",
+    )
 
 
 def average(seeds: dict[int, dict[str, Any]]) -> list[float]:
@@ -470,8 +552,10 @@ def main(
     file, chosen = results / f"{split.name}.jsonl", read(results / "choose.jsonl")
     told = on == "tell" and not arms
     first = ["w4a4", "nvfp4", *best(chosen)] if told else list(arms or ARMS)
-    copies = max(ARMS[name].copies for name in first)
-    fits = [Split(f"fit-{seed}-{copy}", PROMPTS) for copy in range(copies) for seed in seeds]
+    learning = [own for name in first if (own := ARMS[name].learn)]
+    copies = max([own.copies for own in (*learning, *(ARMS[name] for name in first))])
+    fits = [own for seed in seeds for own in fits_of(seed, copies)]
+    fits += [CHOOSE] if learning and split != CHOOSE else []
     context = get_context("spawn")
     with (
         ProcessPoolExecutor(workers, context) as many,
@@ -482,7 +566,7 @@ def main(
         for future in [pool.submit(record, *own) for own, pool in zip(shares, cycle((many, few)))]:
             future.result()
         print(f"recorded, {until - time.time():.0f} s left; first: {', '.join(first)}", flush=True)
-        pools = {name: few if ARMS[name].copies > 1 else many for name in first}
+        pools = {name: few if ARMS[name].learn else many for name in first}
         found = all_run(work, [
             (pools[name], name, seed) for seed in seeds for name in first
             if told or pools[name] is many or seed == seeds[0]

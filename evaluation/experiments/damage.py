@@ -37,8 +37,55 @@ POSITIONS = 512  # the sliding window, which no sequence of the bundled model re
 CHUNK = 16  # trajectories at once, about 300 steps
 WHOLE = ("tokens", "lengths")  # one a trajectory, not one a step
 Weights = dict[str, Tensor]
-# (layer, name of the first Linear that reads it, input, routing [T, E] or None) -> input
-Reads = Callable[[int, str, Tensor, Tensor | None], Tensor]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which of T tokens chose which experts: P pairs, ordered by expert.
+
+    Attributes:
+        tokens: [P].
+        counts: tokens of each expert.
+        gates: [P] routing weights.
+        total: T.
+    """
+
+    tokens: Tensor
+    counts: list[int]
+    gates: Tensor
+    total: int
+
+    @classmethod
+    def by(cls, routing: Tensor) -> "Chosen":
+        """Return what routing weights [T, E] choose, those that are not 0."""
+        experts, tokens = routing.T.nonzero(as_tuple=True)
+        counts = (routing != 0).sum(0).tolist()
+        return cls(tokens, counts, routing[tokens, experts], len(routing))
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply pairs [P, K] with their experts' weights [E, out, K]."""
+        both = zip(x.split(self.counts), weight.unbind(), strict=True)
+        return torch.cat([F.linear(own, each) for own, each in both])
+
+    def down(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the weighted sums [T, H] of the experts' down projections of x [P, I]."""
+        y = self.linear(x * self.gates[:, None], weight)
+        return y.new_zeros(self.total, y.shape[1]).index_add(0, self.tokens, y)
+
+
+# (layer, name of the first Linear that reads it, input, who chose experts or None) -> input; the
+# experts' down projections read [P, I], everything else [..., K] of all tokens
+Reads = Callable[[int, str, Tensor, Chosen | None], Tensor]
+
+
+def read_rows(
+    name: str, x: Tensor, weights: Tensor, chosen: Chosen | None
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Return the rows [P, K] of x that Linears read, their weights [P], and each expert's count."""
+    if chosen is None:
+        return x.flatten(0, -2), weights, [len(weights)]
+    own = x if name == "experts.down_proj" else x[chosen.tokens]
+    return own, weights[chosen.tokens], chosen.counts
 
 
 @dataclass
@@ -78,9 +125,17 @@ class Rows:
         kept = (places[self.of] >= 0).nonzero().flatten()
         return kept, places[self.of[kept]]
 
-    def select(self, trajectories: Tensor) -> "Rows":
-        """Return some trajectories, with all their steps."""
+    def select(
+        self, trajectories: Tensor, count: int = 0, generator: torch.Generator | None = None
+    ) -> "Rows":
+        """Return some trajectories, with all their steps or `count` of each that are drawn."""
         kept, of = self.members(trajectories)
+        if count:
+            order = (of + torch.rand(len(of), generator=generator).to(of.device)).argsort()
+            ranks = torch.arange(len(of), device=of.device) - torch.searchsorted(
+                of[order], of[order]
+            )
+            kept, of = kept[order][ranks < count], of[order][ranks < count]
         own = {f.name: getattr(self, f.name)[kept] for f in fields(self) if f.name not in WHOLE}
         lengths = self.lengths[trajectories]
         tokens = self.tokens[trajectories, : int(lengths.max())]
@@ -139,7 +194,7 @@ class Model:
             (lambda x: own(x, None)) if scale is None else rounding(scale, self.device)
         )
 
-    def reads(self, layer: int, name: str, x: Tensor, _: Tensor | None) -> Tensor:
+    def reads(self, layer: int, name: str, x: Tensor, _: Chosen | None) -> Tensor:
         """Return an input as its Linears read it; the gradient is that of x."""
         found = self.roundings.get((layer, name))
         return x if found is None else x + (found(x.detach()) - x.detach())
@@ -198,6 +253,12 @@ class Model:
             x = self.decode_layer(index, x, rows, own, reads)
         return self.logits(x)
 
+    def inner(self, index: int, x: Tensor, chosen: Chosen) -> Tensor:
+        """Return what a layer's experts' down projections read [P, I], x [T, H] being their input."""
+        gate_up = self.layers[index]["experts.gate_up_proj"]
+        gate, up = chosen.linear(x[chosen.tokens], gate_up).chunk(2, -1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def _layer(
         self,
         index: int,
@@ -210,8 +271,8 @@ class Model:
         """Return a layer's output and its own keys and values; `forward.layer` with inputs read."""
         w, norm = self.layers[index], lambda name, y: rms_norm(y, w[f"{name}_layernorm.weight"])
 
-        def read(name: str, y: Tensor, weights: Tensor | None = None) -> Tensor:
-            return (watch or self.reads)(index, name, y, weights)
+        def read(name: str, y: Tensor, chosen: Chosen | None = None) -> Tensor:
+            return (watch or self.reads)(index, name, y, chosen)
 
         h = read("self_attn.q_proj", norm("input", x))
 
@@ -243,14 +304,12 @@ class Model:
         )
         dense = F.linear(read("mlp.down_proj", h), w["mlp.down_proj.weight"])
         flat = x.flatten(0, 1)
-        routing, _ = route(flat, w)
-        gate_up, down = w["experts.gate_up_proj"], w["experts.down_proj"]
+        chosen = Chosen.by(route(flat, w)[0])
         h = read(
-            "experts.gate_up_proj", rms_norm(flat, w["pre_feedforward_layernorm_2.weight"]), routing
+            "experts.gate_up_proj", rms_norm(flat, w["pre_feedforward_layernorm_2.weight"]), chosen
         )
-        gate, up = F.linear(h, gate_up.flatten(0, 1)).unflatten(-1, gate_up.shape[:2]).chunk(2, -1)
-        h = read("experts.down_proj", F.gelu(gate, approximate="tanh") * up, routing)
-        routed = F.linear((h * routing[..., None]).flatten(1), down.transpose(0, 1).flatten(1))
+        h = read("experts.down_proj", self.inner(index, h, chosen), chosen)
+        routed = chosen.down(h, w["experts.down_proj"])
         both = norm(
             "post_feedforward",
             rms_norm(dense, w["post_feedforward_layernorm_1.weight"])
@@ -333,6 +392,24 @@ def rows_of(bf16: Model, trajectories: Sequence[Trajectory], sampler: Sampler) -
         ends[torch.searchsorted(ends, torch.arange(len(rows.of), device=ends.device))]
     ]
     return rows
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Trajectories that are laid out some at a time: rows take 5 MB each."""
+
+    bf16: Model
+    trajectories: Sequence[Trajectory]
+    sampler: Sampler
+
+    def chunks(self, size: int = CHUNK) -> Iterator[Rows]:
+        """Yield all trajectories, some at a time."""
+        for at in range(0, len(self.trajectories), size):
+            yield rows_of(self.bf16, self.trajectories[at : at + size], self.sampler)
+
+    def rows(self) -> Rows:
+        """Return all trajectories at once."""
+        return rows_of(self.bf16, self.trajectories, self.sampler)
 
 
 def kl_of(model: Model, rows: Rows) -> Tensor:

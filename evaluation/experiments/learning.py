@@ -17,7 +17,7 @@ from fused_dequant.formats import (
 )
 from torch import Tensor
 
-from experiments.damage import Model, Reads, Rows, kl_of
+from experiments.damage import Chosen, Model, Reads, Rows, Stream, kl_of, read_rows
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime.sampler import Sampler, accepted
@@ -84,27 +84,25 @@ class Sums:
     def see(self, model: Model, weights: Sequence[Tensor]) -> Reads:
         """Return who watches a pass whose rows have weights [T], one tensor a layer."""
 
-        def watch(layer: int, name: str, x: Tensor, routing: Tensor | None) -> Tensor:
-            own = weights[layer].flatten()[:, None]
-            self._add((layer, name), x.detach(), own if routing is None else (routing > 0) * own)
-            return model.reads(layer, name, x, routing)
+        def watch(layer: int, name: str, x: Tensor, chosen: Chosen | None) -> Tensor:
+            own = read_rows(name, x.detach(), weights[layer].flatten(), chosen)
+            self.add((layer, name), *own)
+            return model.reads(layer, name, x, chosen)
 
         return watch
 
-    def _add(self, key: tuple[int, str], x: Tensor, weights: Tensor) -> None:
-        """Add [T, K] of weights [T, E], or [T, E, K] that have each expert's own."""
-        own = weights.shape[1] > 1 and x.dim() == 3
-        rows = x.transpose(0, 1) if own else x.flatten(0, -2)[None]  # [E, T, K] or [1, T, K]
-        found = (rows * weights.T[..., None]).mT @ rows
-        counts = (weights > 0).sum(0)
-        if key in self.sums:
-            self.sums[key] += found
-            self.counts[key] += counts
-            self.weights[key] += weights.sum(0)
-        else:
-            self.sums[key], self.counts[key], self.weights[key] = found, counts, weights.sum(0)
-        seen = rows.abs().amax(-1) * (weights.T > 0)
-        self.amax[key] = max(self.amax.get(key, 0.0), seen.max().item())
+    def add(self, key: tuple[int, str], x: Tensor, weights: Tensor, counts: list[int]) -> None:
+        """Add rows [P, K] of weights [P], an expert's `counts` after the other's."""
+        found = {
+            "sums": products(x, x, weights, counts),
+            "counts": torch.stack([own.count_nonzero() for own in weights.split(counts)]),
+            "weights": torch.stack([own.sum() for own in weights.split(counts)]),
+        }
+        for name, value in found.items():
+            sums = getattr(self, name)
+            sums[key] = sums[key] + value if key in sums else value
+        seen = (x.abs().amax(-1) * (weights > 0)).max().item()
+        self.amax[key] = max(self.amax.get(key, 0.0), seen)
 
     def hessians(self, other: "Sums | None" = None, mix: float = 0.0) -> "Hessians":
         """Return the mean Hessians, mixed with another's."""
@@ -120,6 +118,12 @@ class Sums:
     def _scaled(self, key: tuple[int, str]) -> Tensor:
         """Return sums whose weights have the mean 1 over the layer's rows."""
         return self.sums[key] * (self.counts[key].sum() / self.weights[key].sum())
+
+
+def products(x: Tensor, y: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
+    """Return sums w x y^T of rows [P, K] and [P, L], each expert's own [E, K, L]."""
+    both = zip((x * weights[:, None]).split(counts), y.split(counts), strict=True)
+    return torch.stack([own.T @ each for own, each in both])
 
 
 @dataclass(frozen=True)
@@ -198,7 +202,7 @@ def fisher(model: Model, rows: Rows) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @torch.no_grad()
-def observed(model: Model, rows: Rows, kind: Rowing, only: int | None = None) -> Sums:
+def observed(model: Model, rows: Rows | Stream, kind: Rowing, only: int | None = None) -> Sums:
     """Show what enters the Linears of a model, of all layers or one."""
     sums, bf16 = Sums(), bf16_model(str(model.device))
     for part in rows.chunks(32):
@@ -210,7 +214,7 @@ def observed(model: Model, rows: Rows, kind: Rowing, only: int | None = None) ->
 
 
 def _one_layer(
-    only: int, see: Reads, model: Model, layer: int, name: str, x: Tensor, chosen: Tensor | None
+    only: int, see: Reads, model: Model, layer: int, name: str, x: Tensor, chosen: Chosen | None
 ) -> Tensor:
     return (see if layer == only else model.reads)(layer, name, x, chosen)
 

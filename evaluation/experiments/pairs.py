@@ -14,22 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.damage import Model, Rows
+from experiments.damage import Chosen, Model, Rows, Stream, read_rows
 from experiments.learning import (
-    Hessians,
     Rowing,
     Student,
+    Sums,
     dequantized,
     key_of,
+    products,
     weights_of,
 )
 from quantize.schemes.gptq import DAMPING, shrunk
 from quantize.stages.round_weights.round_weights import Done, Unit, round_unit
 
 Key = tuple[int, str]
-# (encoder 0 or decoder 1, layer, name) -> input and routing [T, E], None for a dense Linear
-Seen = dict[tuple[int, int, str], tuple[Tensor, Tensor | None]]
-CHUNK = 32  # trajectories at once
+# (encoder 0 or decoder 1, layer, name) -> input and who chose experts, None for a dense Linear
+Seen = dict[tuple[int, int, str], tuple[Tensor, Chosen | None]]
+CHUNK = 16  # trajectories at once
 OUTPUTS = {  # inputs by the Linear whose output is normalised before it is added
     "self_attn.o_proj": ("self_attn.o_proj",),
     "mlp.down_proj": ("mlp.gate_proj", "mlp.down_proj"),
@@ -57,41 +58,23 @@ class Weighing:
 
 
 class Pairs:
-    """S, C, counts and weights of every input by (layer, name)."""
+    """Sums of every input by (layer, name): of x' as `own`, and C where x' is not x."""
 
     def __init__(self) -> None:
-        self.own: dict[Key, Tensor] = {}
-        self.crossed: dict[Key, Tensor] = {}
-        self.counts: dict[Key, Tensor] = {}
-        self.weights: dict[Key, Tensor] = {}
+        self.own, self.crossed = Sums(), dict[Key, Tensor]()
 
-    def add(self, key: Key, x: Tensor, seen: Tensor, weights: Tensor) -> None:
-        """Add x and x' [..., K] of weights [T, E], or [T, E, K] that have each expert's own."""
-        experts = weights.shape[1] > 1 and x.dim() == 3
-        both = (x.transpose(0, 1), seen.transpose(0, 1)) if experts else (
-            x.flatten(0, -2)[None], seen.flatten(0, -2)[None])  # fmt: skip
-        plain, rounded = both  # [E, T, K] or [1, T, K]
-        weighted = (rounded * weights.T[..., None]).mT
-        found = {
-            "own": weighted @ rounded,
-            "crossed": (weighted @ plain).mT,
-            "counts": (weights > 0).sum(0),
-            "weights": weights.sum(0),
-        }
-        for name, value in found.items():
-            sums = getattr(self, name)
-            sums[key] = sums[key] + value if key in sums else value
-
-    def hessians(self) -> Hessians:
-        """Return the mean S, whose weights have the mean 1 over the layer's rows."""
-        sums = {key: (own * self._scale(key)).cpu() for key, own in self.own.items()}
-        return Hessians(sums, {key: own.cpu() for key, own in self.counts.items()})
+    def cross(self, key: Key, x: Tensor, seen: Tensor, weights: Tensor, counts: list[int]) -> None:
+        """Add rows x and x' [P, K] of weights [P], an expert's `counts` after the other's."""
+        self.own.add(key, seen, weights, counts)
+        found = products(x, seen, weights, counts)
+        self.crossed[key] = self.crossed[key] + found if key in self.crossed else found
 
     def aimed(self, name: str, weight: Tensor, share: float) -> Tensor:
         """Return W' [..., out, in] BF16 that meets W (share x + (1 - share) x'), damped as GPTQ is."""
         key = key_of(name)
-        scale, counts = self._scale(key), self.counts[key]
-        own = shrunk(self.own[key] * scale, counts).double()
+        counts = self.own.counts[key]
+        scale = counts.sum() / self.own.weights[key].sum()
+        own = shrunk(self.own.sums[key] * scale, counts).double()
         crossed = shrunk(self.crossed[key] * scale, counts).double()
         wanted = share * crossed + (1 - share) * own
         damping = DAMPING * own.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -99,19 +82,16 @@ class Pairs:
         moved = weight.to(own) @ (wanted + eye)
         return torch.linalg.solve(own + eye, moved, left=False).view_as(weight).bfloat16().cpu()
 
-    def _scale(self, key: Key) -> Tensor:
-        return self.counts[key].sum() / self.weights[key].sum()
-
 
 def inputs_of(model: Model, rows: Rows, only: int | None = None) -> Seen:
     """Return what enters the Linears of a model as it reads it, of all layers or one."""
     found: Seen = {}
 
     def watching(phase: int) -> Any:
-        def reads(layer: int, name: str, x: Tensor, routing: Tensor | None) -> Tensor:
-            seen = model.reads(layer, name, x, routing)
+        def reads(layer: int, name: str, x: Tensor, chosen: Chosen | None) -> Tensor:
+            seen = model.reads(layer, name, x, chosen)
             if only in (None, layer):
-                found[phase, layer, name] = seen, routing
+                found[phase, layer, name] = seen, chosen
             return seen
 
         return reads
@@ -121,28 +101,27 @@ def inputs_of(model: Model, rows: Rows, only: int | None = None) -> Seen:
 
 
 def relative_weights(model: Model, seen: Seen) -> dict[tuple[int, int, str], Tensor]:
-    """Return the inverse mean square [T, 1] of the output that each input leads to."""
+    """Return the inverse mean square [T] of the output that each input leads to."""
     found = dict[tuple[int, int, str], Tensor]()
-    for (phase, layer, name), (x, routing) in seen.items():
+    for (phase, layer, name), (x, chosen) in seen.items():
         if name not in OUTPUTS:
             continue
         w = model.layers[layer]
-        if routing is None:
+        if chosen is None:
             y = F.linear(x.flatten(0, -2), w[f"{name}.weight"])
         else:
-            h = (x * routing[..., None]).flatten(1)
-            y = F.linear(h, w[name].transpose(0, 1).flatten(1))
-        inverse = 1 / y.square().mean(-1, keepdim=True).clamp(min=1e-12)
+            y = chosen.down(x, w[name])
+        inverse = 1 / y.square().mean(-1).clamp(min=1e-12)
         found |= {(phase, layer, each): inverse for each in OUTPUTS[name]}
     return found
 
 
 @torch.no_grad()
 def paired(
-    how: Weighing, bf16: Model, student: Student, rows: Rows, only: int | None = None
+    how: Weighing, bf16: Model, model: Model, rows: Rows | Stream, only: int | None = None
 ) -> Pairs:
-    """Show trajectories to BF16 and the student, of all layers or one."""
-    model, sums = student.model, Pairs()
+    """Show trajectories to BF16, and to a model whose inputs are x', of all layers or one."""
+    sums = Pairs()
     for part in rows.chunks(CHUNK):
         theirs = inputs_of(bf16, part, only)
         ours = inputs_of(model, part, only) if how.follow else theirs
@@ -150,24 +129,38 @@ def paired(
         relative = relative_weights(bf16, theirs) if how.relative else {}
         for key, (x, _) in theirs.items():
             phase, layer, name = key
-            seen, routing = ours[key]
+            seen, chosen = ours[key]
+            if how.follow and chosen is not None and name == "experts.down_proj":
+                before, _ = theirs[phase, layer, "experts.gate_up_proj"]
+                x = bf16.inner(layer, before, chosen)  # of the experts that the student chose
             if how.aim is not None and not how.follow:
                 seen = model.reads(layer, name, seen, None)
-            own = weights[phase][layer].flatten()[:, None] * relative.get(key, 1.0)
-            if routing is not None:
-                own = own * (routing.square() if how.gates else (routing > 0))
-            sums.add((layer, name), x, seen, own)
+            own = weights[phase][layer].flatten() * relative.get(key, 1.0)
+            seen, own, counts = read_rows(name, seen, own, chosen)
+            if chosen is not None and how.gates:
+                own = own * chosen.gates.square()
+            if how.aim is None:
+                sums.own.add((layer, name), seen, own, counts)
+            else:
+                x, _, _ = read_rows(name, x, weights[phase][layer].flatten(), chosen)
+                sums.cross((layer, name), x, seen, own, counts)
     return sums
 
 
-def rounded_by(how: Weighing, bf16: Model, student: Student, rows: Rows) -> list[Done]:
-    """Round a model's weights by GPTQ, layer after layer, and install them in the student."""
-    done = list[Done]()
-    sums = None if how.follow else paired(how, bf16, student, rows)
-    hessians: Any = None if sums is None else sums.hessians()
+def rounded_by(
+    how: Weighing, bf16: Model, student: Student, rows: Rows | Stream, sums: Pairs | None = None
+) -> list[Done]:
+    """Round a model's weights by GPTQ, layer after layer, and install them in the student.
+
+    `sums` are what `paired` found, if it was asked already.
+    """
+    done, model = list[Done](), student.model
+    if sums is None and not how.follow:
+        sums = paired(how, bf16, model, rows)
+    hessians: Any = None if sums is None else sums.own.hessians()
     for layer in sorted({unit.layer for unit in student.units}):
-        found = sums or paired(how, bf16, student, rows, layer)
-        hessians = hessians if sums else found.hessians()
+        found = sums or paired(how, bf16, model, rows, layer)
+        hessians = hessians if sums else found.own.hessians()
         for unit in (own for own in student.units if own.layer == layer):
             weights = weights_in(bf16, unit)
             if how.aim is not None:
