@@ -1,19 +1,19 @@
 """Times every kernel at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
-Data are random; weights rotate through buffers larger than the L2; each figure is the median of CUDA
-graph replays. `bytes` counts what must be read and written once: the weights of every expert hit,
-tokens, results. `share` is bytes / time over the copy bandwidth measured before. `reference` is
-torch on the same operands:
+Data are random. A weight has several copies, together larger than the L2, that are read in turn. A time
+is the median of CUDA graph replays. `bytes` counts what must be read and written once: tokens, results,
+weights of each expert that gets a token. `share` is bytes / time over the measured copy bandwidth.
+`reference` is torch on the same operands:
 
     experts         `torch._grouped_mm` in bf16, the two bare products, no activation
-    linear, fp8     `torch._scaled_mm`, scales per token and channel; both sides get quantized tokens
+    linear, fp8     `torch._scaled_mm`, scales per token and channel; its tokens come quantized too
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
     sampler         the same draw in separate torch operations (`canvas.sample`)
 
 Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
-`error` is relative Frobenius against float64 of the dequantized operands, on a few tokens.
-`floor` is the larger of moving the bytes and computing, at the rates measured before its part.
+`error` is the relative Frobenius error on a few tokens, against float64 of the dequantized operands.
+`floor` is the longer of two times, to move the bytes and to compute, at rates that are measured first.
 """
 
 import argparse
@@ -42,7 +42,7 @@ COLUMNS = ("operation", "format", "M", "us", "MB", "GB/s", "share of copy", "flo
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; times in microseconds."""
+    """One line of the table; `microseconds` is ours, `reference` torch's time in microseconds."""
 
     operation: str
     format: str
@@ -54,7 +54,7 @@ class Row:
     error: float
 
     def line(self, rates: Rates) -> str:
-        """Return the row as a line of a Markdown table; `rates` give its share and its floor."""
+        """Return the row as a line of a Markdown table; the GPU's `rates` give share and floor."""
         speed = self.bytes / self.microseconds * 1e6
         floor = rates.seconds(self.bytes, self.flop, self.format) * 1e6
         cells = (
@@ -67,7 +67,7 @@ class Row:
 
 
 def experts_rows() -> Iterator[Row]:
-    """Time whole expert blocks: routing, both products, activation, routing weights."""
+    """Time `routed_experts`: routing, both products, activation and routing weights."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = [
@@ -107,7 +107,7 @@ def experts_rows() -> Iterator[Row]:
 
 
 def grouped_mm_time(ids: Tensor) -> float:
-    """Return the microseconds of torch's two bf16 grouped products for this routing."""
+    """Return the microseconds of torch's two bf16 grouped products for expert ids int [M, topk]."""
     counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
     ends = counts.cumsum(0).to(torch.int32)
     up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, DEVICE).data.transpose(1, 2)
@@ -118,7 +118,7 @@ def grouped_mm_time(ids: Tensor) -> float:
 
 
 def linear_rows() -> Iterator[Row]:
-    """Time dense projections, FP8 with tokens already quantized, as after a fused norm."""
+    """Time the model's dense projections; FP8's tokens come quantized, as from a fused norm."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
         weight = cases.random_weight(scheme, 1, N, K, DEVICE)
         x = cases.random_tokens(M, K, DEVICE)
@@ -144,7 +144,7 @@ def linear_rows() -> Iterator[Row]:
 
 
 def vocabulary_rows() -> Iterator[Row]:
-    """Time lm_head with softcap, and the soft embedding, at one canvas."""
+    """Time lm_head with softcap, and the soft embedding, for one canvas of 256 tokens."""
     M, few = 256, slice(0, 4)
     x = cases.random_tokens(M, HIDDEN, DEVICE)
     weight = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, DEVICE)
@@ -180,7 +180,7 @@ def sampler_rows() -> Iterator[Row]:
 
 
 def sampler_step(logits: Tensor, state: fd.CanvasState, schedule: Tensor) -> fd.Draw:
-    """Draw and accept, as at the end of a denoising step."""
+    """Draw tokens from logits [B, L, V] and accept them into `state`; return the draw."""
     draw = fd.sample(logits, state, schedule)
     fd.accept(draw, state, schedule, fd.Rules(0.1, 0.005))
     return draw
@@ -193,7 +193,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Time all kernels, or the part that `--only` names, and print; `--out` also writes JSON."""
+    """Print the times of all PARTS, or of the one that `--only` names; `--out` also writes JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

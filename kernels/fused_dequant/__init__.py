@@ -4,8 +4,8 @@
     w = weights.build("fp8", weight, weight_scale)    # or weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
-`operations` is the face: every operation, on a GPU as Triton or Gluon kernels, elsewhere in torch.
-`weights` has the schemes, `formats` the number formats. Only torch and triton are needed.
+`operations` has every operation: on a GPU by Triton or Gluon kernels, elsewhere by torch. `weights`
+builds weights of every scheme, `formats` has the number formats. Only torch and triton are needed.
 """
 
 from fused_dequant import formats, reference, weights

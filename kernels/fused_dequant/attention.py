@@ -4,24 +4,24 @@
              k and v go into the cache, q into a tensor of its own
     attend   out[m] = softmax(q[m] @ K.T) @ V over the positions first[m] .. last[m]; no scale (1.0)
 
-One kernel serves every mask of the model, because each row sees one run of positions: causal prefill
-(0 .. p), sliding (p - 1023 .. p), an image (through its block's end), a canvas (everything, its own 256
-tokens included, or the last 1,023 before it).
+One kernel serves every mask of the model, because each row m sees one run of positions. A prompt's
+token at p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's end.
+A canvas' row sees the canvas' 256 tokens and all before them, or in a sliding layer the 1,023 before.
 
 Cache: keys and values bf16 [slots, capacity, kv_heads, D]; position p of a sequence lies at
 p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity` is a multiple
-of 128, so no block of positions wraps around. Values that no row sees must be finite: they are
+of 128, so no block of positions wraps around. Values that no row sees must be finite, since they are
 multiplied by a probability of 0.
 
-A program holds the query heads that share a key head: BQ queries x group rows against blocks of BN
-positions, online softmax in float32, probabilities bf16 for the second product. If that gives fewer
-programs than the GPU has processors, positions are split, and a second kernel combines the parts:
-sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are float16: an eighth of
-bf16's rounding (error 1.7e-3 against 2.3e-3) and half of float32's bytes, which cost 3 us more to write
-(H200, 4 parts of 256 rows). Only the device knows which positions a program reads, so a CUDA graph
-replays with other lengths.
+A program holds the query heads that share a key head: BQ queries of each, against blocks of BN
+positions. Softmax is online, in float32; probabilities are bf16 in the second product. If programs are
+fewer than the GPU's processors, positions are split into parts s. A second kernel combines these:
+sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are float16, which rounds
+eight times as finely as bf16 (error 1.7e-3 against 2.3e-3); float32 would take 3 us more to write
+(H200, 4 parts of 256 rows). Kernels read `first` and `last` from device memory, so a captured CUDA
+graph can be replayed with other lengths.
 
-If the next product takes 8-bit rows, the combining kernel quantizes them too: it holds all heads of a
+If the next product takes quantized rows, the combining kernel also quantizes: it holds all heads of a
 row, which it rounds to bf16 first. Codes and scales are those of `quantize.quantize_rows`.
 
 On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`.
@@ -52,7 +52,7 @@ COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 @triton.jit
 def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Load halves (low, high) [HEADS, D / 2] of heads at x + offset, RMS-normalised, as bf16."""
+    """Load heads at x + offset; return halves (low, high) bf16 [HEADS, D / 2] of their RMS norms."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)[None, :]
     at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
@@ -67,7 +67,7 @@ def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTE
 
 @triton.jit
 def rotated(low, high, cos, sin, m, D: tl.constexpr):
-    """Apply rope to halves [HEADS, D / 2], rounded to bf16."""
+    """Apply rope at row m to the halves [HEADS, D / 2] of heads; return both halves in bf16."""
     at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
     c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -95,7 +95,7 @@ def heads_kernel(
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
     CHAINED: tl.constexpr,
 ):
-    """Program (m, kind) handles the query, key or value heads of row m."""
+    """Program (m, kind) handles row m's heads: queries if `kind` is 0, keys if 1, values if 2."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -129,10 +129,10 @@ def heads_kernel(
 def positions_of(
     cache, cell, h, j, d, KV_HEADS: tl.constexpr, D: tl.constexpr, BOXED: tl.constexpr
 ):
-    """Keys or values of one head at the positions `cell + j`, [BN, D].
+    """Return the keys or values [BN, D] of key head h in the cells `cell + j` of the cache.
 
-    Where hardware copies no boxes, Triton makes pointers of them, and 3.6 keeps all in registers: on
-    sm_80 a thread spilled 296 bytes (heads of 256) and 1,192 (of 512), with these offsets none.
+    Without TMA, Triton 3.6 makes pointers of a descriptor and keeps them all in registers: on sm_80 a
+    thread spilled 296 bytes (heads of 256) and 1,192 (heads of 512). With offsets it spills none.
     """
     width: tl.constexpr = KV_HEADS * D
     if BOXED:
@@ -168,9 +168,9 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """A program is (block of BQ queries, batch row x key head, split); `rows` = batch * n.
+    """Program (i, b * KV_HEADS + h, split) takes queries i * BQ .. of sequence b, for key head h.
 
-    Keys and values [slots * capacity, kv_heads * D]: pointers, or if BOXED descriptors of [BN, D].
+    `rows` = B * n. keys, values [slots * capacity, kv_heads * D] are pointers, or if BOXED descriptors.
     """
     follow(CHAINED)
     b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -225,7 +225,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Join the parts of lines (row x query head) below `lines`: [LINES, D]; maxima are base 2."""
+    """Return lines (query heads of rows) joined from parts: f32 [LINES, D]; largest = max * log2(e)."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -250,7 +250,7 @@ def combine_kernel(
     parts, largest, total, out, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """A program joins LINES lines to bf16."""
+    """A program joins LINES lines, query heads of rows, from their parts, and stores them as bf16."""
     follow(CHAINED)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
@@ -264,7 +264,7 @@ def combine_quantized_kernel(
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """A program joins all heads of a row to 8 bits, or to NVFP4 (LARGEST 6)."""
+    """A program joins a row's heads from parts, and quantizes to 8 bits, or NVFP4 if LARGEST is 6."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     line = m * HEADS + tl.arange(0, HEADS)
@@ -285,7 +285,7 @@ def combine_quantized_kernel(
 def attention_heads(
     qkv, q_weight, k_weight, cos, sin, slots, positions, keys, values, q_heads, eps
 ):
-    """See `operations.attention_heads`."""
+    """Launch `heads_kernel` for `operations.attention_heads`, which describes the arguments."""
     rows, width = qkv.shape
     _, capacity, kv_heads, D = keys.shape
     q = torch.empty(rows, q_heads, D, dtype=qkv.dtype, device=qkv.device)
@@ -299,7 +299,7 @@ def attention_heads(
 
 
 def attend(q, keys, values, slots, first, last, scheme, shared):
-    """See `operations.attend`."""
+    """Launch the attention kernels for `operations.attend`, which describes the arguments."""
     rows, q_heads, D = q.shape
     config = configure(
         launched_as(rows), launched_as(len(slots)), q_heads, keys.shape[2], D,
@@ -310,7 +310,7 @@ def attend(q, keys, values, slots, first, last, scheme, shared):
 
 @dataclass(frozen=True)
 class Parts:
-    """The results of `attend_parts`."""
+    """Results of attention over each part of the positions, and what `combine` needs to join them."""
 
     # bf16 [M, q_heads, D] where positions are not split, else f16 [splits, M, q_heads, D]
     results: torch.Tensor
@@ -319,7 +319,7 @@ class Parts:
 
     @property
     def splits(self) -> int:
-        """Return into how many parts the positions are split."""
+        """Return the number of parts that the positions are split into."""
         return 1 if self.results.dim() == 3 else len(self.results)
 
 
@@ -332,7 +332,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Run the attention kernel on each part of the positions; `config` is that of `configure`."""
+    """Run attention over each part of the positions; SPLITS of `config` (`configure`) says how many."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -367,7 +367,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Combine the parts; return rows [M, q_heads * D] as products of `scheme` read them."""
+    """Join parts to rows [M, q_heads * D] as `scheme`'s products read them; `shared` is for NVFP4."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)
@@ -392,10 +392,11 @@ def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activatio
 def configure(
     rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
-    """Return tiles, and how many splits of the positions keep processors busy; `hopper` means sm_90.
+    """Return tile sizes, and how many splits of the positions keep a GPU's `processors` busy.
 
-    Off sm_90 one choice fits every target: 64 rows x 32 positions, 32 x 32 for heads of 512, take 52 to
-    98 KiB of shared memory, and an RTX 4090 and 5090 have 99; no target spills more than a register.
+    `rows` are those of all `batch` sequences; `hopper` means sm_90. Elsewhere tiles of 64 rows x 32
+    positions (32 x 32 for heads of 512) fit every target: they take 52 to 98 KiB of shared memory, of
+    which an RTX 4090 or 5090 has 99, and no target spills more than a register.
     """
     group = q_heads // kv_heads
     # A copy of queries is at least 8 of a head: shared memory repeats its pattern every 8 rows.

@@ -1,22 +1,22 @@
 """Attention with heads of 256 on Hopper, for `attention.attend`.
 
-What bounds it: a tile of 64 positions, keys and values, is 64 KB. For 64 rows of queries that is 64
-bytes of L2 a cycle at the tensor cores' full rate, twice what the L2 gives, so a program has 128 rows,
-as many as registers hold results for. Products then take 2,048 cycles a tile, and so does shared
-memory, which operands pass through.
+The L2 bounds it: the keys and values of a tile of 64 positions are 64 KB. At the tensor cores' full
+rate, 64 rows of queries would read 64 bytes a cycle, twice what the L2 gives. Therefore a program has
+128 rows, the most whose results fit the registers. A tile's products then take 2,048 cycles, and moving
+their operands through shared memory takes as many.
 
 Three sets of warps (`warp_specialize`) meet at barriers in shared memory:
 
     attend_rows, twice   64 rows each: scores, exponentials, results. Neither waits for the other, so
                          one multiplies while the other computes exponentials
-    refill               one warp, copies (TMA) tile i + 2 where both have read tile i
+    refill               one warp, which copies (TMA) tile i + 2 over tile i once both have read that
 
 Within a set the products of two tiles are in flight at once:
 
     scores of tile i + 1, results += p_i @ values_i
-    scores arrive: p_i+1            results arrive: results *= decay
+    scores arrive: compute p_i+1    results arrive: results *= decay
 
-Designs that were measured, with figures, are in kernels/README.md.
+kernels/README.md has other designs that were measured, with figures.
 """
 
 from triton.experimental import gluon
@@ -42,11 +42,11 @@ def visible_run(
     first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return the positions a program reads, begin .. end - 1, their blocks, and the run all rows see.
+    """Return begin, end, blocks, clear, blurred: the positions begin .. end - 1 that a program reads.
 
-    Its queries are `query` .. `query` + SHARE - 1, of which those below n exist; `row` is the first of
-    their sequence. From `clear` up to `blurred` no score needs a mask. An empty run is one block that
-    no row sees.
+    They are in `blocks` blocks, at least one. Every row sees clear .. blurred - 1, so no score there
+    needs a mask. The program has the queries `query` .. `query` + SHARE - 1, of which those below n
+    exist; `row` is the first row of their sequence.
     """
     # Every warp holds all queries: nothing passes between warps.
     each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
@@ -65,7 +65,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Turn scores of positions start .. into exponentials, decay of earlier ones, top, sums."""
+    """Return (exponentials of scores from `start` on, decay of earlier sums, new top, new sums)."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
@@ -80,7 +80,7 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
 
 @gluon.jit
 def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted):
-    """Start copying a block of positions into its place, which must be free."""
+    """Start copying block `block` of BN positions to its place in the ring, which must be free."""
     stage = block % STAGES
     mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
     place, cell = ring.index(stage), base + (begin + block * BN) % capacity
@@ -89,7 +89,7 @@ def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted)
 
 @gluon.jit
 def refill(keys, values, smem, begin, blocks, base, capacity, column):
-    """Copy the tiles that did not fit at first, each when its place is free."""
+    """Copy keys and values of blocks from STAGES on; each waits until the block it replaces is read."""
     _, held_keys, held_values, _, keys_ready, values_ready, keys_free, values_free = smem
     for block in range(STAGES, blocks):
         stage = block % STAGES
@@ -106,7 +106,7 @@ def attend_rows(
     begin, end, blocks, clear, blurred,
     GROUP: gl.constexpr, Q_HEADS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Rows 64 * part .. of a program's: row r is query r % SHARE, head r // SHARE of the group."""
+    """Compute a program's rows 64 * part ..: row r is query r % SHARE of its query head r // SHARE."""
     queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free = (
         smem
     )
@@ -199,7 +199,7 @@ def attend_hopper_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`.
+    """Program (i, b * KV_HEADS + h, split) does what `attention.attend_kernel`'s program does.
 
     q too is a descriptor, of [rows, q_heads * D] with boxes [ROWS / group, D].
     """

@@ -1,17 +1,17 @@
 """Attention with heads of 512 on Hopper, for `attention.attend`.
 
-64 rows x 512 results in float32 fill the registers of two warpgroups, and a tile of 64 positions is
-64 KB, so shared memory holds the queries, one tile of keys and one of values. Tiles small enough for
-the compiler's own pipeline leave the tensor cores idle most of the time. Here a tile is copied (TMA)
-into its place as soon as every warp has read the one before, under the other product; and exponentials
-are computed under the product of the block before:
+64 rows x 512 results in float32 fill the registers of two warpgroups. A tile of keys of 64 positions is
+64 KB, so shared memory holds the queries, one tile of keys and one of values. With smaller tiles and
+the compiler's own pipeline, tensor cores idle most of the time. Here the next tile of keys is copied
+(TMA) over the last one once every warp has read it, while values are multiplied, and the other way
+round. A block's exponentials are computed while the product of the block before with its values runs:
 
     scores of block i + 1, results *= decay, results += p_i @ values_i       products in flight
-    scores arrive: copy keys of i + 2; p_i+1, and the decay before it
+    scores arrive: copy keys of i + 2; compute the decay, then p_i+1
     results arrive: copy values of i + 1
 
-Scores are split between the warpgroups by position, results by column. Only 64 rows use the 128 KB of
-keys and values of a block, so the L2 bounds the kernel (kernels/README.md).
+Scores are split between the warpgroups by position, results by column. A block's keys and values, 128
+KB, serve only 64 rows, so the L2 bounds the kernel (kernels/README.md).
 """
 
 from triton.experimental import gluon
@@ -34,7 +34,7 @@ BN = gl.constexpr(64)
 
 @gluon.jit
 def fetch(source, place, ready, base, position, capacity, column, wanted):
-    """Start copying BN positions into `place`, which every warp has read."""
+    """Start copying BN positions, from `position` on, to `place`, once all warps have arrived here."""
     mbarrier.expect(ready, source.block_type.nbytes, pred=wanted)
     thread_barrier()
     cell = base + position % capacity
@@ -63,7 +63,7 @@ def attend_wide_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (block of queries, batch row x key head, split), as `attention.attend_kernel`."""
+    """Program (i, b * KV_HEADS + h, split) does what `attention.attend_kernel`'s program does."""
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP

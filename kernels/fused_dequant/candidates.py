@@ -1,4 +1,4 @@
-"""Launch configurations worth timing, for each product of the real model: what `tune` chooses from."""
+"""Launch configurations that `tune` chooses from, for each matrix product of the real model."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -22,9 +22,9 @@ HOPPER: Capability = (9, 0)
 
 @dataclass(frozen=True)
 class Product:
-    """A product to tune: `verb` is linear, experts_up, experts_down, lm_head or soft_embedding."""
+    """A matrix product to tune: M rows of K numbers become M rows of N numbers."""
 
-    verb: str
+    verb: str  # linear, experts_up, experts_down, lm_head or soft_embedding
     scheme: str
     M: int
     N: int
@@ -32,7 +32,7 @@ class Product:
 
     @property
     def table_verb(self) -> str:
-        """Return the verb of the product's key in the table: both experts' products share one."""
+        """Return the verb under which tables list the product: "experts" for both experts' products."""
         return "experts" if self.verb.startswith("experts") else self.verb
 
     @property
@@ -42,7 +42,7 @@ class Product:
 
 
 def products(target: Capability) -> Iterator[Product]:
-    """Yield every product that a table of this compute capability holds."""
+    """Yield every product that is tuned on a GPU of this compute capability."""
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
     known = [s for s in ("bf16", "fp8", "int8", nvfp4, FOUR_BIT) if KERNELS[s].runs_on(target)]
     grouped = [*known, "nvfp4_e4m3"] if target == HOPPER else known
@@ -66,7 +66,7 @@ def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:
 
 
 def candidates(product: Product, target: Capability) -> Iterator[Config]:
-    """Yield the default and the configurations worth timing whose accumulators fit the registers."""
+    """Yield `tuning.default`, then others worth timing: those whose accumulators fit the registers."""
     first = tuning.default(product.table_verb, product.scheme, product.M, product.N, product.K)
     yield first
     if product.verb == "lm_head" and target == HOPPER:  # a kernel whose tiles are fixed

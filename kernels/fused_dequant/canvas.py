@@ -1,6 +1,7 @@
-"""Canvases in torch: their state, the noise of each (seed, canvas, step, position), a sampler's step.
+"""Canvases in torch: their denoising state, their random numbers, and a step of the sampler.
 
-Where there is no GPU, `operations.sample` and `accept` call these functions; `sampling` has the rules.
+Where there is no GPU, `operations.sample` and `accept` call these functions. `sampling` tells
+the sampler's rules, and how a random number follows from seed, canvas, step and position.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Draw(NamedTuple):
-    """What one step drew at each position, all [B, L]."""
+    """What one denoising step drew at each position; all fields are [B, L]."""
 
     sampled: Tensor  # int64, from softmax(logits / T)
     replacement: Tensor  # int64, drawn uniformly, taken where the sample is not accepted
@@ -28,14 +29,14 @@ class Draw(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
-        """Return the draw of a batch from the draws of its parts, in order."""
+        """Join the draws of parts of a batch, given in order, to the draw of the batch."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 class Rules(NamedTuple):
-    """The thresholds of entropy, in nats, by which a step accepts tokens and stops a sequence."""
+    """Two limits in nats: which tokens `accepted` accepts, and at which mean entropy a canvas stops."""
 
     entropy_bound: float
     confidence_threshold: float
@@ -43,10 +44,10 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Probabilities:
-    """Unnormalised probabilities p bf16 [M, V]; p / total is softmax(logits / T), total f32 [M].
+    """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
-    `statistics` is memory f32 [M, 4, tiles of V], where `look` leaves statistics of its tiles, in an
-    order of its own, for `sparse_soft_embedding`; None where that is not used.
+    p is bf16 [M, V], total f32 [M]. `statistics` is f32 [M, 4, tiles of V], but `look` fills its memory
+    as [4, M, tiles of V], for `sparse_soft_embedding` to read. It is None where that is not used.
     """
 
     p: Tensor
@@ -55,31 +56,29 @@ class Probabilities:
 
     @classmethod
     def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
-        """Return empty tensors for logits [M, V], with `statistics` if `sparse`."""
+        """Allocate the tensors, uninitialised, for logits [M, V]; `statistics` only if `sparse`."""
         (M, V), device = logits.shape, logits.device
         noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
         return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
 
     def first(self, rows: int) -> "Probabilities":
-        """Return the first rows, in the same memory."""
+        """Return the probabilities of the first `rows` rows, in the same memory."""
         noted = None if self.statistics is None else self.statistics[:rows]
         return Probabilities(self.p[:rows], self.total[:rows], noted)
 
 
 @dataclass(frozen=True)
 class CanvasState:
-    """Denoising state of B sequences; `accept` writes into these tensors."""
+    """The denoising state of one canvas of L tokens in each of B sequences; `accept` updates it."""
 
     seeds: Tensor  # int64 [B]
     canvas_index: Tensor  # int64 [B], from 0
     step: Tensor  # int32 [B], to be taken next, from 1; it stays once a sequence has finished
     finished: Tensor  # bool [B], stopped by its own criterion
-    # f32 [B, L], 1 / T of the last step, 0 before; the next `soft_embedding`'s
-    inverse_temperature: Tensor
+    inverse_temperature: Tensor  # f32 [B, L], 1 / T of the last step, 0 before step 1
     canvas: Tensor  # int64 [B, L], which the decoder reads next
     argmax: Tensor  # int64 [B, L], which would be committed
-    # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
-    history: Tensor
+    history: Tensor  # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
     accepted: Tensor  # bool [B, L], by the last step
 
     @classmethod
@@ -99,13 +98,13 @@ class CanvasState:
         )
 
     def part(self, sequences: slice | Tensor) -> "CanvasState":
-        """Return the state of some sequences: of a slice in the same memory, of indices a copy."""
+        """Return the state of some sequences: a slice shares memory, int64 indices give a copy."""
         own = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
         return CanvasState(history=self.history[:, sequences], **own)
 
 
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
-    """See `operations.sample`."""
+    """Draw one step's tokens in torch; `operations.sample` describes the arguments."""
     scaled = logits.float() / _temperature(state, schedule)[:, None, None]
     u = uniforms(state.seeds, state.canvas_index, state.step, logits.shape[1])
     sampled = sample_by_inverse_cdf(scaled.softmax(-1), u[..., 0].contiguous())
@@ -114,7 +113,7 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
 
 
 def accept(draw, state, schedule, rules):
-    """See `operations.accept`."""
+    """Update `state` after a step in torch; `operations.accept` describes the arguments."""
     s = state
     live = ~s.finished & (s.step <= len(schedule))
     taken = accepted(draw.entropy, rules.entropy_bound)
@@ -141,7 +140,7 @@ def _temperature(state: CanvasState, schedule: Tensor) -> Tensor:
 def accepted(entropy: Tensor, bound: float) -> Tensor:
     """Return which positions are accepted, bool [B, L], by their entropy [B, L] in nats.
 
-    One is accepted if the lower entropies of its canvas sum to at most `bound`: the lowest always is.
+    A position is accepted if all lower entropies of its canvas sum to <= `bound`; the lowest always is.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
@@ -149,16 +148,17 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 
 
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
-    """Return which sequences stop, bool [B]: argmax is stable, mean entropy below `confidence` nats.
+    """Return which sequences stop, bool [B]: those of stable argmax and low mean entropy.
 
-    It is stable if it equals `history` [S, B, L], that of the S steps before; with S = 0 it always is.
+    argmax int64 [B, L] is stable if it equals `history` [S, B, L], the argmax of each of the S steps
+    before; if S is 0 it always is. The mean `entropy` [B, L] must be below `confidence`, both in nats.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy in nats of each position: [B, L, V] -> [B, L] float32."""
+    """Return the entropy of softmax(logits) at each position, in nats: f32 [B, L] of [B, L, V]."""
     log_probabilities = logits.float().log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
@@ -166,7 +166,7 @@ def token_entropy(logits: Tensor) -> Tensor:
 def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
     """Return the token int64 [...] at which the cumulative distribution passes `u` [...] in [0, 1).
 
-    Probabilities float32 [..., V] need not add up to 1; a token of probability 0 is never returned.
+    `probabilities` f32 [..., V] may have any sum; a token of probability 0 is never returned.
     """
     cdf = probabilities.cumsum(-1)
     total = cdf[..., -1:]
@@ -176,7 +176,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the 4 words [..., 4] of Philox4x32-10; all words are 32 bits held in int64 tensors."""
+    """Return Philox4x32-10's four random words, int64 [..., 4]; all words are 32 bits in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -193,16 +193,16 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def random_tokens(seeds: Tensor, canvas: int | Tensor, length: int, vocabulary: int) -> Tensor:
-    """Return the uniformly drawn tokens int64 [B, length] that a canvas begins with."""
+    """Return the uniform random tokens int64 [B, length] with which canvas number `canvas` begins."""
     return (uniforms(seeds, canvas, 0, length)[..., 1] * vocabulary).long()
 
 
 def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
-    """Return the noise of one denoising step: [B, length, 2] float32 in [0, 1), of 24 bits each.
+    """Return a denoising step's random numbers: f32 [B, length, 2] in [0, 1), of 24 bits each.
 
-    The key is `seeds` int64 [B], low word first, the counter (position, step, canvas, 0); the first two
-    words of a block are used. Steps count from 1, 0 is the initial canvas. `canvas` and `step` may be
-    int [B], one a sequence.
+    They are the first two words of Philox, with a sequence's seed (`seeds` int64 [B], low word first)
+    as key and (position, step, canvas, 0) as counter. Steps count from 1; 0 draws the initial canvas.
+    `canvas` and `step` may be int [B], one a sequence.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)

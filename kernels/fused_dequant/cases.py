@@ -17,9 +17,9 @@ SHARED = FP8_MAX * E2M1_MAX / 6  # of rows that reach 6, as standard normal ones
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """Make a weight [experts, rows, columns] of a scheme in `layouts`, blank on "meta".
+    """Make a random weight [experts, rows, columns] of a scheme of `layouts`; blank on "meta".
 
-    Rows of nvfp4_e2m1 have the global scale SHARED.
+    A weight of nvfp4_e2m1 is made for rows under the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
@@ -40,13 +40,13 @@ def random_weight(
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
-    """Return standard normal bf16 [tokens, columns], as after a norm."""
+    """Return standard normal rows bf16 [tokens, columns], like the rows that a norm puts out."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tokens, columns, generator=generator, device=device).to(torch.bfloat16)
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return x rounded to what a product of `scheme` multiplies, as float64."""
+    """Return rows x [..., K] in float64, rounded as products of `scheme` round them."""
     if scheme == FOUR_BIT:
         shared = torch.full((1,), SHARED, device=x.device)
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)
@@ -66,10 +66,10 @@ def random_routing(
     spread: float = 0.0,
     seed: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw distinct experts of each token among the first `used` of them, or all.
+    """Draw `topk` distinct experts for each token, among the first `used` (None: among all).
 
-    `spread` is the standard deviation of the logarithm of an expert's popularity, 0 if all are alike.
-    Returns expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk] that add up to 1.
+    The logarithm of an expert's popularity has the standard deviation `spread`, 0 if all are alike.
+    Return expert_ids int32 [tokens, topk], and routing weights f32 [tokens, topk] of row sum 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)
@@ -100,7 +100,7 @@ SPREAD = {64: 0.9, 256: 0.9, 512: 0.7, 1024: 0.5, 2048: 0.5, 8192: 0.5}
 
 
 def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:
-    """Return a weight of uninitialised tensors; on "meta" they cost nothing."""
+    """Return an uninitialised weight [experts, rows, columns]; on "meta" it takes no memory."""
     layout = KERNELS[scheme].layout(rows, columns)
     tensors = (torch.empty(experts, *shape, dtype=own, device=device) for own, shape in layout)
     return Weight(scheme, *tensors)

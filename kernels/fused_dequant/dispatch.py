@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Tests set it: Triton's interpreter computes bf16 wrongly without their repairs.
-interpreted = False
+interpreted = False  # set by tests, whose repairs Triton's interpreter needs for right bf16
 
 # Schemes of weights (`layouts`) whose kernels computed wrong numbers on this machine (`selftest`):
 # weights are laid out for a plainer kernel.
@@ -18,7 +17,7 @@ distrusted: set[str] = set()
 
 
 def launches(device: torch.device) -> bool:
-    """Whether operations on tensors of `device` launch kernels; elsewhere torch computes."""
+    """Return whether operations on tensors of `device` launch kernels; if not, torch computes."""
     return interpreted or device.type != "cpu"
 
 
@@ -32,10 +31,10 @@ _HERE = _Here()
 
 @contextmanager
 def sequences_of(rows: int) -> Generator[None]:
-    """While the block runs, let torch multiply this thread's rows in sequences of `rows` rows each.
+    """Within the `with` block, torch multiplies this thread's rows in runs of `rows`: a sequence each.
 
-    Some CPU libraries sum a product of more rows in another order: multiplied by itself, a sequence
-    has results that do not depend on its neighbours. Kernels ignore this.
+    Some CPU libraries sum in another order if a product has more rows. A sequence that is multiplied
+    alone has results that do not depend on its neighbours. Kernels ignore this.
     """
     before, _HERE.rows = _HERE.rows, rows
     try:
@@ -46,10 +45,10 @@ def sequences_of(rows: int) -> Generator[None]:
 
 @contextmanager
 def launched_as_one_of(sequences: int) -> Generator[None]:
-    """While the block runs, choose this thread's launches as if for one of `sequences` of equal length.
+    """Within the `with` block, this thread launches a batch of `sequences` as if it were one sequence.
 
-    How a kernel sums depends on how it is launched, never on a row's neighbours: so each sequence of
-    a batch has the numbers, to the bit, that it has alone.
+    All are of one length. A kernel's order of sums depends on its launch configuration, never on a
+    row's neighbours. So each sequence of the batch has the numbers, to the bit, that it has alone.
     """
     before, _HERE.sequences = _HERE.sequences, sequences
     try:
@@ -59,11 +58,11 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return how many of `count` rows, slots or sequences a launch's configuration is chosen for."""
+    """Return the count by which a launch for `count` rows, slots or sequences is configured."""
     return count // _HERE.sequences
 
 
 def sequence_rows(count: int) -> int:
-    """Return how many of `count` rows are multiplied together: those of a sequence, or all."""
+    """Return how many of `count` rows torch multiplies at once: all, or those of a sequence."""
     own = _HERE.rows
     return own if own is not None and count % own == 0 else max(count, 1)

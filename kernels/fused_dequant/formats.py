@@ -11,15 +11,15 @@ NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
     global_scale  f32    [1]        448 * 6 / amax of the tensor: a LARGE number, it divides
     w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
 
-MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32], nothing else. A scale is
-a block's amax, rounded to a power of two (up from 1.75 times one), over 4: values of 6 to 7 become 6.
+MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32]. If 2^k <= amax < 2^(k+1) in
+a block, its scale is 2^k / 4, or 2^k / 2 where amax >= 1.75 * 2^k. Weights saturate at 6 * scale.
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
-Everything is rounded to nearest, ties to the even code, in float32. Layouts that exist only in memory
-are in `w4a16` and `w4a8`, except one: gate and up rows of experts alternate in runs of 8
-(`interleave_gate_up`), so that one thread of a tensor-core accumulator holds a gate value and its up
-value, and applies the activation in registers.
+Everything is rounded to nearest, ties to the even code, in float32. `w4a16`, `w4a8` and `w4a4` have
+layouts that exist only in memory. One more is here: gate and up rows of experts alternate in runs of 8
+(`interleave_gate_up`). So one thread of a tensor-core accumulator holds a gate value and its up value,
+and applies the activation in registers.
 """
 
 import math
@@ -38,8 +38,7 @@ GROUP = 16  # columns of NVFP4 that share a scale
 MX_GROUP = 32  # of MXFP4
 E8M0_MAX = 254
 SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
-# Of a block whose weights are rounded to e4m3 and are not zero: half of it over 8 is the least normal
-# number.
+# The least block scale whose weights are not 0 in e4m3: half of it over 8 is the least normal number.
 E4M3_LEAST_SCALE = 2.0**-2
 # What a product reads: bf16 rows [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or
 # NVFP4's codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's
@@ -57,7 +56,7 @@ BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
 def blocks(weight: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices of parts of a weight [..., out, in], each of about BLOCK_VALUES values."""
+    """Yield indices that cut a weight [..., out, in] into parts of about BLOCK_VALUES values."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
 
@@ -72,7 +71,7 @@ def _blocks(shape: Sequence[int], values: int) -> Iterator[tuple[int | slice, ..
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once: CUDA divides by a Python number as an inexact product."""
+    """Return x / number rounded once; CUDA's x / number would multiply by a rounded 1 / number."""
     return x / x.new_full((), number)  # made there: nothing waits for a copy
 
 
@@ -90,11 +89,11 @@ def _magic(magnitude: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return the codes 0..15 (uint8) of FP32 values in -6..6; x and `room`, as large, are overwritten.
+    """Return the codes 0..15 (uint8) of FP32 x in -6..6; overwrites x and `room`, FP32 of its shape.
 
-    Adding `_magic` leaves the number of grid steps from 0 in the last byte. Each power of two above 1
-    adds two codes, and magic >> 22 is 2 * (127 + 22 + exponent) = 2 * exponent - 214 in a byte. The 214
-    are added to magic itself, an even number of steps, so that ties still go to the even code.
+    The last byte of |x| + `_magic` counts grid steps from 0. The code is that count plus 2 e; 2^e is
+    the largest power of two <= max(1, |x|). Here `magic` is `_magic` plus 214 steps. Its bits >> 22 are
+    2 (127 + 22 + e), in a byte 2 e - 214, so the sum of both is the code. 214 is even: ties stay right.
     """
     bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
     sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
@@ -105,19 +104,19 @@ def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack codes [..., K] two a byte, the even column in the low nibble (little-endian)."""
+    """Pack codes uint8 [..., K] two a byte, the even column in the low nibble: uint8 [..., K/2]."""
     pairs = codes.view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Pack e2m1 values [..., K] FP32 two codes a byte: uint8 [..., K / 2]. -0 keeps its sign."""
+    """Pack the codes of e2m1 values FP32 [..., K] two a byte: uint8 [..., K/2]. -0 keeps its sign."""
     codes = e2m1_codes(values.clone(), torch.empty_like(values))
     return pack(codes | (values.signbit().view(torch.uint8) << 3))
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
-    """Return the FP32 values [..., K] of packed codes [..., K / 2]; -0 keeps its sign."""
+    """Return the FP32 values [..., K] of packed e2m1 codes uint8 [..., K/2]; -0 keeps its sign."""
     found = _pairs(packed.device).index_select(0, packed.flatten().int())
     return found.view(torch.float32).view(*packed.shape[:-1], -1)
 
@@ -131,16 +130,16 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
-    """Return the scales of NVFP4 blocks of largest magnitudes `ranges`: e4m3 held in FP32, never 0."""
+    """Return scales (e4m3 in FP32, never 0) of blocks with amax `ranges` and global scale `shared`."""
     scale = (shared * quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
 
 
 def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-    """Round [..., K] to NVFP4: e2m1 values FP32 [..., K/16, 16], block scales e4m3 in FP32 [..., K/16].
+    """Round x [..., K] to NVFP4; return e2m1 values [..., K/16, 16] and block scales [..., K/16].
 
-    `shared` FP32, the global scale, broadcasts over the block scales. Values too large for it
-    saturate; a block with NaN becomes NaN.
+    Both are held in FP32. `shared`, the FP32 global scale, broadcasts over the block scales. Values too
+    large for it saturate; a block with NaN becomes NaN.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = block_scale(groups.abs().amax(-1), shared)
@@ -149,7 +148,7 @@ def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [..., K]: packed codes uint8 [..., K/2], block scales e4m3 [..., K/16]."""
+    """Return x [..., K] in NVFP4: packed codes uint8 [..., K/2], block scales e4m3 [..., K/16]."""
     values, scale = round_groups(x, global_scale)
     return pack_e2m1(values.flatten(-2)), scale.to(FP8)
 
@@ -157,16 +156,16 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nvfp4(
     packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return values [..., K] of codes uint8 [..., K/2], scales e4m3 [..., K/16], f32 to [..., 1]."""
+    """Return the values [..., K] of packed [..., K/2], scale [..., K/16] and global_scale [..., 1]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, GROUP))
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
 
 
 def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
-    """Round NVFP4 weights to e4m3 [..., K]: e2m1 * scale / 8, half to even; W4A8 multiplies these.
+    """Return NVFP4 weights as W4A8 multiplies them: e2m1 * scale / 8, rounded to e4m3 [..., K].
 
-    packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative; 6 * 448 / 8 is still in range.
-    Blocks with a scale below 2^-2, of 448 at most, count as zero: they would be subnormal.
+    packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative. Even 6 * 448 / 8 is in range.
+    Blocks with a scale below E4M3_LEAST_SCALE become zeros, since their values would be subnormal.
     """
     scale = scale.float()
     zero = (scale < E4M3_LEAST_SCALE).unsqueeze(-1)
@@ -179,20 +178,20 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:
-    """Return e8m0 scales uint8 of MXFP4 blocks of largest magnitudes `ranges` BF16; byte 0 for 0."""
+    """Return the e8m0 scales uint8 of MXFP4 blocks whose largest magnitudes are `ranges`, BF16."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 
 
 def e8m0_values(scale: Tensor) -> Tensor:
-    """Return the BF16 values of e8m0 bytes; 2^-127 is a BF16 subnormal."""
+    """Return the BF16 values of e8m0 bytes uint8, NaN for 255; 2^-127 is subnormal in BF16."""
     bits = scale.int() << 7
     values = torch.where(scale == 0, 0x40, bits).to(torch.int16).view(torch.bfloat16)
     return values.masked_fill(scale == 0xFF, torch.nan)
 
 
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [..., K]: packed codes uint8 [..., K/2], scales e8m0 uint8 [..., K/32]."""
+    """Return x [..., K] in MXFP4: packed codes uint8 [..., K/2], block scales e8m0 [..., K/32]."""
     groups = x.float().unflatten(-1, (-1, MX_GROUP))
     scale = e8m0_scale(groups.abs().amax(-1))
     scaled = (groups / e8m0_values(scale)[..., None]).clamp_(-E2M1_MAX, E2M1_MAX)
@@ -200,17 +199,17 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values [..., K] of codes uint8 [..., K/2] and scales e8m0 uint8 [..., K/32]."""
+    """Return MXFP4's values [..., K] of codes uint8 [..., K/2], block scales e8m0 uint8 [..., K/32]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, MX_GROUP))
     return values.mul_(e8m0_values(scale).to(dtype)[..., None]).flatten(-2)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize rows x [..., K] symmetrically: values of `dtype` [..., K] and scales f32 [...].
+    """Quantize rows x [..., K] symmetrically to `dtype`; return codes [..., K] and scales f32 [...].
 
-    scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; q = x * (1 / scale), half to even: one
-    division a row, as in the kernel, which so agrees bit for bit. A zero row has scale 1; a row with
-    NaN or infinity has scale NaN, so all that is computed from it is NaN.
+    scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; codes are x * (1 / scale), half to even.
+    The kernel too divides once a row, so both agree bit for bit. A zero row has scale 1. A row with NaN
+    or infinity has scale NaN, so that all that is computed from it is NaN.
     """
     largest, wide = LARGEST[dtype], x.float()
     amax = wide.abs().amax(-1)
@@ -223,7 +222,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Join gate, up [..., I, C], I % 8 == 0, to [..., 2I, C]: runs of 8 gate and 8 up rows in turn."""
+    """Join gate and up, both [..., I, C] with I % 8 == 0, to [..., 2I, C]: 8 rows of each in turn."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(
             f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"

@@ -1,10 +1,10 @@
 """Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
 
-`w4a16.to_fragments` says what goes where and is the reference; its thirty passes in torch take longer
-than the copy of a streamed layer. A program makes TILES fragments of 64 rows, each 256 pairs of words.
-A pair gathers 8 bytes, of two rows and four places, and looks up what each adds.
+`w4a16` describes fragments. Its `to_fragments` in torch is the reference, whose thirty passes take
+longer than the copy of a streamed layer. A program makes TILES fragments, each of 64 rows. A fragment
+is 256 pairs of words. A pair's bits come from 8 bytes, 4 in each of two rows, by a table (`places`).
 
-A block scale is neither negative nor NaN here: `packing` checks that once when it reads a checkpoint.
+No block scale is negative or NaN here: `packing` checks that once when it reads a checkpoint.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes fragments j * TILES .. of rows 64 i ..; arrays as `w4a16` has them.
+    """Program (i, j) makes TILES fragments of rows 64 i .. 64 i + 63, from column tile j * TILES on.
 
     packed uint8 [rows, HALF]; scale uint8 [rows, HALF / 8]; words int64 [tiles, columns, 256]; scales
     int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `w4a16`'s tables.
@@ -54,7 +54,7 @@ def fragments_kernel(
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `w4a16.to_fragments` of contiguous, checked tensors with N and K in whole tiles."""
+    """Do what `w4a16.to_fragments` does for contiguous tensors, but check nothing."""
     experts, rows, half = packed.shape
     tiles, columns = rows // w4a16.FRAGMENT, half // (w4a16.FRAGMENT // 2)
     words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)

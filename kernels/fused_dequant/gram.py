@@ -2,8 +2,8 @@
 
     tiles[e, t] += sum of x[r, i] x[r, j]^T over the rows r of expert e,   t = j (j + 1) / 2 + i
 
-i <= j count blocks of 128 inputs. Tiles below the diagonal are those above it, transposed: they are
-neither computed nor held. Products of bf16 numbers are exact in float32, in which tensor cores sum
+i and j number blocks of 128 inputs, i <= j. Tiles below the diagonal are those above it, transposed.
+They are neither computed nor held. Products of bf16 numbers are exact in float32; tensor cores sum
 them. The host waits for nothing. `quantize/schemes/hessians.py` does the same in torch.
 """
 
@@ -24,7 +24,7 @@ def gram_kernel(
     x, order, starts, tiles, K, COUNT,
     TOPK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j, e) adds to a tile; choice c of `order` is of row c // TOPK."""
+    """Program (i, j, e) adds to tile (i, j) of expert e; entry c of `order` is row c // TOPK of x."""
     i, j = tl.program_id(0), tl.program_id(1)
     e = tl.program_id(2).to(tl.int64)
     begin, end = tl.load(starts + e), tl.load(starts + e + 1)
@@ -52,10 +52,10 @@ def gram_kernel(
 def add(
     tiles: torch.Tensor, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, topk: int
 ) -> None:
-    """Add rows x bf16 [M, K] to tiles f32 [E, tiles, 128, 128], in place; both are contiguous.
+    """Add the sum of x x^T over each expert's rows, x bf16 [M, K], to its `tiles`, in place.
 
-    `order` int64 [M * topk] are choices sorted by expert, choice c of row c // topk. Those of expert e
-    begin at starts[e], int64 [E + 1], and end at starts[e + 1].
+    `tiles` f32 [E, tiles, 128, 128] and x are contiguous. Choice c is one of the topk experts of row
+    c // topk; expert e's are order[starts[e] : starts[e + 1]], int64 order [M * topk], starts [E + 1].
     """
     K = x.shape[1]
     blocks = triton.cdiv(K, TILE)

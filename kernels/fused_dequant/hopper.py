@@ -1,4 +1,4 @@
-"""Code that the Gluon kernels for Hopper share: names of a barrier, `chain.follow` in Gluon."""
+"""Code that the Gluon kernels for Hopper share: a barrier of all threads, `chain.follow` in Gluon."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,7 +10,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 @gluon.jit
 def follow(CHAINED: gl.constexpr):
-    """Wait for the kernel before, then release the next."""
+    """Wait for the previous kernel to complete, then let the next one start."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,12 +1,12 @@
-"""Rounds activations as NVFP4 serves them (W4A4), to bf16 rows that any kernel multiplies.
+"""Rounds activations as W4A4 does for NVFP4 weights, into bf16 rows that any kernel can multiply.
 
     s = e4m3(min(g * amax / 6, 448)), 0.125 where that is 0       a block of 16, g the global scale
     y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row
 
-x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448);
-1 / g goes in float32 into the factor of the product's weight. The numbers are those of
-compressed-tensors in float32, ties to the even code; NaN stays NaN. e4m3 is rounded by additions,
-since sm_80 has no such type.
+x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448).
+The weight's factor includes 1 / g, in float32 (`simulated.scaled`). The numbers are those of
+compressed-tensors in float32, ties to the even code; NaN stays NaN. Float32 additions do the rounding
+to e4m3, since sm_80 has no such type.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def round_e4m3(s):
-    """Round 0 <= s <= 448 to e4m3, half to even: adding 1.5 * 2^20 steps leaves whole steps."""
+    """Round 0 <= s <= 448 to e4m3, half to even: adding 1.5 * 2^23 grid steps drops fractions."""
     exponent = tl.maximum(s.to(tl.int32, bitcast=True) >> 23, 121)  # 2^-6: subnormals below
     magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return (s + magic) - magic
@@ -45,7 +45,7 @@ def scaled_blocks(h, g):
 def round_nvfp4_kernel(
     x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (m, i) rounds GROUPS blocks of row m, which is row m // TOPK of x."""
+    """Program (m, i) rounds GROUPS blocks of row m of y, which is row m // TOPK of x."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -58,7 +58,7 @@ def round_nvfp4_kernel(
 
 
 def round_nvfp4(x, global_scale, experts):
-    """See `simulated.round_nvfp4`."""
+    """Launch the kernel for `simulated.round_nvfp4`, which describes the arguments."""
     M, K = x.shape
     topk = 1 if experts is None else experts.numel() // M
     y = torch.empty(M * topk, K, dtype=torch.bfloat16, device=x.device)

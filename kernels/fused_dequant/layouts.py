@@ -1,22 +1,21 @@
-"""One record a scheme of weights: its layout in memory, and the kernel that multiplies with it.
+"""Schemes of weights in memory: for each its layout, and the kernel that multiplies with it.
 
     scheme            data                        scale                      factor
     bf16              bf16 [E, N, K]              none                       none
     fp8, int8         e4m3 or int8 [E, N, K]      f32 [E, N]                 none
     nvfp4             uint8 [E, N, K/2]           e4m3 [E, N, K/16]          f32 [E, 2]
-    mxfp4             uint8 [E, N, K/2]           e8m0 uint8 [E, N, K/32]    f32 [E, 2], 1
+    mxfp4             uint8 [E, N, K/2]           e8m0 uint8 [E, N, K/32]    f32 [E, 2] of ones
     nvfp4_fragments   int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
     nvfp4_e4m3        int32 [E, N/64, K/64, 512]  int32 [E, N/64, K/64, 64]  f32 [E, 2]
     nvfp4_e2m1        uint8 [E, N, K/2]           e4m3 [E, N/128, K/64, 512] f32 [E, 3]
 
-A dense weight has E = 1. `factor` is 128 / global_scale for gate rows and for up rows (equal if the
-weight has no such split); 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is the
-same weight for Hopper (`w4a16`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits (`w4a8`), its
-factor 8 / global_scale; elsewhere, and in dense products, such a weight is an fp8 one. `nvfp4_e2m1` is
-NVFP4 that Blackwell multiplies with rows in NVFP4 (`w4a4`), its factors 1 / (global_scale * that of the
-rows), and behind them the global scale of the rows.
-
-gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
+A dense weight has E = 1. gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
+`factor` has one number for gate rows and one for up rows, equal if a weight has no such split. For
+nvfp4 it is 128 / global_scale; 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is
+the same weight for Hopper (`w4a16`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits (`w4a8`),
+with factor 8 / global_scale; on other GPUs, and in dense products, it is laid out as fp8. `nvfp4_e2m1`
+is NVFP4 that Blackwell multiplies by rows in NVFP4 (`w4a4`). Its factors are 1 / (global_scale * r) and
+a third number, r, where r is the global scale of the rows.
 """
 
 from collections.abc import Callable
@@ -35,7 +34,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]  # of one expert's tensor
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel that multiplies with the weights of a scheme, and how they lie in memory."""
+    """How weights of a scheme lie in memory, and the kernel that multiplies with them."""
 
     module: str  # module of this package whose `launch` has the arguments of `matmul.launch`
     least: Capability  # the lowest compute capability that has the instructions
@@ -43,14 +42,13 @@ class Kernel:
     layout: Callable[[int, int], tuple[Spec, ...]]
     # (data, scale, dtype) -> values [E, N, K], but for the factor.
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    # f32 [N, K] -> codes, scale and factor, as `weights.build` takes them; None where another
-    # scheme's weights are laid out anew.
+    # f32 [N, K] -> what `weights.build` takes; None where it lays out another scheme's weights anew.
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     spans: tuple[int, int] = (1, 1)  # rows and columns that an element of data stands for
     alone: bool = False  # whether no other capability has the instructions
 
     def runs_on(self, target: Capability) -> bool:
-        """Whether a GPU of this compute capability has the kernel's instructions."""
+        """Return whether a GPU of this compute capability has the kernel's instructions."""
         return target == self.least if self.alone else target >= self.least
 
 

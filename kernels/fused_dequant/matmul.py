@@ -2,22 +2,22 @@
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x[m, k] * w[n, k]
 
-with a scale per token and per output channel, so both leave the loop. FP8 accumulates in float32
-(Hopper's FP8 tensor cores keep about 14 bits between promotions; measured effect on K = 2816 is
-below the rounding of the bf16 result), INT8 in int32, exactly, up to K = 133,000.
+Scales are per token and per output channel, so both are applied behind the loop. FP8 accumulates in
+float32: Hopper's FP8 tensor cores keep about 14 bits between promotions, which at K = 2816 costs less
+than rounding the result to bf16. INT8 accumulates in int32, exactly up to K = 133,000.
 
-`SWAP` computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows falls back to the
-half-precision tensor cores after a conversion; swapped, the weights fill the 64-row side and the tokens
-the 8-granular one, so 16 tokens an expert still run on FP8 tensor cores with half the instructions.
+`SWAP` computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows is converted to half
+precision. Swapped, weights fill the side of 64 rows, and tokens the side that takes multiples of 8. So
+16 tokens an expert still run on FP8 tensor cores, with half the instructions.
 
-A block is BM + MORE rows (MORE may be 0): two accumulators, so that 80 rows meet weights read once.
-At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 read half the experts twice, blocks of
-128 compute twice the rows. An expert's block is computed at the narrowest of NARROWER + 1 sizes that
-holds its real rows (`compute_rows`), because no real routing is even.
+A block is BM + MORE rows in two accumulators (MORE may be 0), so that 80 rows read the weights once.
+At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 would read half the experts twice, blocks of
+128 would compute twice the rows. Real routing is never even. So a block that is not full is computed
+with fewer rows: `compute_rows` narrows it up to NARROWER times, as long as it holds the real rows.
 
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
-saves one pass over the result. Results ask to stay in the L2 (`tiles.KEPT`): the next kernel reads
-them, while the weights that stream past are read once.
+saves one pass over the result. Results are stored so that they stay in the L2 (`tiles.KEPT`), since the
+next kernel reads them; weights are read only once.
 """
 
 import torch
@@ -42,7 +42,7 @@ def load_tokens(tokens, real, k, k0, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def multiply(tokens, weights, acc, SWAP: tl.constexpr):
-    """Add tokens @ weights.T to acc [rows, BN], or the transpose to acc [BN, rows]."""
+    """Return acc [rows, BN] + tokens @ weights.T; if SWAP, acc and the product are transposed."""
     if SWAP:
         acc = tl.dot(weights, tokens.T, acc, out_dtype=acc.dtype)
     else:
@@ -55,7 +55,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Load scales and routing weights of rows, 0 where there is none."""
+    """Return rows' activation scales and routing weights, f32: 0 for padding, or if there are none."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -71,7 +71,7 @@ def store_rows(
     COUNT: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store result f32 [BN, COUNT] as rows of y."""
+    """Scale result f32 [BN, COUNT], activate and weight it, and store it as rows of y."""
     if SCALED:
         result *= channel_scale[:, None]
         result *= scale[None, :]
@@ -143,7 +143,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the narrowest of NARROWER + 1 sizes that holds the real `rows`."""
+    """Run `compute_block` on a block narrowed up to NARROWER times, while it holds the real `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -189,7 +189,7 @@ def matmul_kernel(
     EVEN_K: tl.constexpr,
     BLOCKS_FIRST: tl.constexpr,
 ):
-    """Multiply x [rows, K] by w [E, N, K] into y [rows, N or N/2]; slots read row slot // TOPK."""
+    """Multiply x [rows, K] by w [E, N, K] into y [slots, N or N/2]; slot s reads row s // TOPK of x."""
     follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
@@ -221,11 +221,11 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by a weight: a dense product, or with `routing` one of the experts' two.
+    """Multiply rows by a weight: in a dense product, or with `routing` in one of the experts' two.
 
-    x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale f32 [rows] of 8-bit rows, else None.
-    `config` is from `Weight.config`; BM + MORE must equal `routing.block`. `share` f32 [slots] are the
-    routing weights, for `down`. Returns bf16 rows, as `routing.place_results` places them.
+    x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale is f32 [rows], None for bf16.
+    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots] are
+    the routing weights, for `down` only. Return bf16 rows, in the shape of `routing.place_results`.
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])

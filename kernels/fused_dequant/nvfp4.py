@@ -6,11 +6,11 @@ It reads the canonical layout (low nibble = even column, e4m3 scale a group of 1
     scale = bf16(e4m3 * 2^119)                        exact
     w     = bits * scale                              e2m1 * scale * 2^-7: 6 significant bits, exact
 
-and acc * 2^7 / global_scale in the epilogue. MXFP4's scales, a byte of e8m0 for 32 columns, are bf16's
-exponents: w = (bits * 2^126) * scale, both products exact, and a factor of 1. The scale byte is decoded
-by integer operations because sm_80 has no e4m3 type. The interleave of low and high nibbles and the
-change of layout before the dot go through shared memory, which is what holds this loop near 40 % of
-bandwidth on an H200; `nvfp4_hopper.py` is the answer there.
+The epilogue multiplies sums by 2^7 / global_scale. MXFP4's scales, a byte of e8m0 for 32 columns, are
+bf16's exponents: w = (bits * 2^126) * scale, both products exact, with a factor of 1. Integer
+operations decode e4m3 scales, because sm_80 has no such type. Interleaving low and high nibbles, and
+the change of layout before the dot, go through shared memory. That holds this loop near 40 % of
+bandwidth on an H200; `nvfp4_hopper.py` avoids it there.
 """
 
 import torch
@@ -113,7 +113,7 @@ def nvfp4_kernel(
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
-    """Multiply as `matmul.launch` does, with bf16 rows and a canonical weight."""
+    """Do what `matmul.launch` does, for bf16 rows (x_scale None) and a weight of nvfp4 or mxfp4."""
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     del mode["block_rows"]  # this kernel computes whole blocks only
     nvfp4_kernel[(triton.cdiv(mode["N"], config["BN"]), blocks)](

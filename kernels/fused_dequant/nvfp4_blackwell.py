@@ -8,8 +8,8 @@ so that an expert's 16 tokens need no padding to 128. For `mma.sync` of sm_120 e
 since an expert's tokens are gathered.
 
 No GPU with such units has run this; Triton's interpreter has. With NATIVE false only the instruction
-differs: codes and scales are decoded to bf16, where their product is exact, and multiplied there. That
-build has run on an H200. tests/fused_dequant/test_compile.py names the instruction of each target.
+differs: codes and scales are decoded to bf16, in which their product is exact, and bf16 is multiplied.
+That build has run on an H200. tests/fused_dequant/test_compile.py names the instruction of each target.
 """
 
 import triton
@@ -38,7 +38,7 @@ def multiply(
     w, w_scale, x, x_scale, acc,
     NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Add w @ x.T to acc f32 [BN, BM]; without FP4 units 2^-14 of it."""
+    """Return acc f32 [BN, BM] + w @ x.T; if not NATIVE, the product is 2^-14 times as large."""
     if NATIVE:
         acc = tl.dot_scaled(w, w_scale, E2M1, x.T, x_scale, E2M1, acc)
     else:
@@ -74,7 +74,7 @@ def nvfp4_blackwell_kernel(
 ):
     """Multiply x [rows, K/2], x_scale [rows, K/16] by packed [E, N, K/2] into y [slots, N or N/2].
 
-    Scales of weights are tiles [E, N/128, K/64, 512], rounded up; BN is 128. Factors are f32 [E, 3].
+    `scale` is in tiles [E, ceil(N/128), ceil(K/64), 512], so BN is 128; `factor` is f32 [E, 3].
     """
     follow(CHAINED)
     tile = tl.program_id(0)
@@ -123,7 +123,7 @@ def nvfp4_blackwell_kernel(
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
-    """Multiply as `matmul.launch` does, with rows uint8 [rows, K/2] and scales e4m3 [rows, K/16]."""
+    """Do what `matmul.launch` does, for NVFP4 rows: x uint8 [rows, K/2], x_scale e4m3 [rows, K/16]."""
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     del mode["block_rows"]  # this kernel computes whole blocks only
     nvfp4_blackwell_kernel[(triton.cdiv(mode["N"], config["BN"]), blocks)](

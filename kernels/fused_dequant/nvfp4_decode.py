@@ -1,10 +1,10 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-In bf16 a thread holds what `w4a16.to_fragments` gave it: pairs of words, each pair 16 codes, and
-words of four block scales. Two values take a funnel shift, a mask and a multiplication by their scale;
-the scale itself costs an eighth of an instruction a value. The result is exact: e2m1 * scale * 2^-7 in
-bf16, as `w4a16.decode_fragments` computes it in torch. In e4m3 eight values take seven instructions
-and a block's table four (`w4a8`, which says what a thread holds and how the table comes about).
+To decode to bf16, a thread reads the layout of `w4a16.to_fragments`: pairs of words, each pair with 16
+codes, and words of four block scales. Two values take a funnel shift, a mask and a multiplication by
+their scale. Decoding scales adds 1/8 instruction a value. The result, e2m1 * scale * 2^-7, is
+exact, as `w4a16.decode_fragments` computes it in torch. To decode to e4m3, eight values take seven
+instructions and a block's table four (`w4a8` describes both the layout and the table).
 
 `gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
 would have to move between threads.
@@ -17,10 +17,10 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 
 
 def decode_assembly() -> str:
-    """Return PTX that decodes words $8, $9 to 8 x 2 bf16 (scales $10: byte 2 * step + row//8).
+    """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 .. $7 of two bf16 each.
 
-    Scales: bytes 0 and 2, then 1 and 3, become pairs of bf16 by (byte << 4) + 0x7380. Each doubled half
-    is written as a move of two halves, which ptxas folds into the multiply (HMUL2 .H0_H0 and .H1_H1).
+    $10 has four scales: byte 2 * step + row // 8 is that of a step and row. As bf16 it is (byte << 4) +
+    0x7380. ptxas folds the moves that double each half into the multiply (HMUL2 .H0_H0 and .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
@@ -45,10 +45,10 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 
 
 def e4m3_assembly() -> str:
-    """Return PTX that decodes words of row g ($8, $9) and g + 8 ($10, $11), scales $12, to 8 registers.
+    """Return PTX that decodes four words of eight codes to registers $0 .. $7 of four e4m3 each.
 
-    A register holds four e4m3: register 4s + 2h + r those of row g + 8r that step s multiplies at its
-    columns 16h + 4t + {0..3}. Scales: a byte for each row, d in its sign bit.
+    $8 and $9 are steps 0 and 1 of row g, $10 and $11 those of row g + 8. Register 4s + 2h + r has step
+    s, row g + 8r, columns 16h + 4(lane%4) + {0..3}. $12 has each row's scale byte, as `w4a8` stores it.
     """
     lines = [
         ".reg .b32 base, odd, low, high, codes, four;",
@@ -81,7 +81,7 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Lay out words [row tile, column tile, warp, row%8, lane%4, 2, 2] over threads: four of each."""
+    """Lay out words [row tile, column tile, warp, row%8, lane%4, 2, 2]; a thread has the last 2 x 2."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]

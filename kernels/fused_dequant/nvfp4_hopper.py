@@ -1,26 +1,26 @@
 """NVFP4 W4A16 on Hopper: decode into the registers from which `wgmma` reads its operand A.
 
-The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth: the compiler decodes in the layout
-in which it loaded and then carries every bf16 value through shared memory into the layout the
-tensor core wants, 2 bytes written and read a value for 0.56 loaded. Here nothing but the packed
-weights crosses shared memory:
+The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth. The compiler decodes in the layout in
+which it loaded, and then carries every bf16 value through shared memory into the layout that the tensor
+core wants: a value that was loaded as 0.56 bytes is written and read as 2. Here only the packed
+weights cross shared memory:
 
-  * weights lie in memory in fragment order (`w4a16.to_fragments`), so the 16 bytes a thread copies
-    with `cp.async` are the 32 values that same thread feeds to `wgmma`;
-  * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup; tokens are operand B, in
-    shared memory, with any width from 16 to 256, so a weight is decoded once for all its tokens;
-  * decoding (`nvfp4_decode`) takes so few instructions that the whole loop issues 2.7 a value, against
-    3.9 that the issue slots allow at 4.3 TB/s (sm_90 SASS, counted by
-    tests/fused_dequant/test_compile.py).
+  * weights lie in memory in fragment order (`w4a16.to_fragments`), so the 16 bytes that a thread copies
+    with `cp.async` are the 32 values that this thread feeds to `wgmma`;
+  * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup. Tokens are operand B, in
+    shared memory, 16 to 256 of them, so a weight is decoded once for all its tokens;
+  * decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions a value, and at 4.3 TB/s
+    there is time for 3.9. The instructions of sm_90 are counted by
+    tests/fused_dequant/test_compile.py.
 
 It is written in Gluon because the layouts are the algorithm.
 
-The products of one step are in flight while the next 64 columns are decoded, and are waited for at
-the end of the step: carried over the loop's back edge they make ptxas serialise every one (C7515). A
-dense product, which has about one block a processor, therefore runs two sets of warps a block, each on
-half of K: one decodes while the other multiplies. Its tokens come by TMA. The experts' tokens are
-gathered with `cp.async`, which costs a fence every step before `wgmma` may read them.
-Measured designs, with figures, are in kernels/README.md.
+The products of one step run while the next 64 columns are decoded, and the step waits for them at its
+end: if they ran on into the loop's next turn, ptxas would serialise them all (C7515). A dense product
+has about one block a processor, so two sets of warps share a block, each on half of K: one decodes as
+the other multiplies. TMA copies a dense product's tokens. Experts' tokens are gathered by `cp.async`,
+which costs a fence every step before `wgmma` may read them.
+kernels/README.md has other designs that were measured, with figures.
 
 With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 bits with a scale each.
 """
@@ -75,7 +75,7 @@ def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.c
 
 @gluon.constexpr_function
 def stored_layout(num_warps):
-    """Return the layout of rows [rows, channels] for storing."""
+    """Return the register layout in which results [rows, channels] are stored to device memory."""
     return gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
 
 
@@ -84,7 +84,7 @@ def rows_of(
     slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Load slots [COUNT] of a block's rows from `first` on, and their routing weights (or 0)."""
+    """Return slots [COUNT] of a block's rows from `first` on, and their routing weights, 0 if none."""
     slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
     if GROUPED:
         slot = gl.load(slots + slot)
@@ -99,7 +99,7 @@ def scales_of(
     x_scale, slots, first, total, COUNT: gl.constexpr, TOPK: gl.constexpr, E4M3: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Load the scales of a block's tokens, as columns of an accumulator, or 0 where they have none."""
+    """Return token scales [COUNT] as columns of an accumulator, 0 for padding; 0.0 if not E4M3."""
     K: gl.constexpr = 32 if E4M3 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COUNT, K])
     scale = 0.0
@@ -115,7 +115,7 @@ def store_rows(
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Scale, activate, weight and store acc [BN, COUNT] as rows `slot` of y [.., width]."""
+    """Store acc [BN, COUNT], scaled, activated, times `weight`, as rows `slot` of y [.., width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if E4M3:
         acc *= scale[None, :]
@@ -139,7 +139,7 @@ def store_rows(
 
 @gluon.constexpr_function
 def sum_layout(BN, BM):
-    """Return a shared layout f32 [BN, BM] without bank conflicts for an accumulator."""
+    """Return a layout in shared memory, free of bank conflicts, for an accumulator f32 [BN, BM]."""
     columns, rows = BM.bit_length() - 1, BN.bit_length() - 1
     bases = [[0, 1], [0, 2], [0, 4]] + [[1 << i, 0] for i in range(rows)]
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
@@ -147,7 +147,7 @@ def sum_layout(BN, BM):
 
 @gluon.constexpr_function
 def tokens_layout(E4M3):
-    """Return the shared layout of tokens: a swizzled run of 64 columns, which one decode multiplies."""
+    """Return the tokens' layout in shared memory, swizzled over the 64 columns of a fragment."""
     return gl.NVMMASharedLayout(64, 8, 2) if E4M3 else gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -156,7 +156,7 @@ def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate a part's words, scales and tokens of every stage, and the barriers of TMA's tokens."""
+    """Allocate the stages in shared memory: words, scales, tokens, and a barrier for tokens by TMA."""
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
@@ -176,7 +176,7 @@ def fetch_tokens(
     x, x_more, tokens, more, ready, row, column, BM: gl.constexpr, MORE: gl.constexpr,
     BK: gl.constexpr,
 ):  # fmt: skip
-    """Start a TMA copy of a block's tokens; what lies outside x reads as zero."""
+    """Start copying tokens by TMA, BM + MORE rows x BK columns; what lies outside x reads as zero."""
     tma.async_copy_global_to_shared(x, [row, column], ready, tokens)
     if MORE:
         tma.async_copy_global_to_shared(x_more, [row + BM, column], ready, more)
@@ -187,7 +187,7 @@ def weights_of(
     words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Decode 64 columns of a step's words and scales, as operand A."""
+    """Decode columns 64 * part .. 64 * part + 63 of a step's weights into `wgmma`'s operand A."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
@@ -210,7 +210,7 @@ def multiply(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Sum steps begin .. end of a block: f32 [BN, BM] and [BN, MORE] (or the first again)."""
+    """Return sums over steps begin .. end - 1: f32 [BN, BM] and [BN, MORE], unused if MORE is 0."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -337,7 +337,7 @@ def multiply_aside(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `multiply` on warps of its own, which leave their sums where their tokens were."""
+    """Run `multiply` in a second set of warps; store its sums in the shared memory of its tokens."""
     acc, acc_more = multiply(
         x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
         CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
@@ -357,7 +357,7 @@ def compute_block(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of a block of an expert's tokens; slots are loaded before the products."""
+    """Compute and store tile `tile` of a block of an expert's tokens: BM + MORE rows, BN channels."""
     slot, weight = rows_of(slots, row_weight, first_row, total, BM, True, WEIGHTED, num_warps)
     scale = scales_of(x_scale, slots, first_row, total, BM, TOPK, E4M3, num_warps)
     if MORE:
@@ -390,7 +390,7 @@ def compute_rows(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the narrowest of NARROWER + 1 sizes that holds the real `rows`."""
+    """Run `compute_block` at the least of NARROWER + 1 heights, up to BM + MORE, that holds `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -442,9 +442,9 @@ def nvfp4_hopper_kernel(
 ):
     """Multiply x bf16 [rows, K] by `to_fragments`' words and scales into y [slots, N or N/2].
 
-    A block is BM + MORE rows (MORE may be 0): two accumulators, so that 96 rows meet weights decoded
-    once and the tensor core does not compute 128. An expert's block is computed at the narrowest of
-    NARROWER + 1 sizes: with BM = 64, MORE = 16 and NARROWER = 4 at 80, 64, 48, 32 or 16 rows. With
+    A block has BM + MORE rows. If MORE > 0, it has two accumulators: for 96 rows, say, the tensor core
+    then computes 96 and not 128, with weights decoded once. An expert's block of few tokens has one of
+    NARROWER lesser heights: 64, 48, 32 or 16 rows for BM = 64, MORE = 16 and NARROWER = 4. With
     PARTS = 2 a second set of warps multiplies the second half of K of a dense product.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
@@ -520,9 +520,9 @@ def nvfp4_hopper_kernel(
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
-    """Multiply as `matmul.launch` does, with fragments; x is bf16, or e4m3 for `nvfp4_e4m3`.
+    """Do what `matmul.launch` does, for a weight in fragments; x is bf16, or e4m3 for `nvfp4_e4m3`.
 
-    Raise ValueError for a dense product in FP8, which this kernel does not have.
+    Raise ValueError for a dense product by `nvfp4_e4m3`, which this kernel does not have.
     """
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")

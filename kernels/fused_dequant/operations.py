@@ -1,11 +1,11 @@
-"""The package's face: every operation, by kernels on a GPU, elsewhere by torch (`reference`).
+"""The package's operations: a kernel computes each on a GPU, elsewhere torch does (`reference`).
 
     linear              x @ w.T
-    routed_experts      gated experts, before their sum
+    routed_experts      the outputs of each token's experts, not yet summed
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
-    sparse_soft_embedding   the same of the few tokens that hold nearly all mass, where few do
-    look                on Hopper lm_head and `sample` in one, and what `soft_embedding_of` multiplies
+    sparse_soft_embedding   the same sum over the likeliest tokens alone, if few hold nearly all mass
+    look                lm_head and `sample` in one, on Hopper; stores what `soft_embedding_of` reads
 
     begin               embeddings, and the first layer's input
     attention_heads     norms and rope of q, k, v; keys and values to the cache
@@ -13,15 +13,15 @@
     after_attention     the residual sum, and the inputs of dense MLP, experts and router
     choose_experts      the router: expert ids and routing weights
     after_experts       both branches joined, and the next layer's input
-    scaled_norm, gelu_mul   self-conditioning's norm and activation; the latter of a bf16 MLP too
+    scaled_norm, gelu_mul   self-conditioning's norm and activation; gelu_mul serves a bf16 MLP too
 
-    sample, accept      one step of the sampler, of `canvas`
+    sample, accept      one step of the sampler, on a `canvas.CanvasState`
 
-A product reads an `Activation`: bf16 rows, or 8-bit rows with scales. Both paths compute in float32 and
-round to bf16 at the same places. A scheme that the device cannot run raises ValueError: nothing falls
-back silently to a slower path. Launches depend on shapes alone and can be captured in a CUDA graph.
-Kernels' modules, and triton with them, are imported when they are needed; what is decorated with
-`with_kernels` has a namesake there, with the same arguments.
+A product reads an `Activation`: bf16 rows, or quantized rows with scales. Kernels and torch compute in
+float32, and round to bf16 at the same places. A scheme that the device cannot run raises ValueError:
+nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured in a
+CUDA graph. Modules of kernels, and triton with them, are imported when they are needed. A function with
+the decorator `with_kernels` has a namesake in such a module, with the same arguments.
 
 Experts on a GPU, for M tokens and topk choices:
 
@@ -56,12 +56,12 @@ R = TypeVar("R")
 
 
 def kernels_of(module: str, device: torch.device) -> Any:
-    """Return a module of kernels where a device launches them, None where torch computes."""
+    """Return the module `module` of kernels if operations on `device` launch them, else None."""
     return import_module(f"fused_dequant.{module}") if launches(device) else None
 
 
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator of a torch function: on a GPU its namesake in `module` is called instead."""
+    """Return a decorator: on a GPU, the function of the same name in `module` is called instead."""
 
     def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
         @wraps(in_torch)
@@ -78,9 +78,9 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
-    """Multiply x [..., K] by a dense weight (E = 1): bf16 [..., N].
+    """Return x @ weight.T, bf16 [..., N], of x bf16 [..., K] and a dense weight (E = 1).
 
-    x is bf16, which 8-bit schemes quantize, or is quantized already, [M, K] with `scale` f32 [M].
+    If the scheme multiplies quantized rows, x is quantized first; with `scale` it is quantized already.
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -96,13 +96,13 @@ def routed_experts(
     down: Weight,
     between: Callable[[Tensor], Activation] | None = None,
 ) -> Tensor:
-    """Run each token through its experts: [M, topk, H], which `after_experts` sums over topk.
+    """Return the output of each token's experts times routing weight, [M, topk, H], not yet summed.
 
-    The result, and the hidden rows, are bf16 on a GPU and float32 elsewhere. x is [M, H], or [M * topk,
-    H] with a row for each choice: bf16, or quantized as the scheme wants, with `scale` f32, one a row.
-    `expert_ids` int and `routing_weights` are [M, topk]; an id outside 0..E-1 leaves its row unwritten
-    on a GPU, and 0 elsewhere. gate_up [E, 2I, H], interleaved, and down [E, H, I] have one scheme.
-    `between` makes the input of `down` from the hidden rows [M * topk, I]; None for `down.reads`.
+    Output and hidden rows are bf16 on a GPU, float32 elsewhere. x and `scale` are as in `linear`; x is
+    [M, H], or [M * topk, H] with a row for each of a token's choices. `expert_ids` int and
+    `routing_weights` are [M, topk]. An id outside 0..E-1 gives a row of 0; a GPU does not
+    write it. gate_up [E, 2I, H], interleaved, and down [E, H, I] must have one scheme, else ValueError.
+    `between` makes the input of `down` from hidden rows [M * topk, I]; None means `down.reads`.
     """
     if gate_up.scheme != down.scheme:
         raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
@@ -120,7 +120,7 @@ def routed_experts(
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
 
-    Logits are written to `out` if given, so that a captured step need not copy 134 MB of them.
+    These logits are written to `out` if given, so that a step in a CUDA graph need not copy 134 MB.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -135,8 +135,8 @@ def soft_embedding(
 ) -> Tensor:
     """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
 
-    Logits bf16 or f32 [M, V], embedding bf16 [V, H]; 1 / T f32 [M] may change between replays of a
-    graph.
+    logits bf16 or f32 [M, V]; embedding bf16 [V, H]. inverse_temperature f32 [M] is 1 / T of each row,
+    and may change between replays of a CUDA graph.
     """
     if logits.shape[1] != len(embedding):
         raise ValueError(
@@ -149,7 +149,7 @@ def soft_embedding(
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:
-    """Return whether `look` runs on a device at every temperature of at least `coldest`."""
+    """Return whether `look` can run on a device, with `softcap`, at temperatures from `coldest` up."""
     if not is_hopper(device):
         return False
     from fused_dequant import vocabulary_hopper
@@ -166,9 +166,9 @@ def look(
     logits: Tensor,
     probabilities: Probabilities,
 ) -> Draw:
-    """Fill `logits` with `lm_head` of x [B * L, H], and `probabilities`; return `sample` of the logits.
+    """Run `lm_head` on x [B * L, H], then `sample`; write `logits`, `probabilities`; return the draw.
 
-    It runs only where `looks` says so. It sums in another order than `sample`: draws may differ so.
+    Call it only where `looks` is True. It sums in another order than `sample`, so tokens may differ.
     """
     from fused_dequant import vocabulary
 
@@ -180,7 +180,7 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return `soft_embedding` by `probabilities` that `look` filled, at the temperatures it read."""
+    """Return `soft_embedding` of the logits and temperatures for which `look` wrote `probabilities`."""
     from fused_dequant import vocabulary
 
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
@@ -193,10 +193,10 @@ def sparse_soft_embedding(
     out: Tensor | None = None,
     left: Probabilities | None = None,
 ) -> Tensor:
-    """Return `soft_embedding` within 1e-3 of the largest norm of a row of `embedding`.
+    """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
-    A row of logits whose 64 most probable tokens hold less than 0.999 of the mass is multiplied whole.
-    `left` are the `probabilities`, with statistics, that `look` filled from these logits.
+    A row reads its likeliest tokens until they hold 0.999 of the probability; if 64 hold less, all.
+    `left` are the `probabilities`, with statistics, that `look` wrote for these logits, or None.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -218,11 +218,11 @@ def begin(
     eps: float = 1e-6,
     shared: Tensor | None = None,
 ) -> tuple[Tensor, Activation]:
-    """Embed tokens [M] and normalise for the first product; return h bf16 [M, H] and its input.
+    """Embed tokens [M]; return the residual h bf16 [M, H], and its norm as the first product reads it.
 
-    h is embedding[token] * factor. The first `decoded` rows are the decoder's: to them `update` bf16
-    [decoded, H] is added, if given, and they are divided by their root mean square. `scheme` is the
-    first product's, w_next [H] its norm, `shared` f32 [1] the global scale of rows in NVFP4.
+    h is embedding[token] * factor. Then `update` bf16 [decoded, H], if given, is added to the first
+    `decoded` rows, which are the decoder's, and these are divided by their root mean square. w_next [H]
+    is the norm's weight, `scheme` the product's; `shared` f32 [1] is the global scale of rows in NVFP4.
     """
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -241,11 +241,12 @@ def attention_heads(
     q_heads: int,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Normalise and rotate the heads of qkv; return q bf16 [M, q_heads, D], store k and v.
+    """Apply norms and rope to the heads in qkv; return q bf16 [M, q_heads, D], and cache k and v.
 
-    qkv bf16 [M, (q_heads + 2 kv_heads) * D], or without the v heads where v is the raw k; weights
-    [D]; cos and sin [M, D / 2]; slots int32 [B], M = B * n; positions int32 [M]; keys and values bf16
-    [slots, capacity, kv_heads, D], written at positions % capacity.
+    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; if v is k before its norm, v heads are absent. Weights
+    are [D]; cos and sin [M, D / 2]. Each of B sequences has M / B rows and one of `slots` int32 [B] of
+    the cache, keys and values bf16 [slots, capacity, kv_heads, D]. A row of `positions` int32 [M] is
+    cached at position % capacity; capacity is a multiple of CELLS. Raise ValueError for other shapes.
     """
     _, capacity, kv_heads, D = keys.shape
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
@@ -272,11 +273,12 @@ def attend(
     scheme: str,
     shared: Tensor | None = None,
 ) -> Activation:
-    """Return softmax(q @ K.T) @ V over positions first[m] .. last[m], for a product of `scheme`.
+    """Return softmax(q @ K.T) @ V of each row m over the cached positions first[m] .. last[m].
 
-    q bf16 [M, q_heads, D]; first, last int32 [M], inclusive; the rest as in `attention_heads`, `shared`
-    as in `begin`. The result has all heads of a row, [M, q_heads * D], rounded to bf16 before it is
-    quantized; zeros where first > last. Values are below 65,504 (parts of a split are float16).
+    q is bf16 [M, q_heads, D]; first and last are int32 [M], inclusive; first > last gives a row of
+    zeros. keys, values and slots are as in `attention_heads`. The result [M, q_heads * D] is rounded to
+    bf16, then quantized if products of `scheme` read it so; `shared` is as in `begin`. Values must be
+    below 65,504, since programs that share a row store partial results in float16.
     """
     _check_cells(q, keys, slots)
     if kernels := kernels_of("attention", q.device):
@@ -301,11 +303,11 @@ def after_attention(
     eps: float = 1e-6,
     shared: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Activation, Activation, Tensor]:
-    """Add the attention's output and normalise for what follows.
+    """Add the norm of attention's output o to h; return h and inputs of dense MLP, experts, router.
 
-    h, o bf16 [M, H]; norms [H]: after attention, before the dense MLP, before the experts, the router's
-    scale; `schemes` of the dense MLP and of the experts, `shared` of each as in `begin`. Returns h, the
-    MLP's input, the experts' and the router's.
+    h and o are bf16 [M, H]. `norms` are weights [H]: of the norm of o, of the norm before the dense
+    MLP, of that before the experts, and the router's scale. `schemes` and `shared` are a pair each, for
+    dense MLP and experts; `shared` is as in `begin`.
     """
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
     x_dense, x_experts = (
@@ -337,12 +339,12 @@ def after_experts(
     eps: float = 1e-6,
     shared: Tensor | None = None,
 ) -> tuple[Tensor, Activation]:
-    """Join the two branches, end the layer, and normalise for the next product.
+    """Add the norms of the dense MLP's and experts' outputs to h; return h and the next layer's input.
 
-    h, dense bf16 [M, H]; routed [M, topk, H] of `routed_experts`; norms [H]: of the dense branch,
-    of the experts, of their sum, and the next input norm, whose product has `scheme`. A layer ends with
-    one of `scalars` [1]: the first for the first `decoded` rows, the decoder's, the second for the
-    encoder's behind them. `shared` is as in `begin`. Returns h and the next input.
+    h and dense are bf16 [M, H]; routed [M, topk, H] is from `routed_experts`. `norms` are the weights
+    [H] for the dense output, the experts' sum, both added, and the next layer's input. At its end
+    a layer multiplies the first `decoded` rows, the decoder's, by the first of `scalars`, both [1], and
+    the rest, the encoder's, by the second. `scheme` and `shared` are for the next input, as in `begin`.
     """
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -350,22 +352,25 @@ def after_experts(
 
 @with_kernels("residual")
 def scaled_norm(x: Tensor, factor: float, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the RMS norm of x * factor, times weight: bf16 [M, H]."""
+    """Return the RMS norm of x * factor with weight [H]: bf16 [M, H] of x bf16 [M, H]."""
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
 @with_kernels("residual")
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu_tanh(gate) * up of bf16 [M, 2I], gate first; each is rounded to bf16."""
+    """Return gelu_tanh(gate) * up, bf16 [M, I], of bf16 [M, 2I], whose first I columns are the gate.
+
+    gelu_tanh(gate) is rounded to bf16 before it is multiplied.
+    """
     return reference.gelu_mul(*gate_up.chunk(2, -1))
 
 
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
-    """Draw the tokens of one step from logits [B, L, V], bf16 or f32, soft-capped, not divided by T.
+    """Draw the tokens of one denoising step from logits [B, L, V]: bf16 or f32, not divided by T.
 
-    `schedule` f32 [N] has the temperature of each step, step 1 first. On a GPU the inverse CDF is of
-    sums in another order, so a draw whose random number lies within rounding of a boundary may be the
-    neighbouring token.
+    `schedule` f32 [N] has the temperature T of each step, step 1 first. A GPU sums the CDF in another
+    order than torch. So if a random number lies within rounding of the boundary between two tokens, the
+    other of them may be drawn.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(
@@ -378,5 +383,5 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
 
 @with_kernels("sampling")
 def accept(draw: Draw, state: CanvasState, schedule: Tensor, rules: Rules) -> None:
-    """Write the next state into `state`; a sequence that has finished or passed step N is unchanged."""
+    """Accept tokens of `draw` into `state`; sequences finished or past the last step do not change."""
     canvas.accept(draw, state, schedule, rules)

@@ -1,9 +1,9 @@
-"""Every operation in plain torch: dequantize, then multiply. The truth for tests and the CPU path.
+"""Every operation in plain torch: the reference for tests, and what a CPU runs.
 
-`dtype` is the precision of the arithmetic: float32 to serve, float64 to judge a kernel. Results come
-back in that dtype. Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one
-reference serves every format; `formats` dequantizes. Arguments without a type are those of the
-operation of the same name (`operations`).
+`dtype` is the precision of the arithmetic, and of results: float32 to serve, float64 to judge a kernel.
+Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one reference serves every
+format; `formats` dequantizes. Arguments without a type are those of the operation of the same name in
+`operations`.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from fused_dequant.dispatch import sequence_rows
 
 
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x @ weight.T [M, N] of x [M, K] and weight [N, K]."""
+    """Return x @ weight.T, [M, N], of x [M, K] and weight [N, K]."""
     return x.to(dtype) @ weight.to(dtype).T
 
 
 def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """Return x @ weight.T in float32, multiplying `rows` rows of x at a time."""
+    """Return x @ weight.T, f32 [M, N], of x [M, K], weight [N, K], multiplying `rows` rows at once."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
     for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
         torch.mm(own, matrix, out=out)
@@ -29,12 +29,12 @@ def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gelu(gate) * up with the tanh approximation, as Gemma's `gelu_pytorch_tanh`."""
+    """Return gelu(gate) * up, gelu by its tanh approximation (Gemma's `gelu_pytorch_tanh`)."""
     return F.gelu(gate, approximate="tanh") * up
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return x * rsqrt(mean(x^2) + eps) * weight along the last dimension."""
+    """Return x * rsqrt(mean(x^2) + eps) * weight over the last dimension; a weight of None is 1."""
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return normed if weight is None else normed * weight.to(x.dtype)
 
@@ -48,11 +48,11 @@ def experts(
     dtype: torch.dtype = torch.float32,
     activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Run routed experts, one at a time: [M, H].
+    """Return each token's sum, over its experts, of output times routing weight: [M, H].
 
-    x [M, H], gate_up [E, 2I, H] (interleaved as `formats.interleave_gate_up`), down [E, H, I];
-    expert_ids (one outside 0..E-1 is skipped) and routing_weights [M, topk]. `activation` rounds the
-    input of each product, as a scheme that quantizes activations does.
+    x is [M, H], gate_up [E, 2I, H] (interleaved as by `formats.interleave_gate_up`), down [E, H, I].
+    expert_ids and routing_weights are [M, topk]; ids outside 0..E-1 are skipped. `activation` rounds
+    the input of each product, as a scheme that quantizes activations does; None rounds nothing.
     """
     rounded = activation or (lambda tokens: tokens)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -70,7 +70,7 @@ def experts(
 def lm_head(
     x: Tensor, embedding: Tensor, softcap: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return softcap * tanh(x @ embedding.T / softcap) [M, V] of x [M, H] and embedding [V, H]."""
+    """Return softcap * tanh(x @ embedding.T / softcap), [M, V], of x [M, H], embedding [V, H]."""
     return softcap * torch.tanh(matmul(x, embedding, dtype) / softcap)
 
 
@@ -80,7 +80,7 @@ def soft_embedding(
     inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return softmax(logits / T) @ embedding [M, H] of logits [M, V], embedding [V, H], 1 / T [M]."""
+    """Return softmax(logits / T) @ embedding, [M, H], of logits [M, V], embedding [V, H], 1 / T [M]."""
     scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
@@ -94,10 +94,10 @@ def sparse_soft_embedding(
     inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return `soft_embedding` of the most probable tokens that hold 1 - LEFT_OUT of a row's mass.
+    """Return `soft_embedding` over only the most probable tokens, which hold 1 - LEFT_OUT of the mass.
 
-    A row that needs more than MOST of them is taken from the product of all rows with all tokens, so
-    that its bits do not depend on which other rows need it.
+    A row that needs more than MOST tokens has the result of `soft_embedding`. That is computed for all
+    rows at once, so that the row's bits do not depend on which other rows need it.
     """
     p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
     most, tokens = p.topk(min(MOST, p.shape[1]), -1)
@@ -111,7 +111,7 @@ def sparse_soft_embedding(
 
 
 def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Return how many tokens of each row hold 1 - LEFT_OUT of its mass, more than 128 as 129: [M]."""
+    """Return [M]: how many top tokens of a row hold 1 - LEFT_OUT of its mass, 129 if 128 do not."""
     p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
     held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
     return (held < 1 - LEFT_OUT).sum(-1) + 1
@@ -120,7 +120,7 @@ def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
 def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, dtype=torch.float32):
     """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`.
 
-    The norms' results are rounded to the dtype of qkv, as the model does between norm and rope.
+    Results of norms are rounded to the dtype of qkv before rope, as the model rounds them.
     """
     parts = qkv.to(dtype).unflatten(1, (-1, len(q_weight)))
     k_raw = parts[:, q_heads : q_heads + kv_heads]
@@ -139,7 +139,7 @@ def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, d
 
 
 def attend(q, keys, values, slots, first, last):
-    """Attend as `operations.attend`, in the dtype of q, one sequence at a time."""
+    """Compute `operations.attend`, a sequence at a time; return [M, q_heads, D] in q's dtype."""
     n, heads = len(q) // len(slots), keys.shape[2]
     out = torch.zeros_like(q)
     for b, slot in enumerate(slots.tolist()):
@@ -175,7 +175,7 @@ def _run(cells: Tensor, begin: int, end: int) -> Tensor:
 
 
 def after_attention(h, o, norms, eps):
-    """Return h + norm(o) * w_post, and its norms for dense MLP, experts and router, all bf16 [M, H]."""
+    """Return h + norm(o) * w_post, and the inputs of dense MLP, experts and router, all bf16 [M, H]."""
     w_post, w_dense, w_experts, w_router = norms
     h = h + _norm(o, w_post, eps)
     normed = rms_norm(h.float(), None, eps)
@@ -184,10 +184,10 @@ def after_attention(h, o, norms, eps):
 
 
 def after_experts(h, dense, routed, norms, scalars, decoded, eps):
-    """Return the joined h, and the next input norm(h) * w_next.
+    """Return the next h and the next layer's input norm(h) * w_next, both bf16 [M, H].
 
-    h = (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar of the row; routed
-    [M, C, H] is summed over C in float32.
+    The next h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar: scalars[0] in
+    the first `decoded` rows, scalars[1] in others. routed [M, topk, H] is summed over topk in float32.
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
@@ -198,7 +198,7 @@ def after_experts(h, dense, routed, norms, scalars, decoded, eps):
 
 
 def begin(tokens, embedding, factor, update, w_next, decoded, eps):
-    """See `operations.begin`; the input is not quantized."""
+    """Return what `operations.begin` returns, h and the first product's input, but quantize nothing."""
     h = embedding.index_select(0, tokens.long()) * factor
     first = h[:decoded] if update is None else h[:decoded] + update
     h = torch.cat([_norm(first, None, eps), h[decoded:]])
@@ -223,6 +223,6 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative Frobenius error |actual - expected| / |expected| in float64."""
+    """Return the relative error |actual - expected| / |expected| in float64, by Frobenius norms."""
     a, e = actual.double(), expected.double()
     return float((a - e).norm() / e.norm())

@@ -1,6 +1,6 @@
 """Norms and residual sums between the products of a layer, one program a row.
 
-    begin             h = embedding[token] * factor (+ update, normed: rows of the decoder)
+    begin             h = embedding[token] * factor    (for rows of the decoder norm(h + update))
                       x = norm(h) * w_next             (the first layer's input; bf16, 8 bits or NVFP4)
     after_attention   h += norm(o) * w_post
                       x_dense = norm(h) * w_dense      (bf16, 8 bits a token with a scale, or NVFP4)
@@ -14,13 +14,13 @@
 
 norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in a
 tensor is rounded to bf16 here too, so the two differ by the order of sums alone. As separate torch
-operations a layer spends some thirty launches on this, here two.
+operations this would take some thirty launches a layer; here it takes two.
 
-One pass may have rows of the decoder and, behind them, rows of the encoder: the number of the former
-decides what is normed, and by which of two scalars a layer ends.
+A pass may have rows of the decoder and, behind them, rows of the encoder. `begin` sets h to
+norm(h + update) in the decoder's rows only. `after_experts` has a scalar for each kind of row.
 
-A program issues all its loads early: the norms' weights before it waits for the kernel before it
-(`chain`), the rest right after, since a load behind a reduction's barrier costs its whole latency.
+A program issues all its loads early: norms' weights before it waits for the kernel before it (`chain`),
+the rest right after that wait, since a load behind a reduction's barrier costs its whole latency.
 """
 
 import torch
@@ -36,25 +36,25 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def rounded(x):
-    """Round to bf16, as a tensor of that dtype would hold it."""
+    """Return x rounded to bf16, in float32."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def norm(x, H, eps):
-    """Return the RMS norm without a weight; x is zero past H."""
+    """Return the RMS norm of a row x without a weight; x is zero past column H."""
     return x * tl.rsqrt(tl.sum(x * x) / H + eps)
 
 
 @triton.jit
 def weighted(x, weight):
-    """Multiply by a weight and round to bf16."""
+    """Return x * weight rounded to bf16, in float32."""
     return rounded(x * weight.to(tl.float32))
 
 
 @triton.jit
 def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a row as bf16 (LARGEST 0), NVFP4 (6), or 8 bits and a scale, which NaN makes NaN."""
+    """Store row m as bf16 if LARGEST is 0, as NVFP4 if 6, else in 8 bits with a scale, NaN for NaN."""
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     elif LARGEST == 6.0:
@@ -70,20 +70,20 @@ def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, B
 
 @triton.jit
 def load_halves(x, low, high, H):
-    """Load a row's columns `low`, which all exist, and `high`, some of which may not."""
+    """Return a row's columns `low`, all below H, and its columns `high`, zero from H on."""
     return tl.load(x + low), tl.load(x + high, mask=high < H, other=0.0)
 
 
 @triton.jit
 def store_halves(x, y, low, high, values_low, values_high, H):
-    """Store a row in the dtype of y."""
+    """Store a row to x in the dtype of y: all columns `low`, and those of `high` that are below H."""
     tl.store(x + low, values_low.to(y.dtype.element_ty))
     tl.store(x + high, values_high.to(y.dtype.element_ty), mask=high < H)
 
 
 @triton.jit
 def norm_halves(low, high, H, eps, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Return the RMS norm of a row without a weight; high is zero past H."""
+    """Return both halves of a row's RMS norm without a weight; `high` is zero past column H."""
     squares = tl.sum((low * low).reshape(HIGH, LOW // HIGH), 1) + high * high
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
     return low * scale, high * scale
@@ -94,7 +94,7 @@ def store_scaled(
     x, scale, shared, m, low, high, values_low, values_high, H,
     LARGEST: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Store row m in halves as `store_row` does."""
+    """Store row m, given in halves, to x and `scale`; LARGEST chooses the format as in `store_row`."""
     if LARGEST == 0.0:
         store_halves(x + m * H, x, low, high, values_low, values_high, H)
     elif LARGEST == 6.0:
@@ -138,9 +138,9 @@ def after_attention_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Each program handles a row in halves, as after the experts; DENSE, EXPERTS: LARGEST.
+    """Program m handles row m in halves; DENSE, EXPERTS choose formats as LARGEST in `store_row` does.
 
-    MOVED stores the experts' columns where `quantize.place` says.
+    If MOVED, the experts' columns are stored where `quantize.place` puts them.
     """
     m = tl.program_id(0).to(tl.int64)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
@@ -196,9 +196,9 @@ def after_experts_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Each program handles a row, in two powers of two: LOW <= H <= LOW + HIGH.
+    """Program m handles row m in two halves, of LOW and of HIGH columns: LOW <= H <= LOW + HIGH.
 
-    In one power of two 2,816 columns would take the instructions and registers of 4,096.
+    LOW and HIGH are powers of two. As one vector, 2,816 columns would take the registers of 4,096.
     """
     m = tl.program_id(0).to(tl.int64)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)
@@ -312,7 +312,7 @@ def _halves(H: int) -> dict[str, int]:
 
 
 def after_attention(h, o, norms, schemes, eps=1e-6, shared=(None, None)):
-    """See `operations.after_attention`."""
+    """Launch the kernel for `operations.after_attention`, which describes the arguments."""
     M, H = h.shape
     h_out, x_router = torch.empty_like(h), torch.empty_like(h)
     dense, experts = (room(M, H, scheme, h.device) for scheme in schemes)
@@ -326,7 +326,7 @@ def after_attention(h, o, norms, schemes, eps=1e-6, shared=(None, None)):
 
 
 def after_experts(h, dense, experts, norms, scalars, decoded, scheme, eps=1e-6, shared=None):
-    """See `operations.after_experts`."""
+    """Launch the kernel for `operations.after_experts`, which describes the arguments."""
     M, H = h.shape
     h_out, x = torch.empty_like(h), room(M, H, scheme, h.device)
     w_1, w_2, w, w_next = norms
@@ -340,7 +340,7 @@ def after_experts(h, dense, experts, norms, scalars, decoded, scheme, eps=1e-6, 
 
 
 def begin(tokens, embedding, factor, update, w_next, decoded, scheme, eps=1e-6, shared=None):
-    """See `operations.begin`."""
+    """Launch the kernel for `operations.begin`, which describes the arguments."""
     M, H = len(tokens), embedding.shape[1]
     h_out = torch.empty(M, H, dtype=embedding.dtype, device=embedding.device)
     x = room(M, H, scheme, embedding.device)
@@ -354,7 +354,7 @@ def begin(tokens, embedding, factor, update, w_next, decoded, scheme, eps=1e-6, 
 
 
 def scaled_norm(x, factor, weight, eps=1e-6):
-    """See `operations.scaled_norm`."""
+    """Launch the kernel for `operations.scaled_norm`: the RMS norm of x * factor with a weight."""
     M, H = x.shape
     y = torch.empty_like(x)
     scaled_norm_kernel[(M,)](
@@ -365,7 +365,7 @@ def scaled_norm(x, factor, weight, eps=1e-6):
 
 
 def gelu_mul(gate_up):
-    """See `operations.gelu_mul`."""
+    """Launch the kernel for `operations.gelu_mul`: gelu_tanh(gate) * up of bf16 [M, 2I]."""
     M, K = len(gate_up), gate_up.shape[1] // 2
     y = torch.empty(M, K, dtype=gate_up.dtype, device=gate_up.device)
     gelu_mul_kernel[(M, triton.cdiv(K, 1024))](

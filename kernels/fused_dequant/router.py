@@ -2,15 +2,15 @@
 
     logits [M, E] = x @ w.T      float32 sums, rounded to bf16 as transformers' linear layer does
     p = softmax(logits)          over all experts, in float32
-    ids, weights                 the topk largest p, renormalised, times a scale an expert
+    ids, weights                 the topk largest p, renormalised, times each expert's scale
 
-The product has few outputs (256 x 128 at one canvas) and a long K: one program a tile would leave most
-of the machine idle. K is split, and the choosing kernel, a program a token, adds up the splits: no
-atomics, two launches. Both ask for their weights before they wait for the kernel before them.
+The product has few outputs (256 x 128 at one canvas) and a long K: one program for each tile would
+leave most of the GPU idle. Therefore K is split. `choose_kernel`, a program for each token, adds up the
+splits without atomics. Both kernels begin to load weights before they wait for the kernel before them.
 
-The choice is TOPK maxima one after the other. Score and index make one integer, so each is one
-instruction of a warp: with the same tiles both kernels take 4.8 us for 256 rows on an H200; with
-floating-point maxima and their indices, and nothing loaded early, 6.4.
+The choice takes TOPK maxima one after the other. Score and index make one integer, so a maximum is one
+instruction of a warp. Both kernels take 4.8 us for 256 rows on an H200; with floating-point maxima and
+their indices, the same tiles, and nothing loaded early, they took 6.4 us.
 """
 
 import torch
@@ -39,7 +39,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Program (i, s) sums rows i * BM of x over split s of K into partial f32 [splits, M, E]."""
+    """Program (i, s) stores rows i * BM .. of x @ w.T over split s of K: partial f32 [splits, M, E]."""
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
@@ -59,13 +59,13 @@ def logits_kernel(
 
 @triton.jit
 def ordered(bits):
-    """Turn bf16 bits, sign extended to int32, into an integer that is ordered as they are, or back."""
+    """Turn bf16 bits, sign-extended to int32, into an integer that sorts as the bf16 does, or back."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
 @triton.jit
 def score_of(key):
-    """Return the float32 score in a key."""
+    """Return the float32 score in a key of `choose_kernel`, whose upper 16 bits hold it."""
     return (ordered(key >> 16) << 16).to(tl.float32, bitcast=True)
 
 
@@ -82,7 +82,7 @@ def choose_kernel(
     TOPK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Each program takes a row's largest TOPK one by one, the lowest index first on a tie."""
+    """Program m chooses row m's TOPK largest logits one by one, the lowest index first on a tie."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     scale = tl.load(per_expert_scale + e, mask=e < E, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def choose_kernel(
 
 
 def choose_experts(x, router, per_expert_scale, topk):
-    """See `operations.choose_experts`."""
+    """Launch the kernels for `operations.choose_experts`, which describes the arguments."""
     (M, K), E = x.shape, len(router)
     # Of the tiles tried from 16 x 256 to 128 x 256, logits and choice together take 4.0 us for 256
     # rows with blocks of 32 (64: 4.4), and 7.5 for 1,024 with blocks of 64 (32: 10.0).

@@ -1,21 +1,21 @@
-"""Turns expert ids into blocks of rows, and slot results back into tokens, without the host.
+"""Sorts rows by expert into blocks for the experts' products, on the device alone.
 
-A slot is token * topk + choice. `route` sorts the slots by expert and pads each expert's run to a
-multiple of `block` rows:
+Choice c of token m has the slot m * topk + c. `route` sorts the slots by expert and pads each expert's
+run to a multiple of `block` rows:
 
-    slots         int32 [max_blocks * block]  slot ids; M * topk marks padding
-    block_expert  int32 [max_blocks]          expert of a block
-    block_rows    int32 [max_blocks]          its rows that are slots; padding is behind them
-    block_count   int32 [1]                   blocks in use, known to the device alone
+    slots         int32 [max_blocks * block]  the slots; M * topk marks padding
+    block_expert  int32 [max_blocks]          each block's expert
+    block_rows    int32 [max_blocks]          how many of its rows are slots; padding is behind them
+    block_count   int32 [1]                   how many blocks are in use, which only the device knows
 
-`max_blocks` bounds every routing: an expert with c > 0 slots uses ceil(c / block) blocks, hence at most
-min(E, S) + S // block in all for S slots. Kernels are launched for the bound; blocks past
+No routing needs more than `max_blocks`: an expert with c > 0 slots uses ceil(c / block) blocks, so S
+slots need at most min(E, S) + S // block. Kernels are launched for that many; blocks past
 `block_count` return at once. So the launch depends on shapes alone and a CUDA graph can replay it
 with another routing.
 
-Each expert has one program, which counts all ids itself (8 KB from L2 at 2,048 slots) rather than wait
-for a second launch, then writes its own run in slot order. There are no atomics, so two runs are equal
-bit for bit. On an H200 that takes 3.1 us for 2,048 slots and 6.8 us for 8,192, chained.
+Each expert has one program. It counts all ids itself (8 KB from L2 at 2,048 slots), which saves a
+launch, and then writes its own run in slot order. There are no atomics, so two runs are equal bit for
+bit. On an H200, chained, that takes 3.1 us for 2,048 slots and 6.8 us for 8,192.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from fused_dequant.weights import Weight
 
 @dataclass(frozen=True)
 class Routing:
-    """Sorted blocks of one batch; see the module's docstring for the fields."""
+    """The blocks of one batch; the module's docstring describes the tensors."""
 
     slots: torch.Tensor
     block_expert: torch.Tensor
@@ -43,7 +43,7 @@ class Routing:
 
     @property
     def max_blocks(self) -> int:
-        """Return how many blocks to launch."""
+        """Return how many blocks to launch: the most that any routing of the batch needs."""
         return len(self.block_expert)
 
 
@@ -54,11 +54,11 @@ def place_results(
     routing: Routing | None,
     share: torch.Tensor | None,
 ) -> tuple[torch.Tensor, dict[str, Any], int]:
-    """Allocate a product's results; return also what its kernel must know, and how many blocks it has.
+    """Return memory for a product's results, its kernel's arguments, and how many blocks to launch.
 
-    A dense product, without `routing`, gives bf16 [rows, N]. Of the experts' two, gate_up has a row a
-    token and combines gate and up: bf16 [slots, N / 2]. down has a row a slot and multiplies results by
-    `share` f32 [slots], the routing weights: bf16 [slots, N].
+    A dense product (`routing` None) has results bf16 [rows, N]. The experts' gate_up (`share` None)
+    reads one row for each token and combines gate and up to bf16 [slots, N / 2]. Their down reads one
+    row for each slot and multiplies results bf16 [slots, N] by the routing weights `share` f32 [slots].
     """
     _, N, K = weight.shape
     topk = 1 if routing is None or share is not None else routing.topk
@@ -90,7 +90,7 @@ def route_kernel(
     PADDING: tl.constexpr,  # BLOCK rounded up to a power of two
     CHUNK: tl.constexpr,
 ):
-    """Program e lays out expert e."""
+    """Program e writes the slots and the blocks of expert e."""
     follow(CHAINED)
     e = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -119,7 +119,7 @@ def route_kernel(
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
-    """Sort the slots of expert_ids int [M, topk] into blocks of `block` rows."""
+    """Sort the slots of expert_ids int [M, topk], of `experts` experts, into blocks of `block` rows."""
     total = expert_ids.numel()
     bound = min(experts, total) + total // block
     device = expert_ids.device

@@ -1,8 +1,8 @@
-"""The entropy-bound sampler on the GPU: one read of the logits, nothing asked of the host.
+"""The entropy-bound sampler on the GPU: it reads the logits once, and the host waits for nothing.
 
     l = logits / T,   T = schedule[step - 1] of the sequence
-    y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy(l) in nats          a position
-    accept the positions of lowest H while the sum of all lower entropies is <= bound  a canvas
+    a position   y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy of softmax(l) in nats
+    a canvas     accept positions in order of H, while the sum of all lower H is <= bound
     next canvas = y where accepted, else a token drawn uniformly
     finished when a did not change over `history` steps and mean(H) < confidence
 
@@ -14,14 +14,14 @@ Three launches a step, whatever the batch:
                             in which the cumulative distribution passes u, and reads those two again
     3. `accept_kernel`      a sequence: acceptance, the next canvas, the stop, the next step's number
 
-H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written: 134 MB read for a
-canvas of 256 bf16 positions over 262,144 tokens. On Hopper lm_head may store those numbers for its own
-tiles (`vocabulary_hopper`): RANGE is then 256, a tile's width, and the first launch is left out.
+H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written. A canvas of 256 bf16
+positions over 262,144 tokens reads 134 MB. On Hopper lm_head may store launch 1's numbers for its tiles
+(`vocabulary_hopper`). RANGE is then 256, a tile's width, and launch 1 is left out.
 
-Random numbers have addresses: Philox4x32-10 with the sequence's seed as key and (position, step,
-canvas, 0) as counter; word 0 draws y, word 1 the uniform token, 24 bits each. The step is a number
-in device memory that `accept_kernel` raises, so one CUDA graph replays every step, and sequences of
-one batch may be at different steps. Sequences that are finished or past the last step do not change.
+A random number is a function of its place: Philox4x32-10 has the sequence's seed as key and (position,
+step, canvas, 0) as counter. Word 0 draws y, word 1 the uniform token, 24 bits each. `accept_kernel`
+counts the step in device memory. So one CUDA graph replays every step, and sequences of one batch may
+be at different steps. Sequences that are finished or past the last step do not change.
 
 Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes the
 entropy NaN: the position is not accepted and its sequence does not finish; tokens stay in range.
@@ -46,7 +46,7 @@ def finite(logits):
 
 @triton.jit
 def sharpness_of(schedule, step, b, N):
-    """Return log2(e) / T of sequence b's step, or past the last step of the last one."""
+    """Return log2(e) / T at sequence b's step; past step N, T is that of step N."""
     return LOG2_E / tl.load(schedule + tl.minimum(tl.load(step + b), N) - 1)
 
 
@@ -66,7 +66,7 @@ def statistics_kernel(
     EVEN: tl.constexpr,
     RANGE: tl.constexpr,
 ):
-    """Program (row, range) writes the three numbers of one range; arrays are [rows, ranges]."""
+    """Program (row, range) stores max, sum(e), sum(e x) in `tops`, `sums`, `moments` [rows, ranges]."""
     follow(CHAINED)
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * RANGE + tl.arange(0, RANGE)
@@ -114,7 +114,7 @@ def draw_kernel(
     RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
     RANGE: tl.constexpr,
 ):
-    """Program `row` combines the ranges of its row and draws; SURVEYED, it adds up `rounded` too."""
+    """Program `row` combines its ranges, draws a token and, if SURVEYED, adds up their `rounded`."""
     follow(CHAINED)
     row = tl.program_id(0)
     b, position = row // L, row % L
@@ -161,7 +161,7 @@ def draw_kernel(
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
-    """See `operations.sample`; logits must be contiguous."""
+    """Launch kernels 1 and 2 for `operations.sample`; logits bf16 or f32 [B, L, V] are contiguous."""
     B, L, V = logits.shape
     width = min(RANGE, triton.next_power_of_2(V))
     own = statistics(logits.view(B * L, V), schedule, state.step, L, width)
@@ -171,7 +171,7 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
 def statistics(
     logits: torch.Tensor, schedule: torch.Tensor, step: torch.Tensor, L: int, width: int
 ) -> torch.Tensor:
-    """Return f32 [3, M, ranges of `width` tokens]: what `statistics_kernel` writes of logits [M, V]."""
+    """Return max, sum(e), sum(e x) of ranges of `width` tokens of logits [M, V]: f32 [3, M, ranges]."""
     (M, V), ranges = logits.shape, triton.cdiv(logits.shape[1], width)
     found = torch.empty(3, M, ranges, dtype=torch.float32, device=logits.device)
     statistics_kernel[(M, ranges)](
@@ -189,9 +189,9 @@ def draw(
     schedule: torch.Tensor,
     total: torch.Tensor | None = None,
 ) -> Draw:
-    """Draw from logits [B, L, V] by statistics f32 [3, B * L, ranges of `width` tokens].
+    """Return a step's draw from logits [B, L, V] and their `statistics`, f32 [3 or 4, B * L, ranges].
 
-    With `total` f32 [B * L], `statistics` has a fourth part; its sums over the ranges go into `total`.
+    If `total` f32 [B * L] is given, each row's sum of statistics[3] over its ranges is written to it.
     """
     B, L, V = logits.shape
     ranges, device = statistics.shape[2], logits.device
@@ -230,7 +230,7 @@ def accept_kernel(
     POSITIONS: tl.constexpr,  # L rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """Program b decides for sequence b; see `operations.accept`. history has `stride` between steps."""
+    """Program b does `operations.accept` for sequence b; steps of `history` are `stride` apart."""
     follow(CHAINED)
     b = tl.program_id(0)
     now = tl.load(step + b)
@@ -274,7 +274,7 @@ def accept_kernel(
 
 
 def accept(draw, state, schedule, rules):
-    """See `operations.accept`."""
+    """Launch `accept_kernel` for `operations.accept`, which describes the arguments."""
     B, L = state.canvas.shape
     accept_kernel[(B,)](
         *draw, schedule, state.canvas, state.argmax, state.history, state.accepted, state.step,

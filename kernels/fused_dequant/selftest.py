@@ -1,6 +1,6 @@
-"""Checks that this GPU computes right: products of known numbers are compared with torch's in float64.
+"""Checks that this GPU multiplies correctly, by comparing products with torch's in float64.
 
-Shapes and rows are the real model's at one canvas, so what is compiled here is what a run launches.
+Shapes and rows are the real model's at one canvas, so a run launches the kernels that compile here.
 """
 
 import torch
@@ -15,9 +15,9 @@ PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:
-    """Return the larger relative error of a dense product and of routed experts; NaN is the largest.
+    """Return the relative error of a dense product or of routed experts, whichever is larger.
 
-    Two of the experts get no token.
+    NaN counts as infinite. Two of the experts get no token.
     """
     place = str(device)
     x = cases.random_tokens(ROWS, cases.HIDDEN, place)
@@ -39,7 +39,7 @@ def relative_error(scheme: str, device: torch.device) -> float:
 
 
 def fault(scheme: str, device: torch.device) -> str | None:
-    """Return what is wrong with a scheme's products on a GPU, or None."""
+    """Return what is wrong with a scheme's products on a GPU, None if nothing is."""
     try:
         error = relative_error(scheme, device)
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used

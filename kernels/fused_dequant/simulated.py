@@ -1,12 +1,11 @@
-"""Products for calibration and scoring, whose inputs are rounded as W4A4 rounds them, or observed.
+"""Products for calibration and scoring whose inputs are rounded as W4A4 rounds them, or not at all.
 
     round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
-    scaled             an NVFP4 weight whose products are those of rows rounded so
-    plain              an 8-bit weight in bf16, whose inputs stay as they are
-    experts            routed experts, whose inputs are rounded with the scale of each expert, or of all
+    scaled             the NVFP4 weight for such rows; its factor is divided by their global_scale
+    plain              an 8-bit weight in bf16, for rows that are not rounded
+    experts            routed experts on rows rounded with each expert's scale, one scale, or none
 
-The factor of an NVFP4 weight takes 1 / global_scale in float32, so the products are those of W4A4 but
-for the order of float32 sums. On a CPU the same is done in torch.
+Products differ from W4A4's only in the order of float32 sums. On a CPU torch does the same.
 """
 
 from collections.abc import Callable
@@ -26,10 +25,10 @@ EXPERTS_AT_ONCE = 16
 
 
 def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
-    """Round rows bf16 or f32 [M, K] as the module's docstring says: bf16 [M, K]; K is in whole blocks.
+    """Round rows bf16 or f32 [M, K], K % 16 == 0, to NVFP4: bf16 [M, K] of codes times block scales.
 
-    `global_scale` is f32 [1], or [E] with `experts` int [M, topk]: each row is then rounded once for
-    each of its experts, bf16 [M * topk, K].
+    `global_scale` is f32 [1]. Or it is [E], with `experts` int [M, topk]: each row is then rounded once
+    for each of its experts, to bf16 [M * topk, K].
     """
     if launches(x.device):
         from fused_dequant import input_rounding
@@ -40,7 +39,7 @@ def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) 
 
 
 def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
-    """Round as `round_nvfp4` does, in plain torch."""
+    """Do what `round_nvfp4` does, in plain torch on any device."""
     if experts is not None:
         x = x.repeat_interleave(experts.shape[1], 0)
         global_scale = global_scale[experts.flatten().long()]
@@ -49,16 +48,16 @@ def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = Non
 
 
 def scaled(weight: Weight, global_scale: Tensor) -> Weight:
-    """Return an NVFP4 weight whose products are divided by the global scale f32 [1] or [E]."""
+    """Return `weight`, NVFP4, with its factor divided by the rows' `global_scale`, f32 [1] or [E]."""
     if weight.factor is None:
         raise ValueError(f"rounded rows are multiplied with NVFP4 weights, not {weight.scheme}")
     return replace(weight, factor=weight.factor / global_scale[:, None])
 
 
 def plain(weight: Weight) -> Weight:
-    """Return an 8-bit weight in bf16, so that its inputs stay as they are; others unchanged.
+    """Return an 8-bit weight in bf16, whose products do not round their inputs; return others as given.
 
-    It goes through float32 some experts at a time: all of a layer's at once would take 4 GB.
+    A few experts at a time go through float32: all of a layer's at once would take 4 GB.
     """
     if weight.scheme not in EIGHT_BIT or weight.scale is None:
         return weight
@@ -85,11 +84,11 @@ def experts(
     scales: tuple[Tensor, Tensor] | None = None,
     see: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Run experts as `operations.routed_experts`, of bf16 rows [M, H]: [M, topk, H].
+    """Return `operations.routed_experts` of x bf16 [M, H], whose rows are rounded first: [M, topk, H].
 
-    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are below E. `scales` are
-    global scales of the inputs of both products, f32 [E] or [1]; None rounds nothing. `see` is called
-    with `down`'s input before it is rounded: [M * topk, I], row by row of `ids`.
+    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are below E. `scales` are a pair
+    of global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds nothing. `see`
+    is called with the input of down before it is rounded, bf16 [M * topk, I], in the order of `ids`.
     """
 
     def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:

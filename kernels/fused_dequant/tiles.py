@@ -1,9 +1,9 @@
 """Functions and constants that Triton kernels share: a block's rows, the activation, stores.
 
-A *block* is `BM` rows of the activation that meet the same weights. Dense: rows BM*i .. BM*i + BM
-- 1 of x, expert 0. Grouped: `slots[BM*i + m]` names token * topk + choice, or `total` where the
-block is padding, and `block_expert[i]` the expert. Nothing depends on the host knowing how many
-blocks are in use.
+A *block* is `BM` rows of activations that are multiplied by the same weights. In a dense product block
+i is rows BM*i .. BM*i + BM - 1 of x. In a grouped product, of experts, block i is of `block_expert[i]`,
+and `slots[BM*i + m]` tells its row m: token * topk + choice, or `total` for padding. The host need not
+know how many blocks are in use.
 """
 
 import triton
@@ -19,7 +19,7 @@ KEPT = tl.constexpr("evict_last")
 
 @triton.jit
 def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
-    """Load slots [COUNT] of rows `first`, `first` + 1, ... and which of them are real."""
+    """Return slots [COUNT] of a block's rows from `first` on, and which of them are not padding."""
     offsets = first + tl.arange(0, COUNT)
     slot = tl.load(slots + offsets) if GROUPED else offsets
     return slot, slot < total
@@ -36,8 +36,8 @@ def gelu_mul(gate, up):
 def tanh(x, HARDWARE: tl.constexpr):
     """Return the tanh of x; 1 - 2 / (exp(2x) + 1) has no overflow.
 
-    HARDWARE takes one instruction instead of an exponential and a division, with a relative error of
-    at most 2^-11 (PTX manual), a quarter of bf16's spacing; inline assembly is not interpreted.
+    HARDWARE takes one instruction instead of an exponential and a division. Its relative error is at
+    most 2^-11 (PTX manual), an eighth of bf16's spacing. Triton's interpreter cannot run it.
     """
     if HARDWARE:
         y = tl.inline_asm_elementwise(
@@ -50,7 +50,7 @@ def tanh(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
-    """Split acc [ROWS, BM] with runs of 8 gate and 8 up rows into gate, up [ROWS/2, BM]."""
+    """Split acc [ROWS, BM], 8 gate rows and 8 up rows in turn, into gate and up, each [ROWS/2, BM]."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
 
@@ -60,7 +60,7 @@ def store_nvfp4(
     result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale by the expert's `factor`s, activate, weight and store result f32 [BN, BM] as rows of y."""
+    """Multiply result f32 [BN, BM] by `factor`, activate and weight it, and store it as rows of y."""
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:

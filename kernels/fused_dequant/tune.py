@@ -1,15 +1,15 @@
-"""Finds the launch configurations of this GPU: `quantize tune` writes what `tuned` yields into a table.
+"""Finds this GPU's fastest launch configurations, which `quantize tune` writes into a table.
 
-For each product of the real model that the GPU can run and each bucket of tokens: compile every
-candidate (in parallel, against tensors without storage), drop those that do not fit the device, check
-that each gives the result of the first, time it as a CUDA graph over buffers larger than the L2, keep
-the fastest. The two products of the experts share one block of rows, so their pair is chosen together.
-What is launched without the table is a candidate too, so what the table gains is known. On an H200 all
-products of 64, 256 and 1,024 tokens take about two minutes; the larger ones were not timed whole.
+It tunes each product of the real model that the GPU can run, at several numbers of tokens. Candidates
+are compiled in parallel, against tensors without storage; those that do not fit the device are dropped.
+Each must give the result of the first, and is timed as a CUDA graph over buffers larger than the L2;
+the fastest is kept. Both products of the experts share one block of rows, so their pair is chosen
+together. What runs without the table is a candidate too, which shows what the table gains. On an H200
+products of 64, 256 and 1,024 tokens take about two minutes in all; the larger ones have not been timed.
 
-A bad candidate stays out of the table: one with more than `candidates.MAX_ACCUMULATORS` registers of
-accumulators a thread is never made, and products are timed in a child process. If a candidate breaks
-its CUDA context, that candidate is named, and a new process times the others.
+A candidate with more than `candidates.MAX_ACCUMULATORS` registers of accumulators a thread is never
+made. Products are timed in a child process: if a candidate breaks its CUDA context, a new process times
+the others, and a warning names it.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Operands:
-    """A product's operands. On "meta" the tensors have no storage, which is enough to compile."""
+    """A product's operands; those on "meta" have no storage, and serve to compile a launch."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -49,7 +49,7 @@ class Operands:
 
 
 def operands(product: Product, device: str) -> Operands:
-    """Return random operands, or blank ones on "meta"."""
+    """Return a product's operands: random numbers, or tensors without storage on "meta"."""
     grouped, down = product.verb.startswith("experts"), product.verb == "experts_down"
     rows = product.M * (cases.TOPK if down else 1)
     # The soft embedding takes logits; its weight has the embedding's layout.
@@ -83,7 +83,7 @@ def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
 
 
 def call(product: Product, o: Operands, config: Config) -> torch.Tensor:
-    """Launch one product as `operations` does, with a given configuration."""
+    """Launch one product, as `operations` would, with the configuration `config`; return its result."""
     if product.verb == "soft_embedding":
         sharpness = torch.full((len(o.x),), 1.5, device=o.x.device)
         return vocabulary.soft_embedding(o.x, o.weight.data[0], sharpness, config=config)
@@ -105,7 +105,7 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
-    """Compile all jobs into Triton's cache, in one process a core; a failure is logged."""
+    """Compile products with configurations into Triton's cache, a process a core; log failures."""
     # One job for each kernel: all shapes share it, but those whose K leaves a remainder.
     own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
@@ -115,11 +115,11 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
 
 
 class BrokenCandidateError(Exception):
-    """A candidate (`args[0]`) ended in a CUDA error: its process can run no kernel any more."""
+    """The candidate `args[0]` ended in a CUDA error, so this process can run no kernel any more."""
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Return (microseconds, candidate) of all that fit, fastest first; ValueError: results differ."""
+    """Time configs not `excluded`; return (us, config), fastest first. ValueError: results differ."""
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]
@@ -148,7 +148,7 @@ Work = Callable[[Product, list[Config]], Timed]
 
 
 class Timer:
-    """A child process that times products, replaced when a candidate breaks it."""
+    """Times products in a child process, which it replaces when a candidate breaks it."""
 
     def __init__(self, work: Work = time_candidates) -> None:
         self._work, self._child = work, _child()
@@ -173,13 +173,12 @@ def _child() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's fastest configuration."""
+    """A product's chosen configuration; a launch's microseconds with it, and with what ran before."""
 
     product: Product
     config: Config
     microseconds: float  # with it
-    # with what ran before; None where that is no candidate, or broke its process
-    before: float | None
+    before: float | None  # with what ran before; None if that is no candidate or broke its process
 
 
 def tuned(
@@ -187,11 +186,11 @@ def tuned(
     now: Callable[[Product], Config],
     timer: Callable[[Product], Timed] | None = None,
 ) -> Iterator[Choice]:
-    """Time the candidates of products, and yield the fastest.
+    """Time the candidates of products, and yield the fastest for each.
 
-    The experts' products are pairs, up before down, which share a block's rows. `now` returns the
-    configuration that is launched without the new table; `timer` times a product, None for a `Timer`
-    on this GPU.
+    experts_up must be followed by experts_down: the two share a block's rows. `now` returns the
+    configuration that is launched without the new table. `timer` returns a product's timed candidates;
+    None stands for a `Timer` on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)
@@ -211,7 +210,7 @@ def tuned(
 def write_table(
     path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
 ) -> None:
-    """Write choices into a device's table, whole or not at all; its other entries stay."""
+    """Add choices to the table at `path`, made if missing; the file is replaced whole or not at all."""
     kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for choice in choices:
         kernels.setdefault(choice.product.key, {})[str(choice.product.M)] = choice.config

@@ -1,15 +1,15 @@
-"""Looks up launch configurations: tables of the fastest measured, and a default that always fits.
+"""Looks up launch configurations in tables of the fastest ones, or makes a default that always fits.
 
     tuning/NVIDIA_H200.json
     {"device": ..., "capability": "sm_90", "triton": ...,
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
-A key is verb/scheme/NxK; below it, buckets of M (tokens). A call takes the smallest bucket that holds
-its M, or the largest there is; a shape that is not there takes the nearest N of the same K. Of several
-tables those of the device's own name count most, then those of its compute capability: an H100 runs
-what was tuned on an H200. A table that `quantize tune` wrote (`user_tables`) counts more than one that
-ships. Nothing is tuned while serving: what no table knows gets `default`, untuned, which fits every
-target, and a device without any table says so once.
+A key is verb/scheme/NxK, and has an entry for each of several M, numbers of tokens. A launch takes the
+smallest M at or above its own, or the largest there is. If its N is missing, it takes the nearest N of
+the same K. Tables of the device's own name come before others of its compute capability, so an H100
+runs what was tuned on an H200. A table that `quantize tune` wrote (`user_tables`) comes before one that
+ships. Nothing is tuned while serving: a launch that no table covers gets `default`, which is untuned
+but fits every target. A device without any table causes one warning.
 """
 
 import json
@@ -32,20 +32,20 @@ _log = logging.getLogger(__name__)
 
 
 def user_tables(folder: Path) -> None:
-    """Read tables of `folder` too from here on, each before one that ships."""
+    """From now on read the tables in `folder` too; they come before those that ship."""
     _folders[:] = [SHIPPED, folder]
     forget()
 
 
 def forget() -> None:
-    """Forget the tables read, so that changed folders and files are read again."""
+    """Forget all tables that were read, so that changed folders and files are read again."""
     _tables.cache_clear()
     table.cache_clear()
     lookup.cache_clear()
 
 
 def table_path(device_name: str, folder: Path = SHIPPED) -> Path:
-    """Return the file of a device's table."""
+    """Return the path of the table in `folder` for the device of this name."""
     return folder / f"{device_name.replace(' ', '_')}.json"
 
 
@@ -64,7 +64,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` as one; entries of `device_name`'s own come first."""
+    """Return all tables of capability `target` as one, in which the device's own entries win."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
@@ -79,9 +79,9 @@ def table(device_name: str | None, target: str) -> Table:
 
 
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
-    """Choose the configuration of a launch on `device`; "meta" stands for the GPU at hand.
+    """Return the configuration for a launch on `device`; "meta" stands for the current GPU.
 
-    Where QUANTIZE_TARGET forces a target, tables of the device's own name have no precedence.
+    Where QUANTIZE_TARGET forces a target, the device's own tables do not come before others.
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
@@ -95,7 +95,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the entry for verb, scheme and K with the nearest N, or `default` if there is none."""
+    """Return the tables' entry for verb, scheme, K and the nearest N and M; `default` without one."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}
@@ -107,19 +107,19 @@ def lookup(
 
 
 def processors(device: torch.device) -> int:
-    """Return the streaming multiprocessors of a GPU; 4 where kernels are interpreted."""
+    """Return how many streaming multiprocessors a GPU has; 4 where kernels are interpreted."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4 if device.type == "cpu" else TARGETS[capability(device)].processors
 
 
 def block_rows(config: Config) -> int:
-    """Return the rows of a block: BM, and the second accumulator's MORE where a kernel has one."""
+    """Return how many rows a block has: BM, plus MORE where a kernel has a second accumulator."""
     return config["BM"] + config.get("MORE", 0)
 
 
 def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
-    """Return a configuration that fits every supported GPU: at most 99 KiB of shared memory a block."""
+    """Return an untuned configuration for any target: at most 99 KiB of shared memory a block."""
     if verb == "soft_embedding":
         return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
     if verb == "lm_head":

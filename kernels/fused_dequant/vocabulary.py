@@ -1,27 +1,27 @@
 """The two products with the embedding matrix: lm_head with softcap, and the soft embedding.
 
-Both are bound by arithmetic at one canvas of 256 tokens, so both read their tiles with TMA (tensor
-descriptors): no address arithmetic in the loop and no registers for it. Before sm_90 Triton turns the
-descriptors into ordinary loads.
+Both are bound by arithmetic at one canvas of 256 tokens. So both read their tiles with TMA (tensor
+descriptors), whose addresses take no arithmetic in the loop and no registers. Before sm_90 Triton turns
+the descriptors into ordinary loads.
 
-lm_head: persistent programs, one an SM, each looping over tiles so that the loads of the next tile
-run under the epilogue of the last. Logits leave as bf16 [M, V], once: in float32 the 256 x 262,144
-logits of one canvas would be 268 MB a copy. `vocabulary_hopper` has another for sm_90.
+lm_head: programs are persistent, one an SM, and loop over tiles; the next tile's loads run while the
+last tile is capped and stored. Logits are written once, as bf16 [M, V]: in float32 the 256 x 262,144
+logits of one canvas would be 268 MB a copy. For sm_90 `vocabulary_hopper` has another kernel.
 
-Soft embedding, softmax(logits / T) @ embedding, the input of self-conditioning:
-K = V is 262,144 long and M x H only 22 tiles, so K is split into S ranges to fill the machine,
-each with an anchor a_s of its own, near its maximum:
+Soft embedding: softmax(logits / T) @ embedding, the input of self-conditioning. K = V is 262,144 long
+and M x H only 22 tiles, so K is split into S ranges to fill the GPU. Each range s has an anchor a_s, a
+number near its maximum:
 
     1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
-The anchor need not be the maximum. bf16 has the exponents of float32: p may be large. It is the
-maximum of a range's first few thousand logits, so that the logits are read once and no program holds
-more than those.
+The anchor is the maximum of a range's first few thousand logits, so that the logits are read once and
+no program holds more than those. It need not be the range's maximum: p may be large, since bf16 has
+float32's exponents.
 
-There are no atomics, so two runs are equal bit for bit. p is unnormalised, so rounding it to bf16 costs
-itself; the sums are of the rounded values, so the weights of a row add up to 1.
+There are no atomics, so two runs are equal bit for bit. p is rounded to bf16 before it is normalised.
+The sums are of rounded values, so that the weights of a row still add up to 1.
 """
 
 import torch
@@ -54,7 +54,7 @@ def lm_head_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Take descriptors of x [M, H], w [V, H], y [M, V], boxes [BM, BK], [BN, BK], [BM, BN/2]."""
+    """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes [BM, BK], [BN, BK], [BM, BN/2]."""
     follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
@@ -76,9 +76,9 @@ def lm_head(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """See `operations.lm_head`; a config with STAGES is for the sm_90 kernel.
+    """Launch lm_head for `operations.lm_head`; a `config` with STAGES selects the sm_90 kernel.
 
-    Rows must be multiples of 16 bytes: V % 8 == 0 and H % 8 == 0.
+    If `config` is None, it is looked up. V and H are multiples of 8: rows are multiples of 16 bytes.
     """
     (M, H), V = x.shape, len(w)
     config = config or tuning.choose("lm_head", "bf16", M, V, H, x.device)
@@ -119,7 +119,7 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
 def range_exponentials(
     logits, p, count, anchor, sharpness, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr
 ):
-    """Store p = 2^((logits - anchor) * sharpness) of `count` columns; return its sum, their max."""
+    """Store p = 2^((logits - anchor) * sharpness) of `count` columns; return sum(p), max(logits)."""
     # A thread holds whole rows of 8, 16 bytes: their sums and maxima need no other thread.
     column = tl.arange(0, EIGHTS)[:, None] * 8 + tl.arange(0, 8)[None, :]
     tops = tl.full((EIGHTS,), LOWEST, tl.float32)
@@ -150,8 +150,8 @@ def exponential_kernel(
 ):
     """Program (m, s) handles row m's columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    p is 1 at the maximum of the first of them, so that the logits are read once. A range that turns
-    out to hold a token with a p beyond 2^REACH is done again, with 1 at its maximum.
+    The anchor, where p is 1, is the maximum of the first 8 * EIGHTS, so logits are read once. If a p of
+    the range exceeds 2^REACH, the range is done again with its own maximum as anchor.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
@@ -185,9 +185,9 @@ def split_k_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
+    """Store partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
 
-    Descriptors of p [M, V] and embedding [V, H], boxes [BM, BK] and [BK, BN]: past V they read zeros.
+    p [M, V] and embedding [V, H] are TMA descriptors of boxes [BM, BK], [BK, BN]; past V they read 0.
     """
     follow(CHAINED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
@@ -217,7 +217,7 @@ def reduce_kernel(
 ):
     """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T).
 
-    Splits that are not ANCHORED have one anchor, and `total` is [M].
+    If not ANCHORED, all splits of a row have one anchor, `anchors` is not read, and `total` is [M].
     """
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
@@ -241,7 +241,7 @@ def reduce_kernel(
 
 
 def look(x, w, cap, state, schedule, logits, probabilities):
-    """See `operations.look`."""
+    """Launch the sm_90 kernels for `operations.look`, which describes the arguments."""
     (M, H), V = x.shape, len(w)
     config = tuning.choose("lm_head", "bf16", M, V, H, x.device)
     config = config if "STAGES" in config else {"STAGES": 4}
@@ -255,25 +255,24 @@ def look(x, w, cap, state, schedule, logits, probabilities):
 
 
 def soft_embedding(logits, embedding, inverse_temperature, out=None, config=None):
-    """See `operations.soft_embedding`."""
+    """Launch the kernels for `operations.soft_embedding`; `config` None is looked up in the tables."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device)
     p, anchors, total = exponentials(logits, inverse_temperature, *split_lengths(V, config))
     return reduce(_multiply(p, embedding, config), anchors, total, inverse_temperature, out)
 
 
-def soft_embedding_of(probabilities, embedding, out=None, config=None):
-    """See `operations.soft_embedding_of`."""
+def soft_embedding_of(probabilities, embedding, out=None):
+    """Launch the kernels for `operations.soft_embedding_of`, which describes the arguments."""
     p, total = probabilities.p, probabilities.total
-    (M, V), H = p.shape, embedding.shape[1]
-    config = config or tuning.choose("soft_embedding", "bf16", M, H, V, p.device)
+    config = tuning.choose("soft_embedding", "bf16", len(p), *embedding.T.shape, p.device)
     return reduce(_multiply(p, embedding, config), None, total, total, out)
 
 
 def exponentials(
     logits: torch.Tensor, inverse_temperature: torch.Tensor, splits: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return p bf16 [M, V], and of each range its anchors and sums f32 [splits, M]."""
+    """Return p bf16 [M, V]; for each range the logit where p is 1, and sum(p), both f32 [splits, M]."""
     (M, V), device = logits.shape, logits.device
     p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
@@ -285,7 +284,7 @@ def exponentials(
 
 
 def split_lengths(V: int, config: Config) -> tuple[int, int]:
-    """Return the number of ranges that K = V is split into, and their length."""
+    """Return how many ranges the V tokens are split into, and how many tokens a range has."""
     length = -(-V // (config["SPLITS"] * config["BK"])) * config["BK"]
     return -(-V // length), length
 
@@ -310,7 +309,7 @@ def reduce(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Combine the splits: bf16 [M, H], in `out` if given."""
+    """Combine the ranges' products to bf16 [M, H], in `out` if given; `anchors` None: all are equal."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)

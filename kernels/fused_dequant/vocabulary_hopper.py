@@ -1,24 +1,24 @@
-"""lm_head on Hopper: copies, products and softcap run at the same time, each in warps of its own.
+"""lm_head on Hopper: copies, products and softcap run at the same time, in different warps.
 
 Triton's loop (`vocabulary.lm_head_kernel`) leaves the tensor cores idle while a block caps and stores a
-tile. Here a block has nine warps that work:
+tile. Here a block has one warp that copies, and two sets of four warps that multiply:
 
-    one             copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
-    two times four  multiply 64 rows each into accumulators of 64 x 256, then cap and store them
+    the one warp    copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
+    each set        multiplies 64 rows into accumulators of 64 x 256, then caps and stores them
 
-The two sets share only the ring: while one is busy with its results the other may multiply.
+The two sets share only the ring: while one caps and stores, the other may multiply.
 
-`survey` also stores the numbers that the sampler and the soft embedding need, so that neither reads all
-logits again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these are:
+`survey` also stores numbers for the sampler and the soft embedding, so that neither reads all logits
+again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these are:
 
-    statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of the p below
+    statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of p
     p            2^((l - cap) log2(e) / T + REACH) as bf16
 
 All p are relative to `cap`, so the soft embedding is one product. With |l| <= cap they span
 2 cap log2(e) / T powers of two; bf16's exponents allow that down to T = 0.39 for cap = 30 (`holds`).
 
 Programs are persistent, one an SM. A place of the ring is `ready` when its bytes have arrived, `free`
-when both sets have read it. Results leave through two buffers of 64 x 64 a set; TMA clips them to y.
+when both sets have read it. A set stores results through two buffers of 64 x 64; TMA clips them to y.
 """
 
 import torch
@@ -50,7 +50,7 @@ REACH, LEAST = gl.constexpr(96.0), -126.0
 
 @gluon.jit
 def copy_tiles(x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES: gl.constexpr):
-    """Fill the ring with the steps of every tile of this program."""
+    """Copy the x and w of this program's tiles into the ring, BK columns a step."""
     BK: gl.constexpr = x.block_shape[1]
     rows = gl.cdiv(M, BM)
     step = 0
@@ -106,7 +106,7 @@ def multiply_and_cap(
 
 @gluon.jit
 def quarters(acc):
-    """Split [64, 256] into four of 64 columns."""
+    """Split acc [64, 256] into four blocks [64, 64] of columns, in order."""
     low, high = gl.split(acc.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
     first, second = gl.split(low.reshape([64, 2, PIECE]).permute([0, 2, 1]))
     third, fourth = gl.split(high.reshape([64, 2, PIECE]).permute([0, 2, 1]))
@@ -115,7 +115,7 @@ def quarters(acc):
 
 @gluon.jit
 def rounded(x):
-    """Round to bf16, two values at a time; return the bf16 and its float32."""
+    """Round float32 to bf16, two values an instruction; return the bf16, and its value in float32."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
         "=&r,=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
@@ -152,7 +152,7 @@ def store_capped(acc, y, results, m, n, cap):
 
 @gluon.jit
 def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
-    """Return the logits as bf16, and the maximum of each row unrounded; past V is less than any."""
+    """Return logits cap * tanh(x) in bf16, LOWEST past V, and each row's maximum before rounding."""
     logits = capped(x, cap)
     if not EVEN:
         column = n + gl.arange(0, PIECE, layout=gl.SliceLayout(0, x.type.layout))
@@ -167,7 +167,7 @@ def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
 def survey_and_store(
     acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
 ):
-    """Do what `store_capped` does; store p and the statistics f32 [4, M, tiles of V] too."""
+    """Store logits cap * tanh(acc) to y, p to `p`, and a tile's `statistics` f32 [4, M, tiles of V]."""
     first, second, third, fourth = quarters(acc)
     first, top = capped_inside(first, cap, n, V, EVEN)
     second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
@@ -222,10 +222,10 @@ def lm_head_hopper_kernel(
     SURVEYED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """Take descriptors of x [M, H], w [V, H], y and p [M, V], boxes [128, BK], [256, BK], [64, 64].
+    """Write logits of x [M, H], w [V, H] to y [M, V]; boxes: x [128, BK], w [256, BK], y, p [64, 64].
 
-    SURVEYED reads the temperatures `schedule` [N] at the steps [M / L] of sequences, and writes p and
-    `statistics`; else neither is touched.
+    If SURVEYED, it also writes p [M, V] and `statistics`. A row's temperature is in `schedule` [N], at
+    its sequence's step, `steps_taken` [M / L]. Without SURVEYED it touches none of these arguments.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
@@ -257,7 +257,7 @@ def lm_head_hopper_kernel(
 
 
 def lm_head(x, w, cap, config, out=None):
-    """Do what `vocabulary.lm_head` does; `config` has STAGES, which are 4 at most."""
+    """Launch the kernel for `vocabulary.lm_head`, with SURVEYED off; `config` has STAGES, at most 4."""
     y = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device) if out is None else out
     _launch(x, w, y, y, (y, y, y), 1, cap, config, surveyed=False)
     return y
@@ -274,9 +274,10 @@ def survey(
     config: dict[str, int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write logits y and p bf16 [M, V] of B sequences at `step` int32 [B] of `schedule` f32 [N].
+    """Write logits of x [M, H] to y, and p to `p`, both bf16 [M, V]; return statistics.
 
-    Returns f32 [4, M, ranges of 256 tokens], in `out` if given: maximum, sums, moments and sums of p.
+    The module's docstring defines p and statistics, which are f32 [4, M, tiles of 256 tokens], in `out`
+    if given. A row's T is the value in `schedule` f32 [N] at its sequence's `step`, int32 [B].
     """
     M, V = y.shape
     ranges = triton.cdiv(V, BN.value)
@@ -288,7 +289,7 @@ def survey(
 
 
 def holds(cap: float, coldest: float) -> bool:
-    """Return whether every p of logits within +-cap is a normal number of bf16 at this temperature."""
+    """Return whether `survey`'s p is normal in bf16 for logits within +-cap at T = `coldest`."""
     return 2 * cap * LOG2_E.value / coldest <= REACH.value - LEAST
 
 

@@ -1,19 +1,19 @@
-"""NVFP4 weights that Hopper multiplies in bf16: their layout, and what the kernel decodes, in torch.
+"""Lays out the NVFP4 weights that Hopper multiplies in bf16; decodes them in torch as the kernel does.
 
 *Fragments* are NVFP4 weights in the order in which Hopper's `wgmma` wants operand A in
-registers. A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes; lane l of warp w holds
+registers. A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds
 rows 16w + l//4 (+8) and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. Its 16 bytes are two
-pairs of 32-bit words, each pair 16 codes = 8 registers of two bf16. The bits of a code are spread so
-that `rotate, mask 0x81c081c0` leaves sign at bit 15 and exponent and mantissa at bits 8..6, which read
-as bf16 is exactly e2m1 * 2^-126 (0.5 is a bf16 subnormal; tensor cores and HMUL2 honour those). Three
-codes a half word tile 12 of its 16 bits under rotations; the 4 left over in each word of a pair
-complement each other, so one bitwise select yields the last two: 16 instructions for 16 codes, found
-by exhaustive search over rotations (`REGISTERS`, `SELECT_FIRST`).
+pairs of 32-bit words; each pair is 16 codes, which decode to 8 registers of two bf16. A code's bits are
+spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent and mantissa at bits 8..6.
+Read as bf16 that is exactly e2m1 * 2^-126 (0.5 is subnormal, which tensor cores and HMUL2 honour). In
+each half word, three codes fill 12 of the 16 bits under rotations. The other 4 bits hold half of two
+more codes: one bitwise select joins those of both words of a pair. 16 codes take 16 instructions; an
+exhaustive search over rotations found these (`REGISTERS`, `SELECT_FIRST`).
 
-Scales of fragments are one byte each, unsigned with 5 exponent and 3 mantissa bits (bias 15): every
-finite non-negative e4m3 value, its subnormals included, maps exactly, and
-`(byte << 4) + 0x7380` is the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The
-product of the two bf16 numbers, e2m1 * scale * 2^-7, has 6 significant bits: the decode is exact.
+Scales of fragments are one byte each, unsigned with 5 exponent and 3 mantissa bits (bias 15). Every
+finite non-negative e4m3 value, its subnormals included, has such a byte, and `(byte << 4) + 0x7380` is
+the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The product of the two bf16
+numbers, e2m1 * scale * 2^-7, has 6 significant bits: the decode is exact.
 """
 
 from functools import cache
@@ -47,7 +47,7 @@ def _bit_table() -> torch.Tensor:
 
 @cache
 def scale_table() -> torch.Tensor:
-    """Return the unsigned E5M3 byte of each non-negative finite e4m3 byte, uint8 [128]."""
+    """Return the fragments' scale byte (unsigned E5M3) of each e4m3 byte 0 .. 127: uint8 [128]."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     mantissa, exponent = torch.frexp(values)  # mantissa in [0.5, 1)
     byte = ((exponent + 14) << 3) + ((mantissa * 2 - 1) * 8).nan_to_num(0.0).to(torch.int32)
@@ -55,11 +55,11 @@ def scale_table() -> torch.Tensor:
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay NVFP4 weights out in the order of `wgmma` registers; on a GPU `fragments` does the same.
+    """Lay NVFP4 weights out in fragments, in torch; on a GPU `fragments.to_fragments` does the same.
 
-    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16] -> (words int32 [E, N/64, K/64, 512], scale bytes
-    int32 [E, N/64, K/64, 64]). Raise ValueError if N or K is no multiple of 64, or a scale is negative
-    or NaN. Works on some experts at a time: the temporaries are about 4 bytes a weight.
+    Of packed uint8 [E, N, K/2] and scale e4m3 [E, N, K/16] it makes words int32 [E, N/64, K/64, 512]
+    and scale bytes as int32 [E, N/64, K/64, 64]. Raise ValueError if N or K is no multiple of 64, or a
+    scale is negative or NaN. A few experts are done at a time, as temporaries take 4 bytes a weight.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -103,14 +103,14 @@ def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @cache
 def byte_table() -> torch.Tensor:
-    """Return what a byte of two codes adds to a pair of words, as one int64: [8 places, 256]."""
+    """Return the bits of a byte (two codes) at each of 8 places in a word pair: int64 [8, 256]."""
     low, high = _bit_table().reshape(8, 2, 16, 2).unbind(1)  # the even and the odd input's code
     both = high[:, :, None] | low[:, None]  # [8, 16, 16, 2]
     return both.contiguous().view(torch.int64).reshape(8, 256)
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Do in torch, step by step, what the kernel's assembly does: bf16 [E, N, K] of w * 2^-7."""
+    """Decode fragments in torch as the kernel's assembly does; return w * 2^-7, bf16 [E, N, K]."""
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
     first = sum(1 << (bit + 16 * half) for bit in SELECT_FIRST for half in range(2))

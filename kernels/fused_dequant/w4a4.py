@@ -1,9 +1,9 @@
 """NVFP4 weights that Blackwell multiplies with rows in NVFP4 (W4A4): how their block scales lie.
 
-The tensor cores read codes as they are on disk, and the scales of 128 rows x 64 columns together: 512
-bytes, in which byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and of columns 16 c .. 16 c +
-15. A *tile* is 128 x 4 scales in that order (PTX, tcgen05.mma, scale_vec::4X), so a block of the kernel
-reads what lies together. What is missing of a last tile is filled with scales of 0.
+The tensor cores read codes as they are on disk. They read the scales of 128 rows x 64 columns together,
+as 512 bytes: byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and columns 16 c .. 16 c + 15. A
+*tile* is 128 x 4 scales in that order (PTX, tcgen05.mma, scale_vec::4X), so that a block of the kernel
+reads consecutive bytes. Scales of 0 fill up the last tiles.
 """
 
 import torch
@@ -17,12 +17,12 @@ TILE = ROWS * COLUMNS // GROUP  # scales
 
 
 def tiles(N: int, K: int) -> tuple[int, int]:
-    """Return how many tiles, along N and along K, hold the scales of a weight [N, K]."""
+    """Return how many tiles hold the scales of a weight [N, K], along N and along K."""
     return -(-N // ROWS), -(-K // COLUMNS)
 
 
 def to_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """Lay scales e4m3 [E, N, K/16] out in tiles, e4m3 [E, tiles of N, tiles of K, 512]."""
+    """Lay scales e4m3 [E, N, K/16] out in tiles: e4m3 [E, tiles along N, tiles along K, 512]."""
     experts, rows, groups = scale.shape
     down, along = tiles(rows, groups * GROUP)
     missing = (0, along * 4 - groups, 0, down * ROWS - rows)
@@ -32,7 +32,7 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
 
 
 def from_tiles(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
-    """Return scales e4m3 [E, N, K/16] from their tiles: undo `to_tiles`."""
+    """Return the scales e4m3 [E, N, K/16] from which `to_tiles` made the tiles `scale`."""
     experts, down, along, _ = scale.shape
     placed = scale.view(torch.uint8).view(experts, down, along, 32, 4, 4)
     rows = placed.permute(0, 1, 4, 3, 2, 5).reshape(experts, down * ROWS, along * 4)

@@ -1,25 +1,25 @@
-"""NVFP4 weights that Hopper multiplies in FP8: their layout, and what the kernel decodes, in torch.
+"""Lays out the NVFP4 weights that Hopper multiplies in FP8; decodes them in torch as the kernel does.
 
-`wgmma` takes FP8 operands twice as fast as bf16 ones, and half the bytes of tokens. A weight becomes
-the nearest e4m3 number to e2m1 * scale / 8 (`formats.nvfp4_as_e4m3`). The 16 weights of a block share
-a table of eight magnitudes, which fits two registers, and one PRMT looks up four of them:
+`wgmma` multiplies FP8 operands twice as fast as bf16 ones, and reads half the bytes of tokens. A weight
+becomes the e4m3 number nearest to e2m1 * scale / 8 (`formats.nvfp4_as_e4m3`). The 16 weights of a block
+share a table of eight magnitudes, which fits two registers; one PRMT instruction looks up four weights:
 
     byte of the table  0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
                        0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
 
-b is the e4m3 code of scale / 16. Powers of two add 8 to a code. Scale times 1.5 adds 12 or 13 to it,
-by the mantissa alone: d = 1 for mantissas 1 to 5, rounded half to even. Nothing is subnormal, as
-blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale is stored as b with d in its sign bit.
+b is the e4m3 code of scale / 16. A factor of two adds 8 to a code. A factor of 1.5 adds 12 + d, where d
+depends on the mantissa alone: by rounding half to even it is 1 for mantissas 1 to 5, else 0. Nothing is
+subnormal, as blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale is stored as b, d as its sign.
 
 A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32 columns.
-There lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of each block of 16. So
-that a thread needs the scale of one block a row, columns change places: column 16t + 4q + j of the
-weight, block t, is column 16q + 4t + j of the product. The tokens' columns are stored in that order
-(`quantize.place`), and the sum over columns is the same.
+There lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of each block of 16.
+Columns are reordered, so that a thread needs one block's scale for each row: column 16t + 4q + j of
+the weight, in block t, is column 16q + 4t + j of the product. The tokens' columns are stored in that
+order (`quantize.place`), so the sum over columns is the same.
 
 A thread's 16 bytes are two words of row g and two of row g + 8, of one block. Code c of a word is its
-c-th column: bits 4c .. 4c + 2 hold the magnitude, as on disk, and bit 8c + 7 (c < 4) or 8(c - 4) + 3
-the sign. There decoded bytes have their signs too, those of the second four after a shift by 4.
+c-th column. Bits 4c .. 4c + 2 hold its magnitude, as on disk, and bit 8c + 7 (c < 4) or 8(c - 4) + 3
+its sign. A decoded byte has its sign at the same bit, the second four codes' after a shift by 4.
 """
 
 import torch
@@ -29,10 +29,10 @@ from fused_dequant.w4a16 import FRAGMENT, FRAGMENTED_AT_ONCE
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay NVFP4 weights out for the product in FP8.
+    """Lay NVFP4 weights out in fragments for products in FP8; N and K are multiples of 64.
 
-    packed uint8 [E, N, K/2], scale e4m3 [E, N, K/16], N and K multiples of 64 -> words int32
-    [E, N/64, K/64, 512] and bytes of scales as int32 [E, N/64, K/64, 64].
+    Of packed uint8 [E, N, K/2] and scale e4m3 [E, N, K/16] it makes words int32 [E, N/64, K/64, 512]
+    and scale bytes as int32 [E, N/64, K/64, 64].
     """
     experts, rows, half = packed.shape
     tiles, columns = rows // FRAGMENT, half // (FRAGMENT // 2)
@@ -66,7 +66,7 @@ def _signs_placed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Compute in torch what the kernel makes of fragments: e4m3 [E, N, K], columns as on disk."""
+    """Decode fragments in torch as the kernel does: e4m3 [E, N, K], with columns as on disk."""
     experts, tiles, columns, _ = words.shape
     # warp, row%8, t, row//8, word, byte
     pairs = words.contiguous().view(torch.uint8).reshape(experts, tiles, columns, 4, 8, 4, 2, 2, 4)

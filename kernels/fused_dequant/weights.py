@@ -1,7 +1,7 @@
-"""A quantized weight, dense or of all experts, in its kernel's layout; it chooses that kernel.
+"""Weights, quantized or BF16, of one Linear or of all experts, laid out for the kernel of a device.
 
-`layouts.KERNELS` says what a scheme's tensors are. `build` makes a weight of tensors as they are on
-disk, and chooses the layout by the device that holds them.
+`layouts.KERNELS` describes each scheme's tensors and names its kernel. `build` makes a weight of
+tensors as they are on disk, and chooses the layout by the device that holds them.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
 
 @dataclass(frozen=True)
 class Weight:
-    """The tensors of a quantized weight; `layouts` says which its scheme has, of what shapes."""
+    """The tensors of a weight; `layouts` tells which of them a scheme has, and their shapes."""
 
     scheme: str
     data: Tensor
@@ -42,32 +42,32 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes that a kernel reads when every expert is used."""
+        """Return the bytes of all tensors, which a kernel reads if every expert is used."""
         return sum(t.nbytes for t in (self.data, self.scale, self.factor) if t is not None)
 
     @property
     def shared(self) -> Tensor | None:
-        """Return the global scale f32 [1] under which rows are quantized to NVFP4, else None."""
+        """Return the global scale f32 [1] of this weight's rows, None if rows are not in NVFP4."""
         return self.factor[0, 2:] if self.scheme == FOUR_BIT and self.factor is not None else None
 
     @property
     def multiply(self) -> Callable[..., Tensor]:
-        """Return the function that multiplies by this weight, as `matmul.launch`: on a CPU in torch."""
+        """Return the function that multiplies rows by this weight: a kernel's `launch`, or torch's."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
         kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")
         return partial(kernel.launch, self)
 
     def config(self, verb: str, tokens: int) -> tuning.Config:
-        """Return how to launch `tokens` rows, `verb` linear or experts; raise as `require` does."""
+        """Return the configuration of `verb`, linear or experts, for `tokens`; raise as `require`."""
         require(self.scheme, self.data.device)
         rows = launched_as(tokens)
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
     def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
-        """Return rows [M, K] as the scheme multiplies them: bf16, in 8 bits with scales, or NVFP4.
+        """Return rows x [M, K] as this weight's products read them: bf16, 8 bits with scales, or NVFP4.
 
-        `scale` is that of rows quantized already. Raise ValueError if the rows do not fit the weight.
+        Rows with a `scale` are quantized already. Raise ValueError if rows do not fit the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1
@@ -84,13 +84,13 @@ class Weight:
         return x.contiguous(), scale
 
     def clone(self) -> "Weight":
-        """Return a copy in memory of its own."""
+        """Return a copy whose tensors have memory of their own."""
         rest = (None if t is None else t.clone() for t in (self.scale, self.factor))
         return Weight(self.scheme, self.data.clone(), *rest)
 
 
 def require(scheme: str, device: torch.device) -> None:
-    """Raise ValueError unless `device` can run `scheme`."""
+    """Raise ValueError unless `device` has a kernel for weights of `scheme`."""
     if scheme not in KERNELS:
         raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(KERNELS)}")
     kernel = KERNELS[scheme]
@@ -117,13 +117,12 @@ def build(
     Args:
         scheme: bf16, fp8, int8, nvfp4 or mxfp4.
         codes: [N, ...] of a dense weight, [E, N, ...] of experts.
-        scale: of rows or blocks, [N, ...] or [E, N, ...].
-        factor: f32 [1], [E] or, for gate and up, [E, 2]: 128 times what values are multiplied with
-            beside `scale`, for NVFP4 128 / global_scale; None for 1.
-        in_fp8: whether NVFP4 becomes what FP8 products read (W4A8): its values are rounded to e4m3
-            (`formats.nvfp4_as_e4m3`), its rows are FP8. On Hopper experts stay as small as they are;
-            everything else becomes a weight of scheme fp8.
-        shared: f32 [1], makes NVFP4 what FP4 units read (W4A4): the global scale of its rows.
+        scale: of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
+        factor: for NVFP4, 128 / global_scale, f32 [1], [E] or, for gate and up, [E, 2]; None for 1.
+        in_fp8: whether to lay NVFP4 out for products in FP8 (W4A8), which round weights to e4m3
+            (`formats.nvfp4_as_e4m3`) and read rows in FP8. On Hopper, experts' weights keep 4 bits;
+            all others become weights of scheme fp8.
+        shared: f32 [1], the global scale of rows, to lay NVFP4 out for FP4 units (W4A4); else None.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
     if scale is None:
@@ -153,7 +152,7 @@ def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor, dense: bool) -> Weight
 
 
 def bf16(weight: Tensor) -> Weight:
-    """Return a BF16 weight of [N, K] or [E, N, K]."""
+    """Return the weight of scheme bf16 that holds a tensor [N, K] or [E, N, K]."""
     return build("bf16", weight.to(torch.bfloat16))
 
 
@@ -163,12 +162,12 @@ def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
 
 
 def in_fragments(device: torch.device, scheme: str) -> bool:
-    """Return whether NVFP4 becomes a scheme of fragments on a device, where its shape allows it."""
+    """Return whether a device holds NVFP4 weights of fitting shapes in the fragment layout `scheme`."""
     return is_hopper(device) and scheme not in dispatch.distrusted
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return values [E, N, K] in `dtype`; interleaved gate and up rows stay so."""
+    """Return a weight's values [E, N, K] in `dtype`; gate and up rows stay interleaved."""
     data, columns = _decoded(weight, dtype), _columns(weight)
     if columns is None:
         return data
@@ -252,7 +251,7 @@ def _columns(weight: Weight) -> Tensor | None:
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether this is a GPU of sm_90, which alone has `wgmma`."""
+    """Return whether `device` is a GPU of sm_90; no other has the instruction `wgmma`."""
     return device.type != "cpu" and capability(device) == (9, 0)
 
 
