@@ -1,7 +1,7 @@
 """The Python face of the pipeline: what `import quantize` offers (docs/python.md).
 
-The functions do what the commands of their names do and raise what the commands end with
-(`quantize.errors`); a run is named by its folder.
+Each function does what the command of its name does, and raises the error that the command would end
+with (`quantize.errors`). A run is named by its folder.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def run(
         recipe: the name of a recipe that ships, or the path of a YAML file.
         model: a checkpoint folder or a Hub id; None for the bundled model.
         out: the folder that holds the runs.
-        resume: whether a run that exists is continued, or returned when it is complete.
-        until: the last stage.
+        resume: whether to continue a run that exists; a complete one is returned as it is.
+        until: the name of the last stage to run.
         options: `tasks` to score, `limit` of the problems of each, `revision` of a Hub model,
             `gpu_memory` in bytes, and those of `quantize.pipeline.stages.evaluate_more`.
 
@@ -96,9 +96,9 @@ def convert(
 
 
 def evaluate(run: str | Path, **options: Any) -> None:
-    """Score what is not scored yet of a run, as `quantize evaluate RUN` does.
+    """Score the models and tasks of a run that have no scores yet, as `quantize evaluate RUN` does.
 
-    `options` are those of `quantize.pipeline.stages`' `Machine` and `evaluate_more`.
+    `options` are the fields of `Machine` and the arguments of `evaluate_more` (pipeline.stages).
     """
     _again(run, "evaluate", **options)
 
@@ -108,14 +108,14 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    `modes` are replayed beside those of the recipe; the only option is `gpu_memory`, in bytes.
+    Activation modes `modes` are replayed beside the recipe's. The one option is `gpu_memory`, in bytes.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare two runs' scores by question, run `a` as baseline; InputError: a run has no scores."""
+    """Compare run `b` with run `a` question by question; InputError: one of them has no scores."""
     return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
 
 
@@ -131,7 +131,7 @@ def judge(
     """Judge a checkpoint that others built, as `quantize judge` does; return its report.json.
 
     `checkpoint` and its BF16 model `against` (None: the bundled one) are folders or Hub ids. The recipe
-    gives tasks and gate. Other arguments are those of `run`; `fine_tuned` is one more option.
+    gives tasks and gate. Other arguments are as in `run`; with `fine_tuned=True` no weight is compared.
 
     Raises:
         GateError: the inspection found a problem, so that there is no report.
@@ -154,11 +154,11 @@ def search(
 ) -> dict[str, Any]:
     """Choose a scheme for every layer's attention, MLP and experts, as `quantize search` does.
 
-    `options` are those of `quantize.pipeline.search.search`: nbytes or kl, schemes, gpu and so on.
+    `options` are the keyword arguments of `quantize.pipeline.search.search`.
 
     Returns:
-        "recipe", the path of the recipe that was written; "schemes", part -> scheme; "bytes";
-        "kl_nats", predicted and measured; "frontier", pairs of percent of BF16's bytes and KL.
+        "recipe", the path of the recipe that was written; "schemes", "LAYER.KIND" -> scheme; "bytes";
+        "kl_nats", predicted and measured; "frontier", pairs (percent of BF16's bytes, predicted KL).
 
     Raises:
         InputError: as in `quantize.pipeline.search.search`.
@@ -170,7 +170,7 @@ def search(
 
 
 def report(run: str | Path) -> dict[str, Any]:
-    """Write the report of a run again and return report.json; a FAIL is told there, and not raised."""
+    """Write a run's report again and return report.json with the verdict; a FAIL raises no error."""
     _again(run, "report")
     return read_json(RunDir(Path(run)).report_json, "verdict")
 

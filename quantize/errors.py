@@ -52,7 +52,7 @@ class UnexpectedError(QuantizeError):
 def unexpected_in(log: Path) -> Generator[None]:
     """Append the traceback of an unexpected error to `log`, and raise an UnexpectedError that names it.
 
-    Errors with a meaning for the user pass: our own, the operating system's, too little memory.
+    Errors that a user can act on are raised as they are: ours, click's, the system's, out of memory.
     """
     try:
         yield

@@ -32,7 +32,7 @@ _transformers: Any = DiffusionGemmaForBlockDiffusion.from_pretrained
 def from_pretrained(
     cls: type[Any], name: str | Path | None = None, *args: Any, **options: Any
 ) -> DiffusionGemmaForBlockDiffusion:
-    """Load a model as transformers does; a quantized folder as `quantize.checkpoints.load` does.
+    """Load a model as transformers does; the weights of a quantized folder are dequantized.
 
     A quantized folder takes two options: `dtype` (BF16 by default), a `device_map` of one device.
 

@@ -1,10 +1,10 @@
-"""Times canvases that stop by themselves: slots that go on step by step, or canvas by canvas.
+"""Times canvases that stop by themselves, in slots that do or do not wait for each other.
 
-Real canvases differ: some take a few steps, some all. "By step", as it is served, a slot goes on with
-its next canvas, or with another request, as soon as its own has stopped; "by canvas" all of a batch
-finish first. Each slot gets REQUESTS requests of two canvases, and encoding prompts is timed too.
-Random weights never stop: their canvases take recorded numbers of steps. So do those of `speeds`, which
-times sampler settings at the steps that answers under them really took.
+Real canvases differ: some take a few denoising steps, some all. A slot holds one sequence of a batch.
+"By step", as `serve` works, a slot whose canvas has stopped takes its next canvas or another request at
+once. "By canvas" it first waits until every canvas of the batch has stopped. Each slot gets REQUESTS
+requests of two canvases, and the time includes encoding their prompts. Canvases of random weights never
+stop, so they take recorded numbers of steps; so do canvases in `speeds`, for each sampler setting.
 """
 
 import itertools
@@ -31,16 +31,16 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """Times of a batch size and a way in which slots go on; steps are in the order of requests."""
+    """The speed of a batch whose slots go on alone ("by step") or all together ("by canvas")."""
 
     batch: int
-    slots_go_on: str
+    slots_go_on: str  # "by step" or "by canvas"
     tokens_a_second: float
-    steps_of_canvases: list[int]
+    steps_of_canvases: list[int]  # two canvases a request, in the order of requests
 
 
 class SomeSlots:
-    """An engine with only its first slots; with `whole` a batch waits for its slowest canvas."""
+    """An engine's first `slots` slots; with `whole`, a slot waits until all have their canvas."""
 
     def __init__(self, engine: Engine, slots: int, *, whole: bool) -> None:
         self._engine, self.slots, self._whole = engine, slots, whole
@@ -49,7 +49,7 @@ class SomeSlots:
         return getattr(self._engine, name)
 
     def denoise(self, slots: Sequence[int], *_: Any) -> list[Canvas | None]:
-        """Denoise until one slot, or with `whole` each, has a canvas; None for those without."""
+        """Denoise until a slot, or all if `whole`, has a canvas; return each slot's canvas or None."""
         found: dict[int, Canvas] = {}
         while not found or (self._whole and len(found) < len(slots)):
             left = [slot for slot in slots if slot not in found]
@@ -61,10 +61,10 @@ class SomeSlots:
 def adaptive_rows(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, stops: Sequence[int] | None
 ) -> list[AdaptiveRow]:
-    """Time slots that go on by step, then by canvas: one slot a prompt, all free at the end.
+    """Time `prompts`, one a slot, with slots going on "by step" and then "by canvas"; return both rows.
 
     The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
-    stop by the sampler, or take the numbers of steps in `stops`, one after the other.
+    stop by the sampler, or take the numbers of steps in `stops` in turn. All slots are freed.
     """
     for slot in range(engine.capacity):
         engine.release(slot)
@@ -91,7 +91,10 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s for each name in `steps`; canvases take its steps behind `context` tokens."""
+    """Return tokens/s by sampler setting; `steps` lists how many steps canvases took under each.
+
+    Each timed canvas follows `context` random tokens and takes a number of steps from that list.
+    """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
     own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
@@ -104,7 +107,7 @@ def speeds(
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return `count` of the steps, evenly spaced among the sorted ones, in a fixed random order."""
+    """Sort `steps`, take `count` of them evenly spaced, and return these in a fixed random order."""
     ordered = sorted(steps)
     found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
     random.Random(0).shuffle(found)
@@ -112,7 +115,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Return `count` prompts of `length` random tokens, above the control tokens if there is room."""
+    """Return `count` prompts of `length` random tokens, without low ids: control tokens are there."""
     vocabulary = weights.config.text_config.vocab_size
     generator = torch.Generator().manual_seed(0)
     low, high = vocabulary // 8, vocabulary - 8
@@ -120,7 +123,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 
 
 def read_stops(path: Path) -> list[int]:
-    """Read a JSON list of numbers of steps; raise InputError unless all are integers above 0."""
+    """Read a JSON list of steps a canvas; raise InputError if it is empty or a number is below 1."""
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

@@ -1,11 +1,10 @@
-"""Continues texts one token a pass, greedily: what the same weights cost without canvases.
+"""Continues texts greedily, one token a forward pass, to time the same weights without canvases.
 
-The encoder is a causal language model of the same layers, with scalars of its own; the final norm and
-the vocabulary follow its last layer, as they do the decoder's. A pass reads the weights that one token
-a sequence needs, a denoising step those that a canvas needs: `quantize bench --autoregressive` compares
-the two. The model was not trained for this: only the time means something.
-
-The chosen token stays on the device and is the next pass' input, so the host never waits for one.
+The encoder is a causal language model: it has the decoder's layers, with layer scalars of its own. Here
+the final norm and lm_head follow its last layer. A pass reads the weights that one token of each
+sequence needs; a denoising step reads those that a whole canvas needs. `quantize bench
+--autoregressive` compares their times. The model was not trained for this: only times mean something.
+The chosen token stays on the device as the next pass' input, so the host never waits for a token.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from quantize.runtime.fused.graphs import Replayed
 
 
 class Continuation:
-    """Texts in an engine's slots that grow by a token a pass, in a CUDA graph if the engine has them.
+    """Texts in slots of an engine, each of which grows by one token a forward pass.
 
-    No canvas of these slots can be denoised afterwards.
+    If the engine uses CUDA graphs, a pass replays one. These slots cannot denoise canvases afterwards.
     """
 
     def __init__(self, engine: FusedEngine, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -34,7 +33,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin anew behind what `slots` hold, with a first token each; the CUDA graph is kept."""
+        """Begin new texts behind what `slots` hold, each with one of `tokens`; keep the CUDA graph."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))
@@ -42,7 +41,7 @@ class Continuation:
         self.rewind()
 
     def rewind(self) -> None:
-        """Go back to where the texts began; what was encoded since is overwritten."""
+        """Go back to the first tokens; later passes overwrite the cache entries made since."""
         self._start.copy_(self._first)
         self._tokens.copy_(self._given)
 
@@ -55,7 +54,7 @@ class Continuation:
         return torch.cat(found, 1).tolist()
 
     def experts_hit(self) -> list[int]:
-        """Run one pass kernel by kernel; return how many experts it reaches, layer by layer."""
+        """Run one pass without a CUDA graph; return how many experts it reaches in each layer."""
         self._model.routed = []
         self._pass()
         reached = [int(ids.unique().numel()) for ids in self._model.routed]

@@ -1,19 +1,19 @@
 """Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
 
-A row is one batch size with one number of steps. "Fixed" steps never stop early, so their canvases cost
-the same for random weights as for real ones. A canvas is N steps and the encoding of the one before,
-which counts as a forward, although it goes through the layers with the first step: N + 1 forwards.
-"Adaptive" rows stop as the checkpoint's own generation config says (`adaptive`); rows of "one token"
-write as many tokens one a forward, greedily (`one_token`). Times hold the host's work.
+A row is one batch size with one number of denoising steps. A canvas of a "fixed" number never stops
+early, so it costs the same with random weights as with real ones. N steps count as N + 1 forwards: the
+pass of the first step also encodes the previous canvas, which counts as one more. "Adaptive" canvases
+stop by the checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a
+canvas has, greedily, one token a forward (`one_token`). Times include the host's work.
 
     ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
-    W, J a forward, tokens a joule        over SECONDS at least, between two steps of the GPU's counter
+    W, J a forward, tokens a joule        over SECONDS or more, between two updates of an energy counter
     MHz, power-capped                     mean clock meanwhile, and how often power held it down
     first canvas                          ms to encode a prompt of `context` tokens and write a canvas
     ms a step                             of steps alone, graph behind graph
     x floor                               ms a step over the least that its bytes and FLOP allow
     parts                                 GPU ms of one step's kernels by what they do, from a profile
-    unexplained                           ms a step without its parts: gaps, less what runs side by side
+    unexplained                           ms a step minus its parts: gaps between kernels, less overlaps
 
 Random weights have the model's exact shapes and routing, but their answers are noise.
 """
@@ -61,10 +61,10 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size and number of steps; times are medians over canvases, in milliseconds.
+    """One batch size with one number of steps a canvas; times are medians over canvases.
 
-    A row of ONE_TOKEN takes a forward for each token of a canvas; its `parts` are empty, and its floor
-    is of one forward. A figure that the GPU does not report is None.
+    With ONE_TOKEN as `steps`, each token takes a forward, `parts` are empty, and `floor_ms_a_step` is
+    that of one forward. A figure that the GPU does not report is None, and so is an unknown price.
     """
 
     batch: int
@@ -88,18 +88,18 @@ class Row:
 
     @property
     def unexplained(self) -> float:
-        """Milliseconds of a step less those of its parts: gaps, less what runs side by side."""
+        """A step's ms minus the sum of its parts: gaps between kernels, minus their overlaps."""
         return self.ms_a_step - sum(self.parts.values())
 
     @property
     def x_floor(self) -> float:
-        """A step's time over the least time that its bytes and FLOP allow."""
+        """A step's time divided by the least time that its bytes and FLOP allow."""
         return self.ms_a_step / self.floor_ms_a_step
 
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows, and the device and weights that they were measured on."""
+    """All rows that `bench` measured, and the device and the weights that it measured."""
 
     model: str
     device: str
@@ -130,11 +130,11 @@ def bench(
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
-    The weights are the folder `checkpoint`'s, or random ones of `config` in the mix `random` of MIXES.
-    `steps` are numbers of fixed steps or "adaptive": canvases then stop by themselves, or take the
-    steps of the JSON list `stops` in turns. `context` is in tokens, `canvases` are measured a row.
-    Raise ResourceError if there is no GPU, or too little memory on it, and InputError if a mix or a
-    number of steps is unknown, or nothing can be loaded.
+    If `checkpoint` is None, the model has the shapes of `config`, and random weights in the schemes of
+    MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases stop by
+    themselves, or after the numbers of steps that the JSON file `stops` lists, in turn. A row times
+    `canvases` canvases behind `context` tokens. Raise ResourceError if there is no GPU or too little
+    memory on it, and InputError if a mix or number of steps is unknown, or loading fails.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
@@ -317,7 +317,7 @@ def _row(
 
 
 def tables(result: Bench) -> list[Table]:
-    """Return tables of a result: speed, a step's parts, canvases that stop; empty ones are left out."""
+    """Return those tables of a result that have rows: speeds, a step's parts, adaptive canvases."""
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "

@@ -15,9 +15,9 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
 def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
-    """Return the milliseconds of a step, the mean of TIMED steps; the canvases are thrown away.
+    """Return the mean milliseconds of TIMED denoising steps of `slots`, each on its next canvas.
 
-    Steps past the last one that a canvas may take cost the same.
+    TIMED may exceed a canvas' steps: further ones take the same time. The canvases are thrown away.
     """
     step, graphs = engine.begin_canvases(slots)
     seconds = seconds_of(lambda: step.take(graphs), TIMED)
@@ -26,10 +26,10 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 
 
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
-    """Return the GPU milliseconds of each part of a step of the next canvas, which is thrown away.
+    """Return the GPU milliseconds that each part of one denoising step takes, by PARTS' names.
 
-    `FusedModel` and the sampler name the parts; kernels outside of any are "rest". The step runs
-    twice and the second run counts, since the first meets an idle GPU.
+    Kernels outside all parts are "rest". The step runs twice and the second run counts, since the
+    first meets an idle GPU. The canvases of `slots` are thrown away.
     """
     step, _ = engine.begin_canvases(slots)
     step.take(graphs=False)

@@ -1,6 +1,6 @@
-"""Measures the launch configurations of this GPU once, and keeps them in the user's cache folder.
+"""Measures which launch configurations are fastest on this GPU, and keeps them in the user's cache.
 
-Every engine reads them from there (`gpus.check_gpu`), before the tables that ship.
+Every engine prefers what is found to the tables that ship (`gpus.check_gpu`).
 """
 
 import re
@@ -27,11 +27,12 @@ SAVED_EVERY = 8  # choices, the most that a stop loses
 def tune_gpu(
     only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
 ) -> list["Choice"]:
-    """Tune the products whose key the regular expression `only` finds; write the choices to a table.
+    """Find the fastest configuration of each matrix product, and write them to this device's table.
 
-    `folder` has a table a device. `timer` times a product's candidates, None on this GPU. Raise
-    InputError if `only` is no regular expression, finds nothing, or finds only one of a pair of
-    experts, and ResourceError if there is no GPU, or the kernels do not run on it.
+    The regular expression `only` selects products by "KEY M=TOKENS". Tables lie in `folder`, a file a
+    device. `timer` times a product's candidates; None compiles and times them on this GPU. Raise
+    InputError if `only` is no regular expression, finds no product, or finds only one of the experts'
+    two products, up and down. Raise ResourceError without a GPU that the kernels run on.
     """
     device = torch.device("cuda")
     check_gpu([], device)
@@ -71,7 +72,7 @@ def tune_gpu(
 
 
 def gains_table(choices: Sequence["Choice"]) -> Table:
-    """Return each product's time before and after, in microseconds."""
+    """Return a table of each product's microseconds before and after tuning."""
     table = Table(title="us a launch, before and after", title_justify="left")
     for column in ("product", "tokens", "before", "after", "gained"):
         table.add_column(column, justify="left" if column == "product" else "right")

@@ -1,7 +1,7 @@
-"""The tensors of a DiffusionGemma by name and shape, from its config alone.
+"""Computes the names and shapes of a DiffusionGemma's tensors from its config alone.
 
-They equal those of the model that transformers takes 6 s of a core to build; a test compares all. For
-a config that leaves a shape to a default, which is transformers' own, nothing is spelled out here.
+They are those of transformers' model, which takes 6 s of a core to build; a test compares every tensor.
+A config is left to transformers if it does not state all that shapes depend on, or has unusual traits.
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ TOWER_LAYER = """
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
-    """Return on-disk name -> spec of the BF16 checkpoint, None where the config leaves a shape open."""
+    """Return on-disk name -> spec of each BF16 tensor; None if a config is unusual or incomplete."""
     text, vision = config.get("text_config"), config.get("vision_config")
     if not (
         isinstance(text, dict) and isinstance(vision, dict) and _says_all(config, text, vision)

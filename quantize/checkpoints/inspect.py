@@ -1,12 +1,12 @@
 """Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
-It reads config, index, headers and the scales of whole matrices. A module's own tensors tell its
-scheme, so a config that says something else is a problem. `schemes.records` has the tensors of a
-quantized Linear: compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
+It reads config, index and headers, and of the weights only global and input scales. A module's own
+tensors tell its scheme, so a config that says something else is a problem. Two layouts are known
+(`schemes.records`): compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
 
-Problems are what makes servers fail or answer nonsense: scales on modules that they read in BF16, two
-tensors for one module, experts missing or of several schemes, half a module, a config that disagrees,
-scales that are 0, missing, or not the same where a server fuses Linears, no tokenizer.
+A problem makes servers fail or answer nonsense: scales on modules that they read in BF16, two tensors
+for one module, tensors missing from a module, experts that are missing or of several schemes, a config
+that disagrees, no tokenizer, and scales that are 0, missing, or unequal where a server fuses Linears.
 """
 
 import re
@@ -53,7 +53,7 @@ class Module:
 
     @property
     def kind(self) -> str:
-        """The module's class by `checkpoints.targets`, or what is unusual about its name."""
+        """The module's class (`targets.module_class`), or `tied copy`, or `unknown`."""
         if EXPERT.fullmatch(self.name):
             return "experts"
         name = self.name if "" in self.tensors else f"{self.name}.weight"
@@ -66,7 +66,7 @@ class Module:
 
     @property
     def linears(self) -> int:
-        """How many modules this counts as: one for each Linear of fused experts, else 1."""
+        """How many Linears a fused tensor of experts holds; 1 for any other module."""
         return sum(len(linear_modules(t.name, t.shape)) for t in self.tensors.values()) or 1
 
     @property
@@ -77,7 +77,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """Count and bytes of the modules of one class and scheme: Linears, or other parameters."""
+    """Linears, or other parameters, of one `kind` and `scheme`: how many there are, and their bytes."""
 
     kind: str
     scheme: str
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds, as rows, the largest first, and the problems found, if any."""
+    """What a checkpoint holds, and what is wrong with it; the first of `rows` has the most bytes."""
 
     folder: Path
     format: str
@@ -105,10 +105,9 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect a DiffusionGemma checkpoint: its headers, and its scales of whole matrices.
+    """Inspect a DiffusionGemma checkpoint by its JSON files, headers, and global and input scales.
 
-    Raises:
-        InputError: config, index and headers contradict each other, or it is another model.
+    Raise InputError if config, index and headers contradict each other, or it is another model.
     """
     checkpoint = Checkpoint.open(folder)
     modules = _modules(checkpoint.tensors)
@@ -195,7 +194,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Return how many tensors have each name, with encoder's and decoder's prefixes cut to `model.`."""
+    """Count tensors by name, less the encoder's or decoder's prefix; layer scalars are left out."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors

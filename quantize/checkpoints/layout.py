@@ -1,10 +1,10 @@
 """Which tensors a DiffusionGemma checkpoint must hold by its config, and the check that it does.
 
 The BF16 layout is what transformers' own class builds, under on-disk names: 1,047 tensors for the 26B
-model. `architecture` spells it out in place of transformers, whose import takes seconds, where a config
-says everything that a shape depends on. The quantized layout follows from it and `quantization_config`:
-every Linear that a group targets and `ignore` does not name becomes the tensors of its scheme, experts
-one Linear each. Plan, load and verify all compare against this.
+model. If a config says everything that a shape depends on, `architecture` spells the layout out, since
+importing transformers takes seconds. The quantized layout follows from it and `quantization_config`: a
+Linear becomes its scheme's tensors if a group targets it and `ignore` does not name it. Each projection
+of an expert is one Linear. Plan, load and verify all compare against these layouts.
 """
 
 import json
@@ -39,8 +39,7 @@ def model_config(config: dict[str, Any]) -> Any:
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of the BF16 checkpoint that `config` describes.
 
-    Raises:
-        InputError: transformers cannot build a model from this config.
+    Raise InputError if transformers cannot build a model from this config.
     """
     _check_depth(config)
     return spelled_out(config) or built(config)
@@ -86,7 +85,10 @@ def _check_depth(config: dict[str, Any]) -> None:
 
 
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return on-disk name -> spec of the quantized checkpoint that `config` describes."""
+    """Return on-disk name -> spec of the checkpoint that `config` describes, quantized or BF16.
+
+    Raise InputError if `quantization_config` matches no Linear, or only some experts of a tensor.
+    """
     schemes = stated_schemes(config)
     if schemes is None:
         return bf16_layout(config)
@@ -113,8 +115,7 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Compare names, dtypes, shapes and bytes with what config.json and index say; return the layout.
 
-    Raises:
-        InputError: names the first difference, and how many there are of its kind.
+    Raise InputError if they differ; it names the first difference and counts those of its kind.
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
@@ -157,8 +158,7 @@ def parameters(config: dict[str, Any]) -> int:
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
     """Return an object that tells each Linear's scheme by config.json, None if nothing is quantized.
 
-    Raises:
-        InputError: the quantization is another tool's, or of a scheme that is not read here.
+    Raise InputError if the quantization is another tool's, or of a scheme that is not read here.
     """
     stated = config.get("quantization_config")
     if stated is None:
@@ -168,11 +168,7 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
 
 
 def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
-    """Refuse an activation mode that cannot apply to a checkpoint's weights.
-
-    Raises:
-        InputError: it is `fp8`, and no weight is NVFP4.
-    """
+    """Raise InputError if an activation mode is `fp8` and no weight of a checkpoint is NVFP4."""
     schemes = stated_schemes(checkpoint.config)
     used = schemes.used if schemes else ()
     if why := refusal(activations, [scheme.kernel for scheme in used]):
@@ -180,7 +176,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Tells each module's scheme by compressed-tensors' quantization_config; `used` has all of them."""
+    """Finds modules' schemes in a compressed-tensors quantization_config; `used` is their set."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")
@@ -208,7 +204,7 @@ class ConfigSchemes:
         return None if name is None else self._schemes[name]
 
     def group_of(self, module: str) -> str | None:
-        """Return the name of a Linear module's config group, None where it is in none or ignored."""
+        """Return the name of a Linear module's config group, None if it has none or is ignored."""
         if self._ignored(module):
             return None
         return next((name for name, own in self._rules.items() if own(module)), None)

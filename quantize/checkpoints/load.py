@@ -1,7 +1,7 @@
 """Loads a checkpoint folder as a DiffusionGemma model: unless every key fits, nothing loads.
 
 transformers' own from_pretrained leaves per-expert weights aside, fills the experts with random
-numbers and only warns; NVFP4 it cannot load at all. Here the tensors on disk are first compared with
+numbers and only warns; it cannot load NVFP4 at all. Here the tensors on disk are first compared with
 what config.json calls for (names, dtypes, shapes), then dequantized to BF16, restacked to fused
 experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
 """
@@ -87,7 +87,7 @@ class _Lazy:
 
 
 def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
-    """Return all tensors by BF16 name, to be read when used, then dequantized and experts fused."""
+    """Return all tensors by BF16 name; each is read, dequantized and fused when it is used."""
     schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
@@ -98,7 +98,7 @@ def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
 def read_weight(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
 ) -> torch.Tensor:
-    """Read one tensor of the BF16 layout and of `shape`, as it is or dequantized to BF16."""
+    """Read a tensor by its name and `shape` in the BF16 layout, dequantized to BF16 if need be."""
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return read_finite(checkpoint, name)
@@ -130,7 +130,7 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
-    """Return module -> (scheme, input global scale or None) of every quantized Linear."""
+    """Return quantized Linear -> (scheme, input global scale); the scale is None if not calibrated."""
     return {
         module: (scheme, _input_global_scale(checkpoint, module) if scheme.calibrated else None)
         for module, scheme in schemes_by_module(checkpoint.config).items()

@@ -1,11 +1,11 @@
 """Reads from NVIDIA ModelOpt's configs which Linear has which scheme and tensors.
 
-The records of `quantize.schemes.records` say which tensors each quant_algo becomes.
+The records of `quantize.schemes.records` say which tensors a Linear of each quant_algo has.
 
-config.json says it as `quantization_config` {quant_method: "modelopt", quant_algo, ignore}, older
-exports only in hf_quant_config.json with `exclude_modules`; MIXED_PRECISION lists `quantized_layers`,
-each with its own quant_algo. Names are Linears or modules above them, `*` and `?` are wildcards, and
-either tree's name counts, encoder and decoder being tied.
+config.json has `quantization_config` {quant_method: "modelopt", quant_algo, ignore}; older exports have
+only hf_quant_config.json, with `exclude_modules`. MIXED_PRECISION lists `quantized_layers`, each with
+its own quant_algo. Names are Linears or modules above them, and `*` and `?` are wildcards. Both the
+encoder's and the decoder's names count, since the two are tied.
 
 Source: ModelOpt's export code and vLLM's loader, read, not run. No published file was at hand: tests
 write theirs from this description, so it is UNVERIFIED against NVIDIA's real checkpoints. Refused by
@@ -27,7 +27,7 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Tells each module's scheme by ModelOpt's quantization_config; `used` has all of them."""
+    """Finds modules' schemes in ModelOpt's quantization_config; `used` is the set of these schemes."""
 
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # all that `of` returns have one
 

@@ -1,4 +1,4 @@
-"""Checks the scales of whole matrices, global ones and those of inputs, as a server reads them.
+"""Checks global scales and input scales, each of which is one number for a whole matrix.
 
 A server fuses q/k/v of a layer, and gate/up of an expert or MLP, into one matrix each and multiplies
 all its rows by one global scale: the first Linear's, or the largest. It divides by a scale of 0, and
@@ -20,24 +20,29 @@ Finding = tuple[bool, str]  # whether it is right, and what is wrong if not
 
 
 def read_scales(checkpoint: Checkpoint) -> Scales:
-    """Return every scale of a whole matrix, one number a tensor, by module and suffix."""
+    """Return all global and input scales: module -> suffix -> value."""
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, info in checkpoint.tensors.items():
+        if name.rpartition(".")[2] in TENSOR_SCALES and info.shape in ((), (1,)):
+            alike[info.dtype, info.shape].append(name)
     found: Scales = defaultdict(dict)
-    for name in checkpoint.tensors:
-        module, _, suffix = name.rpartition(".")
-        if suffix in TENSOR_SCALES and checkpoint.tensors[name].shape in ((), (1,)):
-            found[module][suffix] = checkpoint.read(name).item()
+    for names in alike.values():
+        values = checkpoint.read_stacked(names).flatten().tolist()
+        for name, value in zip(names, values, strict=True):
+            module, _, suffix = name.rpartition(".")
+            found[module][suffix] = value
     return dict(found)
 
 
 def positive(scales: Scales) -> Iterator[Finding]:
-    """Yield for each scale whether it is a finite number above 0, and what is wrong if not."""
+    """Yield, for each scale, whether it is a finite number above 0, and what is wrong if not."""
     for module, own in scales.items():
         for suffix, value in own.items():
             yield 0 < value < math.inf, f"{module}.{suffix} is {value}, not above 0"
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
-    """Yield for each Linear that a server fuses with an earlier one whether their scales are equal."""
+    """Yield, for each scale of Linears that a server fuses, whether it equals the first Linear's."""
     first: dict[tuple[str, str], tuple[str, float]] = {}
     for module, own in scales.items():
         for suffix, value in own.items():
@@ -49,7 +54,10 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Yield whether a Linear has the input scale that a fused Linear or fellow expert of it has."""
+    """Yield, in each group where some Linear has an input scale, whether each Linear has one.
+
+    A group is the Linears that a server fuses, or the experts of one layer.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for module in scales:
         match = LAYER_EXPERT.fullmatch(module)

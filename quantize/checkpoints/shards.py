@@ -3,8 +3,8 @@
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
 plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
 produce the next few blocks (read, quantize) while the last one is written and hashed and earlier ones
-are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, as much as four make: with
-more cores, several files are written side by side.
+are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, as much as four cores
+produce; with more cores, several files are written side by side.
 
 Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
 sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
@@ -88,12 +88,10 @@ class Shard:
 
 
 def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
-    """Distribute pieces over shards in order; only a piece larger than a shard exceeds the limit.
+    """Distribute pieces over shards in order; a shard exceeds the limit only if its one piece does.
 
-    Tensors whose size is no multiple of 4 (layer scalars) go last: FP32 scales stay aligned.
-
-    Raises:
-        InputError: a tensor would be written twice.
+    Pieces whose size is no multiple of 4 (layer scalars) go last, so that FP32 scales stay aligned.
+    Raise InputError if a tensor would be written twice.
     """
     groups: list[list[Piece]] = [[]]
     filled = 0
@@ -136,14 +134,12 @@ def write_shards(
     workers_a_file: int = WORKERS_A_FILE,
     what: str = "convert",
 ) -> dict[str, str]:
-    """Write all shards (and an index of several files) to `folder`; return key -> sha256.
+    """Write all shards to `folder`, with an index if they are several files; return key -> sha256.
 
     Finished shards of an earlier try with the same `identity` are kept; `identity` must differ where
-    the same plan gives other bytes (source, settings). `workers` threads, or one a usable core, produce
-    blocks; `workers_a_file` of them keep the hashing of a file busy. `what` titles the progress bar.
-
-    Raises:
-        ResourceError: too little free disk before the start, or a full disk in the middle.
+    the same plan gives other bytes (source, settings). `workers` threads, by default one a usable core,
+    produce blocks; `workers` / `workers_a_file` files are written side by side. `what` titles the
+    progress bar. Raise ResourceError if the disk is too small, or is full in the middle.
     """
     with _explained(folder):
         state = _State.open(folder, shards, identity)

@@ -1,12 +1,12 @@
 """Decides which tensor of a DiffusionGemma gets which scheme, and why the rest stay BF16.
 
-On disk the BF16 model has one set of text weights under `model.decoder.*`, with the 128 experts of a
-layer fused into two 3-D tensors, the vision tower under `model.encoder.*`, and for the encoder's text
-side its own `layer_scalar` alone (it is tied to the decoder otherwise; so is `lm_head` to the
-embedding). A name that no rule below knows is an error: an unknown tensor is a changed model.
+On disk the BF16 model has one set of text weights, under `model.decoder.*`; the 128 experts of a layer
+are fused into two 3-D tensors. Under `model.encoder.*` are the vision tower and the `layer_scalar`s of
+the encoder's text stack, which is otherwise tied to the decoder. `lm_head` is tied to the embedding. A
+name that no rule below knows is an error: an unknown tensor is a changed model.
 
-What vLLM reads in BF16 only must stay BF16 whatever a recipe says (facts: its DiffusionGemma builds
-the router and self-conditioning without a quantization config; its embedding takes no FP8/NVFP4).
+What vLLM reads in BF16 only must stay BF16 whatever a recipe says: its DiffusionGemma builds the router
+and self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
 """
 
 import re
@@ -76,8 +76,7 @@ class Target:
 def module_class(name: str) -> str:
     """Return the class of an on-disk tensor, such as `experts`, by its name.
 
-    Raises:
-        InputError: the name is not one of a DiffusionGemma.
+    Raise InputError if the name is not one of a DiffusionGemma.
     """
     for kind, pattern in CLASSES:
         if re.fullmatch(pattern, name):
@@ -99,11 +98,10 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
-    """Return every tensor of a BF16 checkpoint with the scheme that the recipe gives it.
+    """Return a `Target` for every tensor of a BF16 checkpoint by a recipe; tied copies are left out.
 
-    Raises:
-        InputError: a tensor is unknown; a module is matched by two schemes or by one it cannot have;
-            or a target or scheme matches nothing.
+    Raise InputError if a tensor is unknown, if a module is matched by two schemes or by one that it
+    cannot have, or if a target or scheme matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     chosen = _chosen_by(quantization)
@@ -215,9 +213,10 @@ def _chosen_by(quantization: Quantization) -> Chosen:
 
 
 def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether one of `entries` names a Linear: compressed-tensors' rule.
+    """Return a function that tells whether one of `entries` names a Linear, given the Linear's name.
 
-    An entry is `Linear`, which names all, `re:` and a pattern, or the exact name of a module.
+    Entries are compressed-tensors': `Linear` names every Linear, `re:PATTERN` those whose names begin
+    with a match of the pattern. Any other entry is the exact name of a module.
     """
     exact = {entry for entry in entries if not entry.startswith("re:")}
     if "Linear" in exact:
@@ -240,25 +239,25 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
 
 @cache
 def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
-    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; it is cached."""
+    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; results are cached."""
     return {suffix: TensorSpec(*spec) for suffix, spec in layout.tensors(out, inputs).items()}
 
 
 def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
-    """Return the bytes, codes and scales, that one Linear [out, inputs] takes in a `layout`."""
+    """Return the bytes of codes and scales that one Linear [out, inputs] takes in a `layout`."""
     return sum(spec.nbytes for spec in specs(layout, out, inputs).values())
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
-    """Return a plan's bytes in all, (before, after) quantization."""
+    """Return the total bytes of a plan's tensors as (before, after) quantization."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 
 
 def ignore_for_config(targets: list[Target]) -> list[str]:
     """Return the `ignore` list of quantization_config: every Linear left in BF16, by pattern.
 
-    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, the
-    tied lm_head and the encoder's names included. Patterns follow the on-disk names.
+    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, so it
+    names the tied lm_head and the encoder's Linears too. Patterns follow the on-disk names.
     """
     ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:

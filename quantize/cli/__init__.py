@@ -1,8 +1,8 @@
 """The command line: each command parses, calls one function, and maps errors to exit codes.
 
-A command lies in the file of its group, by the group's first word, and heavy imports (torch,
-transformers) stay inside its function, so that `quantize --help` answers at once. A new command is one
-function there and one word of `GROUPS`.
+Each group of commands has a file, named after the first word of its title in `GROUPS`. A new command is
+a function in its group's file, and a name in `GROUPS`. Heavy imports (torch, transformers) stay inside
+the function, so that `quantize --help` answers at once.
 """
 
 import difflib

@@ -1,9 +1,9 @@
 """Answers one prompt and shows its canvas denoise, for `quantize generate`.
 
-In a terminal every denoising step is drawn over the last one: accepted tokens bright, the others as
-the decoder's best guess so far, dim. With --plain, text is written as its canvas is committed, except
-half a character at its end: written text never changes. The answer goes to stdout, thoughts and
-everything else to stderr.
+In a terminal every denoising step is drawn over the last one: accepted tokens bright, the decoder's
+best guesses for the others dim. With --plain, a canvas' text is written when it is committed, and
+never changes: bytes of an incomplete character at its end wait for the next canvas. The answer goes to
+stdout, thoughts and everything else to stderr.
 """
 
 import sys
@@ -40,8 +40,8 @@ def watch(
 ) -> None:  # fmt: skip
     """Generate the answer to a prompt; options are those of `quantize generate`.
 
-    `write` takes the answer, without thoughts, whole or (`plain`) in pieces. InputError: a checkpoint
-    or picture cannot be loaded, or the prompt is too long.
+    `write` gets the answer without thoughts, as a whole or, with `plain`, canvas by canvas. InputError:
+    a checkpoint or picture cannot be loaded, or the prompt is too long.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)

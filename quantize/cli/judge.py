@@ -1,4 +1,4 @@
-"""`quantize judge`, `compare`, `baseline` and `search`: what models lose, and to whom."""
+"""`quantize judge`, `compare`, `baseline`, `search` and `nemo`: measure what quantized models lose."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
     CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's); the recipe's tasks
-    and gate judge it. `quantize compare` pairs its folder with a run of ours. Exit codes are those of
-    `quantize run`.
+    and gate judge it. `quantize compare` compares the resulting folder with a run of ours. Exit codes
+    are those of `quantize run`.
     """
     from quantize.pipeline.judge import judging
     from quantize.pipeline.run import advance
@@ -46,8 +46,8 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    It lists the questions that B lost or won against A, for a private task their hashes. It exits
-    with 4 when the scores are not comparable.
+    It lists the questions that B lost, won or answered otherwise than A. Those of a private task are
+    listed as hashes. It exits with 4 when the scores are not comparable.
     """
     from rich.console import Console
 
@@ -90,8 +90,8 @@ def export_(run: Path, pack: Path) -> None:
 def import_(pack: Path, out: Path) -> None:
     """Let the runs in a folder take BF16's answers from PACK.
 
-    Each run checks that sampler, data, seed, weights, tokenizer and versions are its own, and names
-    what differs.
+    Each run checks that the pack's sampler, data, seed, weights, tokenizer and versions equal its own,
+    and names what differs.
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
@@ -111,11 +111,11 @@ def import_(pack: Path, out: Path) -> None:
 )  # fmt: skip
 @with_options("model", "revision", "out", "gpu-memory", "gpu")
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
-    """Search a scheme for every layer's attention, MLP and experts; write the recipe of the best.
+    """Search a scheme for every layer's attention, MLP and experts, and write the best as a recipe.
 
-    Each part is quantized alone and its KL from BF16 measured; within the bytes (or under the KL) the
-    best choice is computed, then measured whole. RECIPE gives everything that is not searched. A second
-    search in the same folder measures nothing twice.
+    Each of them is quantized alone and its KL from BF16 is measured. The choice of least KL within
+    --bytes, or of fewest bytes within --kl, is computed and measured as a whole. RECIPE gives all that
+    is not searched. A second search in the same folder measures nothing twice.
     """
     from quantize.pipeline.search import search as search_schemes
 

@@ -36,9 +36,9 @@ def recipes(name: str | None) -> None:
 def tasks(recipe: str | None, rate: float | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
 
-    The cost is the most tokens that each model needs, and the hours that these take, for one answer to
-    every question or for as many as the `repeats` of --recipe say. Most answers end earlier. A question
-    mark says that a data set's size is not known beforehand.
+    The cost is the most tokens that one model can need for all answers, and the hours that these
+    take. Each question is answered once, or as often as --recipe says. Most answers end earlier. A
+    question mark means that the size of the data set is not known beforehand.
     """
     from quantize.recipe.sections import load_recipe
     from quantize.recovery.catalog import known_tasks, shipped
@@ -81,8 +81,8 @@ def _data(task: Mapping[str, Any]) -> str:
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    It reads headers, and the scales of whole matrices. CHECKPOINT is a folder or a Hub id; `bundled` is
-    the model that ships. It exits with 1 when something is wrong.
+    It reads headers, and those scales that hold for a whole matrix. CHECKPOINT is a folder or a Hub id;
+    `bundled` is the model that ships. It exits with 1 when something is wrong.
     """
     from rich.console import Console
 

@@ -87,7 +87,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
 
 
 def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
-    """Return a decorator that adds options to a command; a string names one of SHARED."""
+    """Return a decorator that adds options to a command; a string names one of those in SHARED."""
 
     def add(command: FC) -> FC:
         for option in reversed(options):
@@ -138,7 +138,7 @@ SHARED["scoring"] = with_options(
 
 
 def served_name(checkpoint: str, folder: Path) -> str:
-    """Return a Hub id as it is, else the folder's name; for a run's `checkpoint`, the run's name."""
+    """Return a served model's name: a Hub id, the run's name if a run made it, or else its folder's."""
     if not Path(checkpoint).is_dir():
         return checkpoint
     path = folder.resolve()

@@ -1,4 +1,4 @@
-"""`quantize run`, `rehearse` and `status`: whole runs, tried before, and looked at meanwhile."""
+"""`quantize run`, `rehearse` and `status`: make a whole run, try it at small limits, show its state."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
 @click.command()
 @with_options("recipe", "model", "revision", "out", "data-dir", "machine")
 def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
-    """Try every stage on your own copy before the run that takes hours.
+    """Try every stage on your own copy of the model before the run that takes hours.
 
     Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
     small limits: 32 prompts, all weights, 4 questions a task. A finding does not end the rehearsal. It
@@ -45,7 +45,7 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
 @click.command()
 @with_options("run")
 def status(run: Path) -> None:
-    """Say what a run, a search or a judgement is doing: stage, task, look, rate, time left."""
+    """Say what a run, a search or a judgement is doing: stage, task, interim look, rate, time left."""
     from quantize.errors import InputError
     from quantize.host.files import read_json
     from quantize.host.locks import holder

@@ -36,8 +36,8 @@ def card(run: Path, repo: str | None) -> None:
 def adopt(run: Path, point: str | None, own: bool) -> int:
     """Write the sampler settings of an operating point that passed into the checkpoint.
 
-    Without POINT the fastest that passes is taken. generation_config.json then states them, so that
-    servers serve what was judged; the checkpoint is verified and the report written again.
+    Without POINT the fastest that passes is taken. The settings go into generation_config.json, so that
+    servers serve what was judged. Then the checkpoint is verified and the report written again.
     """
     from quantize.pipeline.adopt import adopt as adopt_point
 
@@ -85,7 +85,7 @@ def bundle(run: Path, out: Path | None) -> None:
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded, write nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask (for CI).")
 def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any) -> int:
-    """Publish a run whose gate passed to the Hugging Face Hub, with a model card made from it.
+    """Upload a run that passed its gate to the Hugging Face Hub, with a model card made from it.
 
     --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
@@ -115,7 +115,7 @@ def verify_signature(
     """Check the signature of a published checkpoint: a folder that `hf download` made.
 
     Every file but model.sig, .git* and .cache must be what was signed. Exit code 1 if there is no
-    signature, it is another's, or a file was changed, added or taken away.
+    signature, if another signer made it, or if a file was changed, added or taken away.
     """
     from quantize.hub.signing import verify
 

@@ -1,4 +1,4 @@
-"""`quantize plan`, and the commands that run one stage of a run folder again, made from their list."""
+"""`quantize plan`, and a command for each stage in STAGES that runs it again in a run folder."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""`quantize generate`, `bench`, `tune`, `export` (and `serve`): what a checkpoint does, how fast."""
+"""`quantize generate`, `bench`, `tune` and `export` use a checkpoint; `serve` has a file of its own."""
 
 import json
 import sys
@@ -135,10 +135,10 @@ def bench(
 def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
-    Every product of the 26B model is timed with every candidate, at 64 to 8,192 tokens (up to 64
-    canvases together); those at 64, 256 and 1,024 take about two minutes on an H200. The table goes
-    into the user's cache folder, and generate, bench, serve and every stage launch by it from then on.
-    Says how much each product gained.
+    Every product of the 26B model is timed with every candidate, at 64 to 8,192 tokens; the fastest at
+    8,192 also serves larger batches. Products of 64, 256 and 1,024 tokens take about two minutes on an
+    H200. The table goes into the user's cache folder; generate, bench, serve and every stage then use
+    it. Prints how much each product gained.
     """
     from rich.console import Console
 

@@ -4,9 +4,9 @@
              package makes it before the first weight is read
     tensors  in that order, each beginning at a multiple of 32 bytes
 
-The file is written in stretches of about a gigabyte (`checkpoints.shards`): a few pieces of 4 MB are in
-memory at a time, and after an interruption the same call goes on behind the last finished stretch, to
-the same bytes. The file gets its name when it is complete.
+The file is written in stretches of about a gigabyte (`checkpoints.shards`); a few pieces of 4 MB are in
+memory at a time. After an interruption the same call goes on behind the last finished stretch, to the
+same bytes. The file gets its name when it is complete.
 """
 
 import json
@@ -37,7 +37,7 @@ from quantize.runtime.llama_cpp import FINGERPRINT
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: tensors by type, and bytes read and written."""
+    """What an export wrote: the number of tensors of each type, and bytes read and written."""
 
     types: dict[str, int]
     bytes_in: int
@@ -52,10 +52,9 @@ def export_gguf(
     Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
     export goes on behind the last whole stretch of about `stretch` bytes.
 
-    Raises:
-        InputError: `out` exists or is no .gguf; GGUF or llama.cpp cannot hold a scheme, width, trait or
-            the tokenizer; or a weight is NaN or infinite.
-        ResourceError: the disk is too small, or fails; or another process writes `out`.
+    Raise InputError if `out` exists or is no .gguf, if GGUF or llama.cpp cannot hold its schemes,
+    widths, config or tokenizer, or if a weight is NaN or infinite. Raise ResourceError if the disk is
+    too small, or fails, or another process writes `out`.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")

@@ -1,8 +1,8 @@
 """Makes the GGUF keys and values that llama.cpp's `diffusion-gemma` reads, from a model's configs.
 
 Head sizes and counts come from the tensors' shapes, the rest from config.json, and the sampler's
-settings from generation_config.json. Traits that are fixed in that runtime are checked here, so that a
-model with other ones is refused and not computed wrongly.
+settings from generation_config.json. llama.cpp takes some traits of the model for granted. They are
+checked here, so that a model without them is refused and not computed wrongly.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return GGUF key -> value (F32, U32); InputError: llama.cpp does not compute such a model."""
+    """Return GGUF key -> value; raise InputError for a model that llama.cpp does not compute."""
     text = model_config(source.config).to_dict()["text_config"]  # with transformers' defaults
     for key, wanted in BUILT_IN.items():
         value: Any = text

@@ -1,21 +1,21 @@
 """Plans the GGUF tensors that llama.cpp's `diffusion-gemma` reads, and packs each one's bytes.
 
-Names are those of llama.cpp's Gemma 4, which the `gguf` package has, and OWN. `ffn_gate_inp.scale` is
-the router's, `ffn_down_exps.scale` its scale of each expert; the encoder's layer scales have `enc_`.
+The `gguf` package has llama.cpp's names for Gemma 4, the table OWN all others. `ffn_gate_inp.scale` is
+the router's scale, `ffn_down_exps.scale` its scale of each expert. `enc_` marks encoder layers' scales.
 
-A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exactly, as that runtime wants.
-NVFP4 Linears become `.weight` with their codes and block scales and `.scale`, F32 [1] or one an expert:
-1 / weight_global_scale, which multiplies the product. Experts then stand in three tensors, since gate
-and up share a fused tensor there only without a scale; and `ffn_down_exps.scale`, which both want, is
-the product of the router's scale and 1 / weight_global_scale, in float32.
+A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exactly, as llama.cpp wants them.
+An NVFP4 Linear becomes `.weight`, its codes and block scales, and `.scale`, F32 [1] or [experts]:
+1 / weight_global_scale, which multiplies the product. Experts then stand in three tensors, since
+llama.cpp fuses gate and up only without a scale. The down projection's `.scale` has two factors:
+`ffn_down_exps.scale` is the router's scale of the expert times 1 / weight_global_scale, in float32.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
 A block of NVFP4 holds four groups of 16 values: 4 block scales e4m3, read without their sign, and 4 x 8
 bytes of codes. Byte j of a group holds the codes of values j (low nibble) and j + 8, where a checkpoint
-pairs values 2 j and 2 j + 1. The `gguf` package only reads such blocks, and tests do so.
+pairs values 2 j and 2 j + 1. The `gguf` package reads such blocks, as tests do, but cannot write them.
 
-The vision tower is left out, as that runtime reads text only, and so are the calibrated scales of
-activations, which it reads but does not use. The embedding is also the output.
+llama.cpp reads text only, so the vision tower is left out. The calibrated scales of activations are
+left out too, since llama.cpp reads but does not use them. The embedding is also the output.
 
 Source: src/models/diffusion-gemma.cpp of unslothai/llama.cpp at c3fb9724, read for names and shapes.
 """
@@ -63,7 +63,7 @@ ROUTER_SCALE, FIRST_DOWN = "router.per_expert_scale", "experts.0.down_proj"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor [..., out, in] of the file, under llama.cpp's name, in blocks of a type."""
+    """One tensor [..., out, in] of the file, under llama.cpp's name, in blocks of GGML's `type`."""
 
     name: str
     type: GGMLType
@@ -72,7 +72,7 @@ class GGUFTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all blocks."""
+        """Bytes that the tensor's blocks take in the file, without padding."""
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return math.prod(self.shape) // values * size
 
@@ -94,10 +94,8 @@ def _gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    The layout of `source` has been checked. What it has in BF16 becomes `kept_as` in the file.
-
-    Raises:
-        InputError: GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
+    The layout of `source` has been checked. Matrices that it has in BF16 become `kept_as` in the file.
+    Raise InputError if GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)
     if refused := [(m, each) for m, each in schemes.items() if each.codes is not E2M1_GROUPS]:
@@ -208,7 +206,7 @@ class _Planner:
 
 
 def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return GGUF blocks, uint8 [n], of codes U8 [..., in / 2], scales e4m3 >= 0 [..., in / 16]."""
+    """Return GGUF blocks, uint8 [n], of codes U8 [..., in / 2] and scales e4m3 >= 0 [..., in / 16]."""
     pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
     low, high = codes.split(GROUP // 2, dim=-1)

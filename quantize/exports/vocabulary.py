@@ -3,13 +3,14 @@
 llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can be written:
 
     gemma4   byte fallback, spaces as "▁": Gemma's own
-    gpt2     bytes as characters, split beforehand by the bundled model's pattern. Of llama.cpp's
-             splitters `starcoder` splits digits and words alike; it keeps runs of punctuation
+    gpt2     bytes as characters, split beforehand by the bundled model's pattern. llama.cpp's splitter
+             `starcoder` splits digits and words in the same way. It keeps runs of punctuation
              together, which changes nothing: no merge of ours joins two of them
 
-and any other is refused, with what it has instead. Special tokens become CONTROL, but those of thinking
-and tool calls USER_DEFINED, since that runtime's chat parser must see them in the text; other added
-tokens USER_DEFINED; `<0xXX>` BYTE. A vocabulary smaller than the embedding is padded with UNUSED ones.
+Any other tokenizer is refused; the message says what it has instead. Special tokens become CONTROL,
+except those of thinking and tool calls: they become USER_DEFINED, as llama.cpp's chat parser must see
+them in the text. Other added tokens become USER_DEFINED too, and `<0xXX>` BYTE. A vocabulary smaller
+than the embedding is padded with UNUSED tokens.
 
 Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
 """
@@ -36,9 +37,8 @@ DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not st
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
     """Return GGUF key -> value of a checkpoint's tokenizer, whose embedding has `size` rows.
 
-    Raises:
-        InputError: there is no tokenizer or chat template, llama.cpp has no name for the tokenizer, or
-            a token lies outside of the embedding.
+    Raise InputError if there is no tokenizer or chat template, llama.cpp has no name for the tokenizer,
+    or a token lies outside of the embedding.
     """
     if not (path := folder / "tokenizer.json").is_file():
         raise InputError(f"{path}: missing; a GGUF file carries the tokenizer, {FIX}")

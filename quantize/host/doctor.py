@@ -1,7 +1,7 @@
 """Looks at what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
 
-What is needed stands in the installed distribution's own metadata. torch tells of GPUs, nvidia-smi of
-the driver.
+The installed distribution's metadata lists the packages that are needed. torch lists the GPUs, and
+nvidia-smi tells the driver's version.
 """
 
 import os
@@ -30,7 +30,7 @@ NEEDED, WANTED = "needed", "wanted"
 class Finding:
     """One thing that was looked at: its name, what was found, and advice, which is None if all is well.
 
-    `level` is NEEDED, without which commands end with an error, or WANTED.
+    `level` is NEEDED if commands end with an error where the thing is missing, else WANTED.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Finding:
 
 
 def findings(out: Path, version: str) -> Iterator[Finding]:
-    """Yield what is found of this machine; `out` is the folder of runs, `version` quantize's own."""
+    """Look at this machine and yield findings; `out` is the folder of runs, `version` is quantize's."""
     yield Finding("quantize", f"{version} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()

@@ -1,6 +1,6 @@
-"""Files and folders that are written whole: after a kill or a power cut, all of one or nothing.
+"""Writes files and folders atomically: a kill or a power cut never leaves an incomplete one.
 
-They are written under a temporary name in the same place, synced to disk, then renamed.
+Each is written under a temporary name in the same place, synced to disk, then renamed.
 """
 
 import json
@@ -18,12 +18,12 @@ TEMPORARY_SUFFIX = ".partial"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as `write_bytes` does, in UTF-8."""
+    """Write `text` in UTF-8, atomically as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file so that its final name never holds a part of `content`."""
+    """Write a file atomically: its final name never holds an incomplete `content`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with temporary.open("wb") as file:
@@ -40,9 +40,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
-    """Read a JSON object; errors end with `remedy`, by default that a run makes the file again.
+    """Read a JSON object, which must have all `keys`: "source.folder" is "folder" within "source".
 
-    All `keys` must be present; "source.folder" is the key "folder" within "source".
+    `remedy` ends the messages of errors; by default it says to let `quantize run` make the file again.
 
     Raises:
         InputError: the file is not JSON, is not an object, or lacks a key.

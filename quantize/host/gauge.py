@@ -1,7 +1,7 @@
 """Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power limits it.
 
-The energy counter steps every 20 to 100 ms, and a reading is as old as the last step. `watched` looks
-at it while work runs: power is the energy between two steps over the time between them.
+The driver updates its energy counter every 20 to 100 ms. `watched` polls the counter while work runs,
+and notes each step it makes: power is the energy between two steps over the time between them.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ class Clock:
 
 @dataclass(frozen=True)
 class Gauge:
-    """What the driver knows of one GPU, by a handle of NVML's."""
+    """Reads one GPU's energy, load and clock through NVML."""
 
     _library: Any
     _handle: ctypes.c_void_p
 
     @classmethod
     def of(cls, device: torch.device) -> "Gauge | None":
-        """Return the gauge of a device, or None where there is none."""
+        """Return the gauge of a device, or None for a CPU or a GPU that NVML does not find."""
         if device.type != "cuda":
             return None
         try:
@@ -53,13 +53,13 @@ class Gauge:
         return cls(library, handle)
 
     def joules(self) -> float | None:
-        """Return the joules taken since the driver was loaded; None if it does not say."""
+        """Return the joules taken since the driver was loaded; None if the driver does not say."""
         millijoules, read = ctypes.c_ulonglong(), self._library.nvmlDeviceGetTotalEnergyConsumption
         failed = read(self._handle, ctypes.byref(millijoules))
         return None if failed else millijoules.value / 1e3
 
     def busy(self) -> float | None:
-        """Return the share (0 to 1) of the driver's last sample when kernels ran; None if unknown."""
+        """Return the share (0 to 1) of the last sampled period in which kernels ran, or None."""
         percent = (ctypes.c_uint * 2)()  # of the processors and of the memory
         failed = self._library.nvmlDeviceGetUtilizationRates(self._handle, percent)
         return None if failed else percent[0] / 100
@@ -77,14 +77,14 @@ class Gauge:
 
 @dataclass
 class Watched:
-    """The steps of a gauge's energy counter, as (seconds, joules), and the clock at each of them."""
+    """The steps of a GPU's energy counter, as (seconds, joules), and its clock at each step."""
 
     steps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     clocks: list[Clock] = field(default_factory=list[Clock])
 
     @property
     def watts(self) -> float | None:
-        """Mean power between the first and the last step; None without two of them."""
+        """Mean power in W between the first and the last step; None with fewer than two steps."""
         if len(self.steps) < 2:
             return None
         (start, before), (end, after) = self.steps[0], self.steps[-1]
@@ -93,7 +93,7 @@ class Watched:
 
 @contextmanager
 def watched(gauge: Gauge | None) -> Generator[Watched]:
-    """Yield what another thread sees of a gauge while the block runs: nothing without a gauge."""
+    """Poll `gauge` on a thread of its own while the block runs; without a gauge nothing is noted."""
     seen = Watched()
     if gauge is None:
         yield seen

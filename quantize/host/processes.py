@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m quantize calibrate RUN
 
-Every process does the same work up to the point where it takes its share; gloo carries the results, so
-no GPU is needed. Without torchrun there is one process.
+All processes run the same code, and each takes its share of a loop's items. They exchange results
+through gloo, so no GPU is needed. Without torchrun there is one process.
 """
 
 import os
@@ -31,7 +31,7 @@ class Processes:
         return work[self.rank :: self.count]
 
     def others(self, found: T) -> list[T]:
-        """Give `found` to all other processes, return theirs by rank; all processes must call this."""
+        """Send `found` to all other processes, return theirs by rank; all processes must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
@@ -77,7 +77,7 @@ def is_alone() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process, the first or the only one, writes the results of all."""
+    """Whether this process is the first or the only one; it writes the results of all."""
     return is_alone() or os.environ.get("RANK", "0") == "0"
 
 

@@ -1,10 +1,10 @@
 """Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
-In a terminal this is a bar; elsewhere (CI, a pipe) it is a line when the loop begins, one every 30
-seconds with an estimate of what is left, and one when it ends, so that a log stays readable. A loop
-within a loop has no bar and no lines of its own: the outer one's show where it is.
+A terminal shows a bar. Elsewhere (CI, a pipe) one line is printed when the loop begins, one every 30
+seconds with an estimate of what is left, and one when it ends, so that a log stays readable. An inner
+loop has no bar and no lines of its own: those of the outer loop show its progress too.
 
-While `noted` runs, a file says the same to another terminal (`quantize status`).
+While `noted` runs, a file holds the same figures for another terminal (`quantize status`).
 """
 
 import json
@@ -41,9 +41,9 @@ def say(message: str) -> None:
 
 
 class Meter:
-    """Counts what a loop has done: units of `total`, None if that is not known, and their tokens.
+    """Counts what a loop has done, in units and tokens, of `total` units (None if not known).
 
-    `unit` is the units' plural; `item` names the one under way, where units have names.
+    `unit` is the plural word for a unit ("samples"); `item` names the current unit, or is empty.
     """
 
     def __init__(self, title: str, total: int | None, unit: str) -> None:
@@ -53,17 +53,17 @@ class Meter:
         self._began = time.monotonic()
 
     def add(self, units: int = 1, tokens: int = 0) -> None:
-        """Count finished units and their tokens, which are then no longer announced."""
+        """Count finished units and their tokens, and take them off those that were announced."""
         self.done, self.tokens = self.done + units, self.tokens + tokens
         self.announce(-units, -tokens)
 
     def announce(self, units: int, tokens: int) -> None:
-        """Count units and tokens that are made but not yet handed over."""
+        """Count units and tokens that are made already; `add` will count them as finished."""
         self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
 
     @property
     def made(self) -> int:
-        """The number of units made, handed over or not."""
+        """The number of units made, both finished and announced."""
         return self.done + self._ahead[0]
 
     def status(self) -> str:
@@ -96,7 +96,7 @@ def track(
     unit: str = "",
     name: Callable[[T], str] = lambda _: "",
 ) -> Iterator[T]:
-    """Yield `items`, each shown as `name(item)`, while showing how many are done and are left.
+    """Yield `items` while showing `name(item)` of the current one, and how many are done and left.
 
     An item is done when the next one is asked for. `total` is len(items) by default, if that is known.
     """
@@ -111,7 +111,7 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter, shown as a bar or as lines; if `brief`, no line marks its begin and end."""
+    """Yield a meter, shown as a bar or as lines; if `brief`, no line is printed at begin and end."""
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:
@@ -123,7 +123,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
-    """List a meter as under way while the block runs; yield False inside of another counted loop."""
+    """List a meter as under way while the block runs; yield whether no outer loop counts units."""
     is_outermost = all(each.total is None and not each.unit for each in _under_way)
     _under_way.append(meter)
     try:
@@ -139,7 +139,7 @@ def _inner(meter: Meter) -> list[str]:
 
 @contextmanager
 def noted(file: Path) -> Generator[None]:
-    """Keep in a file, while the block runs, which loops are under way and what was said last."""
+    """While the block runs, keep the loops under way and the last message of `say` in a JSON file."""
     if not is_first():
         yield
         return
@@ -162,7 +162,7 @@ def noted(file: Path) -> Generator[None]:
 
 @contextmanager
 def every(seconds: float, work: Callable[[], None]) -> Generator[None]:
-    """Call `work` every so many seconds, on a thread of its own, while the block runs."""
+    """Call `work` once every `seconds` seconds, on another thread, while the block runs."""
     over = Event()
 
     def keep() -> None:

@@ -1,8 +1,8 @@
-"""Measures a block of work (seconds, peak memory of this process and of the GPU), and what is free.
+"""Measures seconds and peak memory of a block of work, a disk's rate, and the host's free memory.
 
-Linux remembers the most memory that a process had; writing 5 to /proc/self/clear_refs makes it forget,
-so that each stage has a figure of its own. Where that is not allowed the figure is None, never the
-peak of what ran before.
+Linux keeps a process' peak of resident memory (VmHWM). Writing 5 to /proc/self/clear_refs resets it,
+so that each stage gets a peak of its own. Where that write is refused, the peak is None: it could be
+that of an earlier stage.
 """
 
 import os
@@ -27,7 +27,7 @@ def now() -> str:
 
 
 def disk_rate(folder: Path) -> float:
-    """Return the bytes/s that are written and synced to a folder's disk: 256 MB, removed again."""
+    """Return bytes/s of writing and syncing a file of 256 MB in `folder`; the file is removed."""
     path, block = folder / "rate.partial", bytes(1 << 24)
     began = time.monotonic()
     try:
@@ -42,7 +42,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes of host memory that are free or hold files, within a container's limit."""
+    """Return the bytes of host memory that are free or cache files, within a container's limit."""
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
@@ -54,10 +54,10 @@ def free_memory() -> int:
 
 @contextmanager
 def measured() -> Generator[dict[str, Any]]:
-    """Yield a dict that is filled when the block ends, also when it ends with an error.
+    """Yield a dict that is filled when the block ends, even if with an error.
 
-    Keys: seconds; peak_rss_bytes and peak_gpu_bytes, None where nothing was measured or used; gpu, the
-    name of the device that was used; ended, the time as `now` writes it.
+    Keys: `seconds`; `ended`, the time as `now` writes it; `peak_rss_bytes`, None where it cannot be
+    measured; `peak_gpu_bytes` and the GPU's name `gpu`, both None if no GPU memory was used.
     """
     facts: dict[str, Any] = {}
     forgot = False

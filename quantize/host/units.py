@@ -23,5 +23,5 @@ def duration(seconds: float) -> str:
 
 
 def digits(value: float) -> float:
-    """Keep 6 significant digits: no float32 sum has more."""
+    """Round to 6 significant digits: no float32 sum has more."""
     return float(f"{value:.6g}")

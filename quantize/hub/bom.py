@@ -1,7 +1,8 @@
 """Writes a release's bill of materials: CycloneDX 1.6, in JSON, by cyclonedx-python-lib.
 
-Equal runs give equal bytes: the date is the verdict's, the serial number the checkpoint's. CycloneDX's
-`modelCard` is left out, which the library cannot write; the bill refers to the model's page.
+Equal runs give equal bytes: the bill has the verdict's date, and a serial number made from repository
+and checkpoint. CycloneDX's `modelCard` is left out, since the library cannot write it; the bill refers
+to the model's page.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ Said = tuple[str, str]
 
 
 def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
-    """Return the bill of a finished run that is released as `repo`; `base` is as in `card.card`."""
+    """Return the bill of a finished run, released as `repo`; `base` is the BF16 model's Hub id."""
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     source, digest = manifest["source"], str(report["artifact"])
     licence = yaml.safe_load(front_matter(run, recipe, manifest, base))["license"]

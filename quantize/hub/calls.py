@@ -3,7 +3,7 @@
 `HfApi` retries uploads, but neither commits nor most small requests. Calls made through `patiently` are
 repeated on 408, 429, 5xx and broken connections, after the time that Retry-After asks for, else after
 1, 2, 4 and 8 seconds. A call that still fails raises one of our errors, with the exit code that fits.
-No message holds the token, or the query of an address, where stores put their signatures.
+No message holds the token, or the query of a URL, where storage services put signatures.
 """
 
 import re
@@ -44,7 +44,7 @@ LONGEST = 300  # characters of the Hub's own text in a message
 
 
 def patiently(where: str, call: Callable[[], T]) -> T:
-    """Call the Hub, again after a wait when it is busy; error messages begin with `where`."""
+    """Return the result of `call`, repeated while the Hub is busy; errors begin with `where`."""
     for wait in WAITS:
         try:
             with explained(where, except_transient=True):
@@ -61,7 +61,10 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 
 @contextmanager
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
-    """Turn errors of the block into ours, without a chained cause, whose text may hold secrets."""
+    """Raise the block's errors as ours, unchained: the text of a cause may hold secrets.
+
+    Errors begin with `where`. `except_transient` leaves those that `is_transient` names as they are.
+    """
     try:
         yield
     except QuantizeError:

@@ -4,7 +4,7 @@
                or was overruled by an option that the model card names.
   2. look      account, repository and its files are shown before anything is written.
   3. weights   go into one commit on top of the commit seen in 2, in a draft pull request, a branch or
-               main, which also removes a model card that describes other weights.
+               main. The same commit removes a model card that describes other weights.
   4. check     the Hub's checksums of every file must equal the local ones.
   5. release   README.md and .eval_results go into a second commit and are checked; then the tag is set,
                the pull request leaves its draft state, and a new repository becomes public if asked.
@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would do. `account` is None if the Hub was not asked; `there` is what it holds."""
+    """What a push would do to the repository `there`. `account` is None if the Hub was not asked."""
 
     account: str | None
     there: Repository
@@ -69,7 +69,7 @@ class Plan:
 
 
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Check, show, ask by `confirm` and publish, as `quantize push` does; return the exit code.
+    """Check a run, show what would change, and publish if `confirm` returns True; return exit code 0.
 
     `dry_run` shows what can be known, even without a token or a network, and writes nothing.
     """

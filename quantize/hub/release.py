@@ -1,9 +1,8 @@
 """Decides what may be published: a verified checkpoint whose gate passed, with card and checksums.
 
-The checkpoint must be the one that was verified and scored: verification.json, report.json and the
-scores name its fingerprint, and verification.json the sha256 of every file: these files are published
-and no others. A verdict other than PASS is published only by an option that says so; the card and
-publication.json then say so too.
+The checkpoint must be the one that was verified and scored: verification.json and the scores name its
+fingerprint. Its files must be exactly those whose sha256 verification.json lists. A run whose verdict
+is not PASS is published only with an option that says so; the card and publication.json then name it.
 """
 
 import json
@@ -63,7 +62,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Release:
-    """All files to publish from one run: weights first, the card and the scores last."""
+    """All files to publish from the run folder `name`; `override` is None if the gate passed.
+
+    `weights` are all files of the checkpoint folder except the card. `card` is the model card and the
+    scores and, in a signed release, evidence, bill of materials and signature.
+    """
 
     name: str
     weights: list[File]
@@ -74,11 +77,12 @@ class Release:
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
     """Check that a run may be released, hash its files and make its card; nothing is written.
 
-    The run's results must be up to date (`pipeline.run.reported`). `base` replaces `find_base`.
+    The run's results must be up to date (`pipeline.run.reported`). `base` finds the BF16 model's Hub
+    id; without it `find_base` does.
 
     Raises:
         InputError: the checkpoint is not the one that was verified and scored.
-        GateError: verification or the gate failed.
+        GateError: verification, fidelity or the gate failed, or a file has changed since.
         UndecidedError: the verdict is neither PASS nor FAIL.
     """
     recipe = read_recipe(run.recipe_yaml)
@@ -183,9 +187,10 @@ def _listed_files(run: RunDir) -> list[File]:
 
 
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id of the BF16 model if the Hub has its config and weights, by their checksums.
+    """Return the Hub id of the BF16 model, or None where that is not certain.
 
-    Else print why and return None: the name alone, in a manifest or of a folder, proves nothing.
+    It is certain if the Hub lists the checksums of the model's config and weights. A name alone, in a
+    manifest or of a folder, proves nothing.
     """
     if (name := base_model(source, recipe)) is None:
         return None

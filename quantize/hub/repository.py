@@ -1,7 +1,7 @@
-"""One model repository on the Hub: commits that happen once, and checksums compared with the files'.
+"""One model repository on the Hub: makes each commit once, and compares checksums with local files.
 
-It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries that. What
-HfApi leaves to its caller is here and in `hub.calls`:
+It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries uploads.
+What HfApi leaves to its caller is here and in `hub.calls`:
 
   lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the commit
                was taken if the head of the branch holds our files.
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class File:
-    """A file to publish: its path in the repository, where its bytes are, and their checksums."""
+    """A file to publish: path in the repository, its bytes or where they lie, size in bytes, sha256."""
 
     path: str
     content: Path | bytes
@@ -47,7 +47,7 @@ class File:
             return cls(path, content, size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def is_at(self, remote: RepoFile | None) -> bool:
-        """Whether the Hub lists exactly these bytes for `remote`."""
+        """Whether the Hub's entry `remote` is of exactly these bytes; False for None, no entry."""
         if remote is None or remote.size != self.size:
             return False
         if remote.lfs is not None:
@@ -103,13 +103,13 @@ class Hub:
         return str(self.ask(f"read {revision}", self.api.model_info, revision=revision).sha)
 
     def files(self, revision: str) -> dict[str, RepoFile]:
-        """Return path -> what the Hub lists for it, checksums included."""
+        """Return path -> entry, checksums included, of every file that the Hub lists at a revision."""
         tree = partial(self.api.list_repo_tree, revision=revision, recursive=True)
         found = self.ask(f"list the files of {revision}", lambda repo: list(tree(repo)))
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
-        """Return the number of our pull request with this title, opened as a draft if there is none."""
+        """Return the number of `account`'s unmerged pull request of this title, or of a new draft."""
         listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
         doing = "list pull requests"
         for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):
@@ -119,14 +119,14 @@ class Hub:
         return self.ask(doing, create, title, description=description).num
 
     def tag(self, name: str, commit: str) -> None:
-        """Tag a commit; InputError if somebody else gave another one that name meanwhile."""
+        """Tag a commit; InputError if somebody has meanwhile given the tag to another commit."""
         create = self.api.create_tag
         self.ask(f"tag {name}", create, tag=name, revision=commit, exist_ok=True)
         refs = self.ask("refs", self.api.list_repo_refs)
         self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
 
     def check_tag(self, name: str, standing: str, commit: str | None) -> None:
-        """Raise InputError where tag `name` stands for the commit `standing` and not for `commit`."""
+        """Raise InputError if `commit` is not `standing`, to which the Hub's tag `name` points."""
         if standing != commit:
             raise InputError(
                 f"{self.repo}: tag {name} exists and stands for another commit ({standing[:12]}); "
@@ -141,7 +141,7 @@ class Hub:
         deleted: Sequence[str],
         message: str,
     ) -> str:
-        """Upload files and commit them on top of `parent`; return the commit.
+        """Commit `files` and the removal of `deleted` paths on top of `parent`; return the new commit.
 
         Bytes that the Hub has stored are not sent again. ResourceError: `revision` no longer points to
         `parent`, or the Hub cannot be reached.
@@ -194,5 +194,5 @@ class Hub:
             )
 
     def ask(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
-        """Return what `call` of the API returns for this repository; errors say "cannot `doing`"."""
+        """Return `call(repo, ...)`, repeated while the Hub is busy; errors say "cannot `doing`"."""
         return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))

@@ -1,9 +1,9 @@
 """Signs a release and checks a signature, by OpenSSF's model signing (the package `model-signing`).
 
-One signature, `model.sig`, stands for the sha256 of every file of the folder but itself and git's own
-(`.gitattributes`, `.git`), so a file that was changed, removed or added is found, also in a Hub's
-cache, whose files are links. A key pair (PEM, an elliptic curve) needs no network; Sigstore, which
-signs in the name of an account, needs one.
+One signature, `model.sig`, covers every file of the folder by its sha256, but not itself, git's own
+files (`.gitattributes`, `.git`) and what downloads leave in `.cache`. So a check finds files that were
+changed, removed or added, in a Hub's cache too, where files are links. A key pair (PEM, an elliptic
+curve) needs no network; Sigstore, which signs in the name of an account, needs one.
 """
 
 import base64
@@ -26,12 +26,13 @@ CACHES = (".cache",)  # what a download leaves in its folder
 
 
 def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
-    """Sign all files of a folder, links followed; return the signature's path, `out` or in the folder.
+    """Sign all files of a folder, links followed, and return the path of the signature.
 
-    `key` is a private key's file, PEM without a password; without it Sigstore signs.
+    `key` is a private key's file, PEM without a password; without it Sigstore signs. The signature goes
+    to `out`, by default into the folder.
 
     Raises:
-        InputError: as in `fingerprint`. ResourceError: no package, or Sigstore cannot be reached.
+        InputError: `key` cannot sign. ResourceError: no package, or Sigstore cannot be reached.
     """
     config = extra("model_signing.signing").Config().set_hashing_config(_hashing())
     written = out or folder / SIGNATURE
@@ -45,7 +46,7 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
 
 
 def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
-    """Return the signature of a release that is in no folder yet; `files` is name -> path or bytes."""
+    """Return the signature of `files`, name -> path or bytes, by a private `key`, else by Sigstore."""
     with tempfile.TemporaryDirectory(prefix="quantize-sign-") as scratch:
         folder = Path(scratch, "release")
         for name, content in files.items():
@@ -60,10 +61,12 @@ def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
 def verify(
     folder: Path, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> int:
-    """Return how many files are signed by a public `key`, or by the account `identity` at `issuer`.
+    """Check a folder's signature, and return how many files it covers.
+
+    The signer is known by a public `key`, or as the account `identity` at `issuer`.
 
     Raises:
-        GateError: there is no signature, it is another's, or a file differs from what was signed.
+        GateError: there is no signature, somebody else signed, or a file differs from what was signed.
         InputError: no such public key. ResourceError: no package, or Sigstore cannot be reached.
     """
     signature = folder / SIGNATURE
@@ -97,7 +100,7 @@ def verify(
 
 
 def fingerprint(key: Path) -> str:
-    """Return the sha256, in hex, of a private key's public half in DER; InputError: it cannot sign."""
+    """Return the sha256, in hex, of a private key's public half (DER); InputError: it cannot sign."""
     if not key.is_file():
         raise InputError(f"{key}: no such private key")
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")

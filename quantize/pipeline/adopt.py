@@ -1,8 +1,8 @@
 """Writes judged sampler settings into a run's checkpoint, so that servers serve what was judged.
 
 `generation_config.json` becomes the source's with the settings of an operating point that passed. The
-checkpoint is verified and reported again; answers and replay stand, since the settings under which they
-were made are noted beside them.
+checkpoint is verified and reported again; answers and replay stay valid, since the settings under which
+they were made are noted beside them.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ from quantize.runs.manifest import checksums
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
     """Write the settings of an operating point, then verify and report again; return the exit code.
 
-    `path` is the folder of a run, `name` the point, None for the fastest that passes. `own` writes the
-    model's own settings in its place.
+    `path` is the folder of a run, `name` the point, None for the fastest that passes. With `own` the
+    model's own settings are written instead.
 
     Raises:
-        InputError: a result is stale, no such point was judged, or it names its own activations.
+        InputError: a result is stale, no such point was judged, or the run's activation mode differs.
         GateError: the named point does not pass, or none does.
     """
     with opened(path) as run:

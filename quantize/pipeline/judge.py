@@ -1,6 +1,6 @@
-"""Judges a quantized checkpoint that was built elsewhere: NVIDIA's, RedHatAI's, a fine-tuned one's.
+"""Judges a quantized checkpoint that was built elsewhere, by NVIDIA or RedHatAI for example.
 
-It does what `quantize run` does behind conversion, in a run folder of its own. Verification needs our
+It does what `quantize run` does after conversion, in a run folder of its own. Verification needs our
 plan; in its place the checkpoint is inspected, and its weights are compared with the BF16 model's
 (`stages.verify.against_source`) unless it was fine-tuned. The recipe gives tasks, limits and gate; its
 section on quantization is not read. `quantize compare` pairs such a folder with a run of ours.
@@ -47,13 +47,13 @@ def judging(
     fine_tuned: bool = False,
     **options: Any,
 ) -> Generator[Run]:
-    """Yield the run that judges a checkpoint, for `advance`; its folder is locked during the block.
+    """Yield the run that judges a checkpoint, for `advance`; the run's folder is locked meanwhile.
 
     `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
     for the bundled one. `tasks`, `limit` and `options` are those of `started`.
 
     Raises:
-        InputError: a checkpoint is of the wrong kind, or the judgement exists and `resume` is off.
+        InputError: `name` is not quantized, `against` is, or the run exists and `resume` is off.
     """
     checkpoint, source = Checkpoint.open(resolve(name)), Checkpoint.open(resolve(against))
     if source.is_quantized or not checkpoint.is_quantized:

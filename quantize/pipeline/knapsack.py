@@ -1,7 +1,7 @@
-"""Chooses one option a group so that their damage is least within a budget of bytes: exactly, by HiGHS.
+"""Chooses an option for each group: least damage within a budget of bytes, or the reverse.
 
-With x = 1 for a chosen option, else 0, the sum of x over every group is 1; one of damage and bytes is
-bounded, and the sum of the other is least.
+An option has two costs, bytes and damage. x is 1 for a chosen option and else 0, and sums to 1 over
+each group. HiGHS finds the x that makes the sum of one cost least while the other's keeps its bound.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Knapsack:
         self._most = int(np.maximum.reduceat(self._bytes, self._first).sum())
 
     def best(self, nbytes: int) -> list[int]:
-        """Return the index of each group's option, such that they do the least damage in `nbytes`.
+        """Return the index of each group's option for the choice of least damage within `nbytes`.
 
         Raises:
             InputError: not even the smallest options fit.
@@ -42,10 +42,10 @@ class Knapsack:
         return self._options(found)
 
     def cheapest(self, damage: float) -> list[int]:
-        """Return the index of each group's option: the smallest choice that does at most `damage`.
+        """Return the index of each group's option for the choice of fewest bytes with at most `damage`.
 
         Raises:
-            InputError: no choice does so little.
+            InputError: every choice does more damage.
         """
         found = self._least(self._bytes, self._damage, damage)
         if found is None:

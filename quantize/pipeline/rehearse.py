@@ -1,10 +1,10 @@
-"""Rehearses a run on the user's own copy: every stage at small limits, then what the whole run takes.
+"""Rehearses a run on the user's own copy of the model, and projects what the whole run would take.
 
     look at weights, data sets, disk and GPU memory, as the whole run needs them
     calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions a task
     project seconds, memory and disk of the whole run from what was measured
 
-Nothing that is found ends the rehearsal: one try shows all that would have ended a run of days.
+A finding does not end the rehearsal, so that one try shows all that would have ended a run of days.
 rehearsal.json, in the run folder, holds versions, hardware, seconds and findings, and neither questions
 nor answers: it can be sent back. It says nothing of quality: so few answers decide nothing.
 """
@@ -55,9 +55,9 @@ class Tried:
 
 
 def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
-    """Rehearse a run; return 0, or the exit code of the first finding. It goes on where it stopped.
+    """Rehearse a run, from where an earlier try stopped; return 0, or the first finding's exit code.
 
-    `settings` are revision, gpu_memory and data_dir of `started`, which raises what is wrong.
+    `settings` are `revision`, `gpu_memory` and `data_dir` of `started`, whose errors end a rehearsal.
     """
     whole = resolved(recipe_name, bundled=model is None)
     with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
@@ -183,10 +183,10 @@ def _measured(run: Run, stage: Stage) -> str:
 
 
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return seconds of every stage of the whole run, and its disk; None where nothing was measured.
+    """Return the whole run's seconds by stage, disk and peak memory; None where nothing was measured.
 
-    Calibration and replay grow with prompts and canvases, evaluation with answers of as many tokens as
-    here. Loading is taken to grow too, and all planned answers count, so this is an upper bound.
+    Calibration is scaled by prompts and canvases, replay by canvases, evaluation by answers.
+    These seconds are an upper bound: the time of loading is scaled too, and no task ends early.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)
@@ -207,7 +207,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return bytes/s measured now, and each stage's most seconds at them, as `quantize plan` does."""
+    """Measure bytes/s of disk and link; return both, and each stage's most seconds at these rates."""
     disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)

@@ -1,12 +1,13 @@
-"""Runs the stages in order for `quantize run`, skipping those whose result stands.
+"""Runs the stages in order for `quantize run`, and skips those whose result is up to date.
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
-fingerprint, so the same run finds itself again. The manifest records versions, hardware, seconds and
-peak memory of each stage; nothing that must be equal between two runs depends on it.
+fingerprint, so the same command finds its run again. The manifest records versions, hardware, seconds
+and peak memory of each stage. Files that must be equal in two equal runs hold none of these.
 """
 
+import gc
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,9 +54,9 @@ def started(
     limit: int | None = None,
     **options: Any,
 ) -> Generator[Run]:
-    """Name a run's folder by recipe and model, show its plan, yield the run; lock it for the block.
+    """Make or continue the run of a recipe and a model; show its plan, and lock it during the block.
 
-    A recipe that is named is adapted to the bundled model, `tasks` and `limit`; one that is given is
+    A str `recipe` names one, which is adapted to `model`, `tasks` and `limit`; a Recipe is
     taken as it is. `options` are those of `Run`.
 
     Raises:
@@ -100,7 +101,7 @@ def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
 
 
 def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str) -> None:
-    """Write the manifest of a new run, of a model with the fingerprint `digest`, and `more` into it.
+    """Write a new run's manifest, with the fingerprint `digest` of its `model` and the entries `more`.
 
     Raises:
         InputError: the run exists and `resume` is off.
@@ -178,7 +179,7 @@ def opened(path: Path, **options: Any) -> Generator[Run]:
 
 
 def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
-    """Return stage -> how it fits the GPU, before any has begun; {} without a GPU.
+    """Return stage -> its plan of GPU memory, before any stage has begun; {} without a GPU.
 
     Raises:
         ResourceError: a stage needs more memory than there is.
@@ -195,7 +196,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every missing or stale stage up to `until`; return the last stage's exit code, 0 or 4.
 
-    Data that cannot be read is found before the first stage, not after hours of others' work.
+    All tasks' data is opened before the first stage, so that no hours are lost if one cannot be read.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
@@ -266,16 +267,17 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
 
 
 def work(run: Run, stage: Stage) -> None:
-    """Do a stage's work, or what the run has in its place; record its time, memory, inputs and result.
+    """Do a stage's work, or what `run.instead` has for it; record its time, memory, inputs and result.
 
     Raises:
-        InputError: torchrun started several processes, and the stage shares no work.
+        InputError: torchrun started several processes, and the stage's work cannot be split.
     """
     if not stage.shares_work:
         refuse_several(stage.name)
     say(f"{stage.name}: started")
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}
+    gc.freeze()  # else collections walk for seconds what was there before, while all threads wait
     try:
         with measured() as facts, within(Meter(stage.name, None, "")):
             inputs = input_digests(run.folder, stage)
@@ -283,6 +285,7 @@ def work(run: Run, stage: Stage) -> None:
             (run.instead.get(stage.name) or stage.work)(run)
             remember(run.folder, stage, inputs)
     finally:  # a failed try's time is recorded too, but its error comes first
+        gc.unfreeze()
         seconds = before.get("seconds_in_all", 0.0) + facts["seconds"]
         with suppress(OSError):
             run.record(stage.name, {"seconds_in_all": round(seconds, 2)})

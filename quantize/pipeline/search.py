@@ -1,6 +1,6 @@
 """Searches which parts of a model should have which scheme: `quantize search`.
 
-A group is what a server must give one scheme: the attention, the dense MLP or the experts of a layer.
+A group must have one scheme to be served: it is the attention, the dense MLP or the experts of a layer.
 Each is quantized alone, under every scheme, in the BF16 model; what that costs is the KL from BF16 on
 held-out trajectories, with activations rounded as they would be served. Damage of different groups is
 taken to add up:
@@ -10,10 +10,10 @@ taken to add up:
 
 The choice is then measured whole, beside its prediction, and written as a recipe. Weights are rounded
 to nearest here, whatever the recipe's `rounding`. One BF16 model is in memory, and beside it the layers
-that hold a quantized group. A search that was killed goes on.
+that hold a quantized group. After a kill the same command goes on.
 
-Bytes alone never choose NVFP4, whose activations have 4 bits, over NVFP4A16 of the same size: name the
-schemes (`--scheme`) where FP4 matrix units are wanted.
+NVFP4 takes as many bytes as NVFP4A16, and also rounds activations to 4 bits. So neither bound favours
+NVFP4: where FP4 matrix units are wanted, name the schemes (`--scheme`).
 """
 
 import re
@@ -93,10 +93,10 @@ def search(
 ) -> Path:
     """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
 
-    `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`. The
-    checkpoint may have `nbytes`, or the predicted KL be `kl` nats, at most. `schemes` are those of a
-    group beside BF16; milliseconds are estimated for `gpu`, None for the one that is here. `gpu_memory`
-    is in bytes, None for what is free.
+    `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`. One
+    bound is given: the checkpoint's most bytes (`nbytes`) or the most predicted KL in nats (`kl`). A
+    group gets one of `schemes`, or stays BF16. Step times are estimated for `gpu`, None for the one
+    that is here. `gpu_memory` is in bytes, None for what is free.
 
     Raises:
         InputError: none or both of `nbytes` and `kl` are given, a scheme is unknown, no choice reaches
@@ -244,9 +244,9 @@ def partly_quantized(
     recipe: Recipe,
     folder: Path,
 ) -> Checkpoint:
-    """Return the checkpoint in which only `targets`, whole groups, are quantized, to nearest.
+    """Return `source` with only `targets` quantized, by rounding to nearest; they are whole groups.
 
-    Their tensors are written to `folder`. `scales` are input global scales by module.
+    Quantized tensors are written to `folder`. `scales` are input global scales by module.
     """
     observer = recipe.quantization.observer
     pieces = Quantizer(source, observer, scales).plan(targets)

@@ -1,8 +1,8 @@
-"""Tokens/s of scored models on this GPU, by `bench` at the steps that their answers really took.
+"""Measures tokens/s on this GPU of scored models, at the numbers of steps that their answers took.
 
 Noise, prompts and the number of slots are equal for all, so speeds differ by format and steps alone.
-Models run as they are served: a quantized one as its kernels round activations here, unless its
-operating point names a mode.
+Models run as they are served: the GPU's kernels decide how a quantized one rounds activations, unless
+its operating point names a mode.
 """
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use of the machine; the options that hold for every stage are its fields."""
+    """What a run may use of the machine. The fields are options that every stage's command takes."""
 
     # Bytes of a GPU, None for all that are free; results depend on it only where it makes a batch
     # of answers smaller.
@@ -49,9 +49,9 @@ class Machine:
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `options` are `Machine`'s and the stages': verify's `full`, fidelity's `modes`, those of
-    `evaluate_more`, the report's `hourly_price`. `instead` maps a stage's name to what replaces its
-    work, or to None, which leaves the stage out.
+    `options` holds fields of `Machine` and options of stages: `full` for verify, `modes` for fidelity,
+    `hourly_price` for report, and the arguments of `evaluate_more`. `instead` maps a stage's name to
+    what replaces its work, or to None, which leaves the stage out.
     """
 
     folder: RunDir
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def recording(self) -> "Path":
-        """Folder of the passes that calibrate records for round; both remove what they find there."""
+        """Folder of the passes that calibrate records for GPTQ; round removes it when it is done."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
         return self.machine.scratch / f"{self.folder.path.name}-recording"
@@ -90,7 +90,7 @@ class Run:
                 )
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
-        """Add facts about a stage to the manifest, in the first of several processes."""
+        """Add facts about a stage to the manifest; of several processes only the first does."""
         if not is_first():
             return
         manifest = read_json(self.folder.manifest_json, "stages")
@@ -126,7 +126,7 @@ class Stage:
     options: tuple[str, ...] = ()  # those of its command, by their names in `cli.options`
 
     def command(self, run: RunDir) -> str:
-        """Return the command that makes a run's result again."""
+        """Return the command line that does this stage again for a run."""
         if self.name == "plan":
             return "quantize run ... --resume"
         return shlex.join(["quantize", self.name, str(run.path)])
@@ -250,10 +250,11 @@ def evaluate_more(
     steps: Sequence[int] = (),
     **models: Any,
 ) -> None:
-    """Score what is not scored yet, in the recipe's activation mode and in `modes`.
+    """Score the tasks that have no scores yet, in the recipe's activation mode and in `modes`.
 
-    `operating_points` scores those of the recipe, `steps` one for each limit of steps; a GPU measures
-    their tokens/s too. `batch_size` overrules the recipe's. `models` are fields of `ModelOptions`.
+    With `operating_points`, the recipe's points are scored too, and one for each limit on denoising
+    steps in `steps`; on a GPU their tokens/s are measured. `batch_size` overrules the recipe's.
+    `models` are other fields of `ModelOptions`; the rest is as in `quantize.stages.evaluate.evaluate`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES

@@ -1,7 +1,7 @@
-"""The sampler's controls, each declared once: its default, its bounds, and its names elsewhere.
+"""Declares each control of the sampler once: its default, its bounds, and its names elsewhere.
 
-Samplers, operating points of recipes, fields of requests, ranges and help of the command line and keys
-of GGUF files are made from these declarations. What a control does to a canvas: `fused_dequant.canvas`.
+Five things are made from the declarations: samplers, recipes' operating points, fields of requests,
+the command line's options, keys of GGUF files. `fused_dequant.canvas` says what a control does.
 """
 
 from collections.abc import Collection
@@ -60,13 +60,13 @@ REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTR
 
 
 def bounds_of(name: str) -> tuple[int, int]:
-    """Return the least and the largest value of a control that counts something."""
+    """Return the least and the largest value of a control that is an integer with both bounds."""
     bounds = CONTROLS[name].metadata["bounds"]
     return bounds["ge"], bounds["le"]
 
 
 def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
-    """Return name -> pydantic field (None, or a value in the range `of`) for `create_model`."""
+    """Return name -> optional pydantic field, by a control's `bounds` or those `asked` of requests."""
     from pydantic import Field  # help of the command line does without it
 
     made: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
 
-The fields under `quantization` are those of llm-compressor's QuantizationModifier; a whole recipe file
-of llm-compressor is read too (`llm_compressor`). An unknown key is an error that
-names the nearest known one: a misspelt `ignore` must not quantize the router.
+The fields under `quantization` are those of llm-compressor's QuantizationModifier; its recipe files
+are read too (`llm_compressor`). An unknown key is an error that names the nearest known one: a
+misspelt `ignore` must not quantize the router.
 """
 
 import difflib
@@ -82,7 +82,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def counted(self) -> dict[str, Any]:
-        """Return the JSON object that hashes cover."""
+        """Return what digests of the recipe and of its tasks cover, as a JSON object."""
         stated = self.model_dump(mode="json", exclude_defaults=True)
         return _counted(self.model_dump(mode="json"), stated)
 
@@ -110,8 +110,8 @@ class Quantization(Section):
     `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
     matches from the start of the name; one that matches nothing is an error, except in `ignore` with
-    `optional:` before it. `rounding: gptq` rounds weights on Hessians of the calibration prompts'
-    denoising (`quantize.schemes.gptq`) and chooses their scales itself; `nearest` reads no activations.
+    `optional:` before it. `rounding: gptq` rounds weights by GPTQ and chooses their scales itself; its
+    Hessians are summed while the calibration prompts are denoised. `nearest` reads no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -137,7 +137,7 @@ class Calibration(Section):
     `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` of
     them are answered with `canvases` canvases each, `batch_size` at a time. `thinking` is the share of
     prompts with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
-    tokens takes its layer's maximum. Chats of more than `max_prompt_tokens` are skipped.
+    tokens takes its layer's widest range. Chats of more than `max_prompt_tokens` are skipped.
     """
 
     datasets: list[str] = Field(min_length=1)
@@ -153,7 +153,8 @@ class Calibration(Section):
 class Verification(Section):
     """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme.
 
-    `rounding: gptq` needs about half as much again as rounding to nearest: it errs more in the weights.
+    `rounding: gptq` needs limits about 1.5 times those of rounding to nearest: GPTQ lets weights err
+    more, so that outputs err less.
     """
 
     max_relative_error: dict[SchemeName, Limit]
@@ -167,9 +168,9 @@ class OwnTask(Section):
     which finds the answer in what the model wrote; the last match counts. Case, commas, $ and a full
     stop at the end are ignored when answer and target are compared. `max_tokens` is the most that an
     answer may take; `thinking` turns the thinking channel on. An `lm_eval` file says all of this
-    itself. Of a `private` task (also one whose `metadata` says so) no question, answer or target is
-    written: rows and reports hold hashes, samples what `extract` found. Paths are relative to the
-    folder in which the command runs.
+    itself. No question, answer or target of a task is written if `private` is set here or in its file's
+    `metadata`: scores and reports hold hashes instead, and samples hold only what `extract` found.
+    Paths are relative to the folder in which the command runs.
     """
 
     data: FilePath | None = None
@@ -209,7 +210,7 @@ class OwnTask(Section):
 
 # pyrefly: ignore[invalid-inheritance]
 class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
-    """Sampler settings under which the candidate is judged too; what is not named stays the model's.
+    """Sampler settings under which the candidate is judged too; those left out are the model's own.
 
     `max_denoising_steps` is the most steps of a canvas (T); with `fixed` every canvas takes all of
     them. The other settings of the sampler are in docs/runtime.md; `activations` is an activation mode.
@@ -238,12 +239,12 @@ class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
-    questions of a task, two at least, `repeats` says how many answers each question gets, and
-    `batch_size` how many are answered together, at most (`AT_ONCE` without it). `activations` says how
-    a quantized model's activations are rounded while it is scored: `none`, NVFP4's with a scale an
-    expert or a layer (`per_expert`, `per_layer`), or `fp8`: NVFP4's weights and activations are rounded
-    to FP8 for the product (W4A8), which vLLM does not do. `operating_points` are scored with
-    --operating-points; the fastest whose whole loss fits the margin is named.
+    questions of a task, two at least; `repeats` is the number of answers to each question. At most
+    `batch_size` samples are answered together (16 without it). `activations` is how a quantized model
+    rounds activations while it is scored: `none` not at all; `per_expert` and `per_layer` to NVFP4,
+    with one input scale an expert or a layer; `fp8` to FP8, so that NVFP4's products are W4A8, which
+    vLLM does not do. `operating_points` are scored with --operating-points; the report names the
+    fastest whose loss, by format and settings together, fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -301,9 +302,9 @@ class Gate(Section):
     tasks that ship, SVAMP apart, have a default in their file (`recovery/tasks`). `max_kl_nats` is the
     largest mean KL from BF16 on replayed trajectories, by activation mode; a mode without one is not
     judged. `max_step_inflation` fails the run when denoising steps a token are shown to exceed BF16's
-    by more than this share (0.1 is 10 %); None does not judge, and a served run needs None, since
-    servers report no steps. `health_pp` is by how many points a sign of ill health (`recovery.health`,
-    which has the defaults) may be more frequent than in BF16's answers; null does not judge it.
+    by more than this share (0.1 is 10 %). With null it is not judged; a served run needs null, since
+    servers report no steps. `health_pp` is the allowed increase over BF16's answers, in points, of each
+    sign of ill health (`recovery.health` has the signs and defaults); null does not judge a sign.
     """
 
     estimand: Estimand
@@ -439,7 +440,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 def resolved(
     name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
 ) -> Recipe:
-    """Return a recipe for the bundled model or not, with `tasks` and `limit` questions of each.
+    """Load a recipe, adapted to the bundled model if `bundled`; `tasks` and `limit` are as in `asking`.
 
     Raises:
         InputError: there is no such recipe or task.
@@ -449,11 +450,7 @@ def resolved(
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe from a YAML file.
-
-    Raises:
-        InputError: the file is missing, or no recipe.
-    """
+    """Read a recipe from a YAML file; raise InputError if there is no file, or no recipe in it."""
     try:
         return parse_recipe(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -485,7 +482,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
 
 @contextmanager
 def errors_of(source: str) -> Generator[None]:
-    """Put the recipe's name, `source`, before the message of an InputError of the block."""
+    """Put the recipe's name, `source`, before the message of an InputError that the block raises."""
     try:
         yield
     except InputError as error:

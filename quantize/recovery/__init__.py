@@ -1,1 +1,1 @@
-"""Recovery scoring: tasks, paired statistics and the release gate. It never imports quantize."""
+"""Recovery scoring: tasks, paired statistics, the release gate. Imports no other part of quantize."""

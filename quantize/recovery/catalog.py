@@ -1,8 +1,8 @@
 """Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
 
-A task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` names the file of an
-lm-eval task whose fields hold where ours has none. Each file notes its number of questions, so that a
-plan can be judged before any data set is loaded.
+The task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` may name the file of an
+lm-eval task, from which our task takes the fields that it lacks. Each file notes its number of
+questions, so that a plan can be judged before any data set is loaded.
 """
 
 import importlib.resources
@@ -26,10 +26,10 @@ def known_tasks() -> list[str]:
 
 
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return a task's `metadata`, that of `own` for a recipe's own task; {} for an unknown one.
+    """Return the `metadata` of a shipped task or of a recipe's own definition `own`; {} if unknown.
 
-    Keys: `private`; `questions`, the size of its data set; `prompt_tokens`, the most
-    of a prompt, where prompts are long; `margin_pp`, the loss in points allowed by default.
+    Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the longest
+    prompt, where prompts are long; `margin_pp`, the loss in points allowed by default.
     """
     if own is None and task not in known_tasks():
         return {}
@@ -37,16 +37,12 @@ def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
 
 
 def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
-    """Whether a task's questions and answers must not be written."""
+    """Whether a task is private, so that no text of its questions and answers may be kept."""
     return bool(notes(task, own).get("private"))
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:
-    """Return the most tokens that an answer to a task may take.
-
-    Raises:
-        ValueError: the task does not say.
-    """
+    """Return the most tokens that an answer to a task may take; ValueError: `fields` do not say."""
     limit = (fields.get("generation_kwargs") or {}).get("max_gen_toks")
     if limit is None:
         raise ValueError("generation_kwargs lacks max_gen_toks, the tokens of an answer")
@@ -63,18 +59,14 @@ def shipped(task: str) -> Mapping[str, Any]:
 
 
 def files_of(task: str) -> list[Path]:
-    """Return a shipped task's file, after that of the lm-eval task that it extends, if any."""
+    """Return a shipped task's file, preceded by that of the lm-eval task that it extends, if any."""
     own = TASKS / f"{task}.yaml"
     base = read_task(own)["metadata"].get("lm_eval")
     return [LM_EVAL / base, own] if base else [own]
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """Read an lm-eval task file and what it includes; its own keys override included ones.
-
-    Raises:
-        ValueError: the file cannot be read, or is no task.
-    """
+    """Read an lm-eval task file, whose keys override those of its includes; ValueError: unreadable."""
     try:
         fields = yaml.load(file.read_text("utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:

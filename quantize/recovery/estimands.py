@@ -1,37 +1,39 @@
 """What chance may do to a paired difference: two estimands, their p-values and limits.
 
-Answer j to question i scores x_ij (base) and y_ij (quantized), with the same noise; d_ij = y_ij - x_ij,
-n questions, k answers each. Two questions can be asked about the loss, and chance enters differently:
+Answer j to question i scores x_ij (base) and y_ij (quantized), with the same noise; d_ij = y_ij - x_ij.
+There are n questions and k answers to each. "Is it worse?" can mean two things, for which chance
+differs:
 
   these_questions   Is it worse on THESE n questions? The questions are fixed and the unit of chance is
-                    the answer. Var(sum of d) = sum over questions of k s_i^2, s_i^2 the variance of
-                    d_i1..d_ik: nothing between questions counts. Of one answer a question s_i^2
-                    cannot be known; sum (d_i - mean d)^2, from the discordant pairs, is at least as
-                    large (Jensen), so it stands in.
+                    the answer. Var(sum of d) = sum over questions of k s_i^2, with s_i^2 the variance
+                    of d_i1..d_ik: differences between questions do not count. If k = 1, s_i^2 is not
+                    known; sum (d_i - mean d)^2, from the discordant pairs, is at least as large
+                    (Jensen) and takes its place.
   such_questions    Is it worse on questions LIKE these? They are a sample and the unit of chance is
                     the question: n observations mean_j d_ij, however large k is.
 
-Losses are rare events: each moves the sum by a whole unit, so the sum is skewed, and a normal interval
-(or a bootstrap, or Student's t) is too narrow where few were seen, with no width where none was. For a
-sum of variance V whose events have size u, a hypothesis at a gap of g from the sum has the p-value
+Losses are rare events: each moves the sum by a whole unit, so the sum is skewed. A normal interval (or
+a bootstrap, or Student's t) is too narrow where few losses were seen, and has no width where none was.
+Let V be the sum's variance and u the size of its events. A hypothesis at a gap of g from the sum then
+has the p-value
 
     p = P(Gamma(V/u^2 + 1) > V/u^2 + g/u)
 
-which is P(Poisson(V + g) <= V) for u = 1: exact where losses only were seen, exp(-g) where nothing
-was, and normal with a correction for skewness where much was. The + 1 is one more event than was
-seen, as in Fay and Feuer's gamma interval (1997, Stat. Med. 16:791). u is one answer on
-these_questions, and where k = 1. On such_questions with k > 1 it is sum |e|^3 / sum e^2
-of the centred observations, at most about a question, and near it when some questions are lost
-outright. Where Student's t is wider (few observations), it counts instead.
+For u = 1 this is P(Poisson(V + g) <= V). It is exact where only losses were seen. Without any event it
+is exp(-g), and with many the normal p-value, corrected for skewness. The + 1 is one more event than was
+seen, as in Fay and Feuer's gamma interval (1997, Stat. Med. 16:791). u is one answer for
+these_questions, and where k = 1. For such_questions with k > 1 it is sum |e|^3 / sum e^2 over the
+centred observations e. That is about one question when some questions are lost outright, else less.
+Where Student's t gives a wider interval (few observations), t is used.
 
-A loss of at least the margin may also consist of events that were not seen: units lost outright. If a
-share q of all units were lost so, n units would show none with probability exp(-q n). A loss of
--log(1 - confidence) / n is therefore never excluded, nor one that exceeds the observed loss by as much:
-3 / n at 95 %. So 30 such questions exclude 10 points, 30 x 64 answers to these questions 0.16.
+A true loss may also be of a kind that was not seen: units lost outright. If a share q of all units
+were lost so, n units would show none of them with probability exp(-q n). So a loss is excluded only if
+it is at least -log(1 - confidence) / n (3 / n at 95 %), and exceeds the observed loss by as much. For
+such_questions 30 questions can exclude 10 points, for these_questions 30 x 64 answers 0.16 points.
 
-Reached coverage and error rates: docs/evaluation.md, tests/recovery/test_simulation.py, which calls
-these functions on many rounds at once: tables of values [n, k] may stand in arrays [..., n, k], and
-sums of them are arrays then. Left out: bootstraps, which give no width to what was not seen.
+Coverage and error rates that were reached: docs/evaluation.md. tests/recovery/test_simulation.py passes
+many rounds at once: values [n, k] may be arrays [..., n, k], and what is computed from them is then an
+array [...]. Left out: bootstraps, which give no width to what was not seen.
 """
 
 import math
@@ -66,7 +68,7 @@ class Total:
         return self.value / self.units
 
     def p(self, gap: Number) -> Number:
-        """Return the p-value of a hypothesis that lies `gap` units on one side of the sum."""
+        """Return the one-sided p-value of the hypothesis that the true sum is `gap` units away."""
         shape = self.variance / self.jump**2
         gamma = gammaincc(shape + 1, np.maximum(0.0, shape + gap / self.jump))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -80,18 +82,18 @@ class Total:
         return np.maximum(gamma, stdtrit(self.freedom, level) * np.sqrt(self.variance))
 
     def times(self, factor: float) -> "Total":
-        """Return the sum that `factor` times the units would give, were all as observed."""
+        """Return the sum that `factor` times as many units would give, all like those observed."""
         units, freedom = (math.ceil(each * factor) for each in (self.units, self.freedom))
         return Total(units, self.value * factor, self.variance * factor, self.jump, freedom)
 
 
 def units(estimand: Estimand, questions: int, repeats: int) -> int:
-    """Return the number of units: questions for `such_questions`, else all answers to them."""
+    """Return the number of units: questions for `such_questions`, answers for `these_questions`."""
     return questions if estimand == "such_questions" else questions * repeats
 
 
 def total(values: Floats, estimand: Estimand) -> Total:
-    """Return the sum over an estimand's units of values [..., n, k] in -1..1 (or a little more)."""
+    """Sum values [..., n questions, k answers], each about -1..1, over an estimand's units."""
     n, k = values.shape[-2:]
     largest = np.maximum(1.0, np.abs(values).max((-2, -1)))  # more where a ratio scales one side
     if estimand == "these_questions" and k > 1:
@@ -119,7 +121,7 @@ def unseen_loss_p(units: int, share_pp: Number) -> Number:
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return how many times as many units would reach a verdict; None above a million."""
+    """Return how many times as many units of the same kind would give a verdict; None above 1e6."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING
@@ -136,7 +138,7 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
 
 
 def limits(difference: Total, level: float) -> tuple[Number, Number]:
-    """Return limits of a mean difference, each at `level`, with room for a loss not seen."""
+    """Return a mean difference's one-sided limits at `level`; the lower allows for unseen losses."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
     low = (difference.value - np.maximum(reach, unseen)) / difference.units
     return low, (difference.value + reach) / difference.units
@@ -145,6 +147,6 @@ def limits(difference: Total, level: float) -> tuple[Number, Number]:
 def ratio_limits(
     base: Floats, quantized: Floats, ratio: float, estimand: Estimand, level: float
 ) -> tuple[Number, Number]:
-    """Return the limits of mean(quantized - ratio base): around 0 where the ratio is not excluded."""
+    """Return limits of mean(quantized - ratio * base); `ratio` is plausible if they enclose 0."""
     jump = total(quantized - base, estimand).jump * max(1.0, ratio)
     return limits(replace(total(quantized - ratio * base, estimand), jump=jump), level)

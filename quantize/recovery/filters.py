@@ -1,10 +1,10 @@
 r"""Filters that lm-eval lacks: integers in \boxed{}, and GPQA's options and letters.
 
-AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0",
-"70^\circ", "m+n=70" and "70" are one answer (lm-eval's aime25 compares strings: of these only the
-last is right). GPQA's options get an order that depends on their text alone (lm-eval shuffles them
-with the global random state, so two machines ask different questions), and of an answer only its
-letter is ever kept: the data set's terms ask that its questions are not shown in plain text.
+AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0", "70^\circ",
+"m+n=70" and "70" are one answer (lm-eval's aime25 compares strings, and only the last is right there).
+GPQA's options are ordered by their text alone; lm-eval shuffles them with the global random state, so
+that two machines ask different questions. Of an answer to GPQA only the letter is kept, since the data
+set's terms ask that its questions are not shown in plain text.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incor
 
 
 def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    r"""Score the content of the last \boxed{} (lm-eval's `process_results`)."""
+    r"""Score an answer's last \boxed{}, whose content is `results[0]` (lm-eval's `process_results`)."""
     gold = integer(str(doc["answer"]))
     if gold is None:
         raise ValueError(f"the data set's answer {doc['answer']!r} is no integer")
@@ -40,7 +40,7 @@ def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Compare a number with the document's answer by value (lm-eval's `process_results`)."""
+    """Score 1 if `results[0]` is a number equal to the right one (lm-eval's `process_results`)."""
     bare = results[0].replace(",", "").rstrip(".")
     is_number = re.fullmatch(r"-?\d+(\.\d+)?", bare) is not None
     target = doc["answer"] if "answer" in doc else doc["Answer"]
@@ -48,7 +48,7 @@ def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def integer(text: str) -> int | None:
-    """Return the integer that `text` spells, also as a sum's value or in degrees, else None."""
+    """Return the integer that `text` writes, such as "70", "m+n=70" or "70°", else None."""
     bare = _BESIDE_A_NUMBER.sub("", text.rpartition("=")[2]).rstrip(".")
     match = re.fullmatch(r"([+-]?\d{1,1000})(\.0*)?", bare)  # int() refuses more than 4,300
     return int(match[1]) if match else None
@@ -58,7 +58,7 @@ def with_sentences(dataset: Any) -> Any:
     """Return IFEval's documents as they are (lm-eval's `process_docs`), if NLTK can split sentences.
 
     Raises:
-        ValueError: NLTK lacks the model that IFEval's checks need, hours later, to split answers.
+        ValueError: NLTK lacks punkt_tab, with which IFEval's checks split answers, hours later.
     """
     import nltk
 
@@ -70,7 +70,7 @@ def with_sentences(dataset: Any) -> Any:
 
 
 def frozen_options(dataset: Any) -> Any:
-    """Give each GPQA document the fields A, B, C, D and `letter` (lm-eval's `process_docs`)."""
+    """Give each GPQA document fields A, B, C, D and the right `letter` (lm-eval's `process_docs`)."""
     return dataset.map(_with_options)
 
 
@@ -82,7 +82,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return the last "answer is (X)" or box as "(X)", else a last line of one letter, else ""."""
+    """Return "(X)" for the last "answer is X" or boxed X, else for a last line that is X, else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

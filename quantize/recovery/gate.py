@@ -6,22 +6,22 @@ Per task, with L and U the one-sided lower and upper confidence bounds of the pa
   INCONCLUSIVE  neither; the verdict says how much would decide
 At 95 % confidence a model that loses exactly the margin passes at most one time in twenty, and fails at
 most one time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor
-is an interval of width 0 over a handful of questions: PASS also needs enough units (`estimands`) to
-have met a loss as large as the margin. A recipe that asks for fewer is told so before the run
-(`sequential.out_of_reach`).
+is an interval of width 0 over a few questions enough: PASS also needs so many units (`estimands`) that
+a loss as large as the margin would have shown. Before a run, `sequential.out_of_reach` warns of a
+recipe that asks for fewer.
 
-Two p-values decide. The bounds of a single look say the same. The p-values of several looks are
-sequential: once a look has decided, no later answer changes that, so the verdict shows that look's own
-difference and bounds, and beside them those of all answers.
+Two p-values decide; for a single look the bounds say the same. The p-values of several looks are
+sequential: once a look has decided, no later answer changes that. So the verdict shows the difference
+and bounds of the look that decided, and beside them those of all answers.
 
 Step inflation (`steps`) and signs of ill health (`health`) are judged beside accuracy, on the same
-looks and in the same correction: a task passes when each sign's limit is excluded too, and the run
-fails when a limit is shown to be exceeded. Where answers do not tell what a limit is
-about, the verdict is INCONCLUSIVE.
+looks and in the same correction. A task passes only if it is also excluded that a sign reaches its
+limit. The run fails if step inflation or a sign is shown to exceed its limit. Where answers lack
+what a limit judges (a server may not report its steps), the verdict is INCONCLUSIVE.
 
 Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
 when some task fails after Holm's correction, without which many tasks would make a false alarm likely.
-NOT COMPARABLE when baseline and candidate were not asked the same under the same conditions.
+NOT COMPARABLE when questions or conditions of baseline and candidate differ.
 """
 
 import math
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def passes(comparison: Comparison) -> bool:
-    """Whether one task on its own passes: its accuracy, and every sign of ill health with a limit."""
+    """Whether one task passes on its own: in accuracy, and in every sign of ill health with a limit."""
     return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
 
 
@@ -78,7 +78,7 @@ def _unhealthy(comparison: Comparison) -> list[str]:
 
 
 def judge_task(task: str, comparison: Comparison) -> Verdict:
-    """Judge one task on its own."""
+    """Return a task's own verdict, without step inflation and Holm's correction over tasks."""
     estimand = comparison.estimand
     if passes(comparison):
         return Verdict("PASS", _seen(task, comparison, "p_at_least_margin"), estimand)
@@ -95,10 +95,10 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
 
 
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
-    """Judge a run over all its tasks.
+    """Judge a run over all its tasks; `seen` maps each to its comparison, or to None before its first.
 
-    A task without answers is None. Holm's correction counts it as one that does not fail, so a failure
-    that is certain now stays one.
+    Holm's correction counts a task that has no comparison yet as one that does not fail. So later
+    answers to this task cannot undo a FAIL.
 
     Raises:
         ValueError: there is no task, or tasks have differing estimands.
@@ -139,8 +139,8 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
     """Return operating point -> p-value of "it does not fit", after Holm's correction over the points.
 
-    A point fits when the whole loss of every task, format and settings together, is within the margin,
-    and every sign of ill health within its limit: its p-value is the largest of theirs.
+    A point fits if every task loses less than its margin, by format and settings together, and no sign
+    of ill health reaches its limit. A point's p-value is the largest of its tasks' and their signs'.
     """
     return holm({
         name: max(

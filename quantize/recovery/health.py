@@ -1,24 +1,26 @@
 """Health of answers: signs that users of damaged models complain of, counted beside the baseline's.
 
-  empty          nothing stands behind the thoughts
+  empty          nothing follows the thoughts
   no_value       no final value is found
   open_thought   thoughts begin and are not closed
-  cut            the token limit ended it
-  never_stopped  a canvas took all the steps there are
-  stutter        a tenth of its 8-grams or more (of words) stand earlier in it; 16 words at least
+  cut            the token limit ended the answer
+  never_stopped  a canvas took the most denoising steps allowed
+  stutter        a tenth or more of the 8-grams (of words) stood in the answer before; 16 words at least
 
-Text is read once, when an answer is made, since none is kept of a private task; the row holds the other
-signs. A sign is judged as accuracy is, by the same estimands and looks: to pass, "more frequent by the
-limit or more" must be excluded, to fail, "by at most the limit". The limit is the recipe's; else
+Signs of text are found when an answer is made, since a private task keeps no text; the others follow
+from what is stored of an answer. A sign is judged as accuracy is, by the same estimands and interim
+looks. Let d be by how many points it is more frequent than in BF16's answers. The sign passes when
+d >= limit is excluded, and fails when d <= limit is excluded.
 
-  half the task's margin   an empty answer is lost as a wrong one is, and one fault may not take all
-                           that may be lost
-  5 answers, if more than  but at most the margin: no smaller limit can be excluded once chance gives
-  half the margin          the candidate a sign that BF16 lacks, P(Poisson(5) <= 1) = 4.0 %
-  half of BF16's share,    and then y - 1.5 x is judged, with x and y 1 where an answer of BF16 or of
-  if more                  the candidate has the sign: else frequent signs would leave healthy models
-                           open
-  none                     for `never_stopped`: `max_step_inflation` judges what it costs
+A recipe may set the limits. The default is half the task's margin: an empty answer costs as much as a
+wrong one, and one sign may not use up the margin. But the default is at least 5 units (answers or
+questions, as the estimand counts), or the margin if that is less. With a smaller limit, one answer of
+the candidate that has the sign by chance would prevent PASS: P(Poisson(5) <= 1) is just 4.0 %.
+`never_stopped` has no default: `max_step_inflation` judges its cost.
+
+Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the limit;
+else frequent signs would leave healthy models undecided. What is judged then is the mean of y - 1.5 x:
+x is 1 if BF16's answer has the sign, y is 1 if the candidate's has it, and else they are 0.
 
 Simulated error rates: docs/evaluation.md.
 """
@@ -78,7 +80,7 @@ def text_signs(text: str) -> list[str]:
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
-    """Return sign -> points by which it may be more frequent than BF16's; None: it is not judged.
+    """Return sign -> points by which it may be more frequent than in BF16, None if it is not judged.
 
     `units` is the number of answers or questions planned, as the estimand counts.
     """
@@ -88,7 +90,7 @@ def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
 
 
 def compare_sign(base: Floats, quantized: Floats, terms: Terms, limit_pp: float | None) -> Sign:
-    """Compare one sign of paired answers: tables [n, k] with 1 where an answer has it."""
+    """Compare how often a sign occurs in paired answers; tables [n, k] hold 1 where it does, else 0."""
     less = total(base - quantized, terms.estimand)  # a sign that is more frequent is a loss
     low, high = (100 * float(end) for end in limits(less, (1 + terms.confidence) / 2))
     p_values = (None, None)

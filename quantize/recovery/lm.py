@@ -1,8 +1,8 @@
-"""An lm-eval model over a `generate` callable, for block diffusion: whole answers, seeded samples.
+"""The model that lm-eval asks: block diffusion's whole answers, from seeded samples.
 
-lm-eval knows neither seeded samples nor resumable runs, so this model has both: request r, repeat j
-gets the seed hash(document, j), and `generate_until` answers from a `SampleStore` of finished samples.
-Stop strings apply after generation (a canvas is denoised whole), behind the thinking channel.
+lm-eval knows neither seeded samples nor resumable runs, so this model adds both. Repeat j of a prompt
+has a seed hashed from the run's seed, the prompt and j, and answers come from a `SampleStore`. Stop
+strings cut the finished answer after its thoughts, since a canvas is denoised whole.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Answers one part of a task, a repeat at a time; the first call asks for all repeats at once."""
+    """Gives lm-eval the answers that `part` adds, a repeat per call; the first call generates all."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BlockDiffusionLM(LM):
         self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Return the answers of the current repeat, thinking removed, in the order asked."""
+        """Return the current repeat's answer to each request, with thinking removed."""
         for repeat in self.part.repeats:
             for instance in requests:
                 self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)
@@ -70,7 +70,7 @@ class BlockDiffusionLM(LM):
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
-    """Return the answer behind the thinking channel, up to the first stop string."""
+    """Return the answer after the thinking channel, up to the first stop string."""
     answer = without_thinking(text)
     for stop in stops:
         answer = answer.partition(stop)[0] if stop else answer

@@ -1,4 +1,4 @@
-"""A needle in a haystack: a number that stands once in a text, at a depth of its own in each question.
+"""A needle in a haystack: a number that stands once in a text, at another depth in each question.
 
 Every text is drawn from its index alone, so each machine asks the same. A word is a token or more, so a
 text of 1,024 words exceeds the sliding window of 1,024 tokens; prompts are some words longer.

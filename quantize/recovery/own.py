@@ -26,14 +26,14 @@ def from_questions(
     thinking: bool,
     private: bool = False,
 ) -> Definition:
-    """Return the task of a jsonl file with one question, a JSON object, a line.
+    """Return the task of a jsonl file, each line of which is one question, a JSON object.
 
-    `prompt` and `target` are Jinja templates over its fields: the user's message, the right answer. The
-    last match of the group in `extract` is the model's answer.
+    `prompt` and `target` are Jinja templates over a question's fields; they make the user's message and
+    the right answer. `extract` is a regular expression; its group's last match is the model's answer.
 
     Raises:
-        ValueError: the file cannot be read or has a line twice, or a template names a field that its
-            first line lacks.
+        ValueError: the file cannot be read or has a line twice, a template names a field that the first
+            line lacks, or `extract` does not have one group.
     """
     first, count = _first_line(file)
     for text in (prompt, target):
@@ -94,7 +94,7 @@ def _fields(template: str) -> set[str]:
 def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
     """Return the task of an lm-eval YAML file, of type generate_until, scored by exact_match.
 
-    It is private if its `metadata` says so, too.
+    The task is private if `private` or the file's `metadata` says so.
 
     Raises:
         ValueError: the file cannot be read, block diffusion cannot answer the task, or the task is
@@ -126,11 +126,11 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 def finding(definition: Definition) -> Callable[[str], str]:
     """Return a function that cuts a private task's answer down to the match of its regular expression.
 
-    Only the match is kept, so scoring must find the same in it as in the whole answer.
+    Only the match is kept, so scoring must find the same in the match as in the whole answer. The
+    function raises ValueError where it does not.
 
     Raises:
-        ValueError: the task has not one filter that begins with a regular expression. The function
-            raises it where the expression finds an answer only with the text around it.
+        ValueError: the task has no single filter that begins with a regular expression.
     """
     filters = definition.get("filter_list") or []
     first: dict[str, Any] = filters[0]["filter"][0] if len(filters) == 1 else {}

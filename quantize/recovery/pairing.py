@@ -1,7 +1,7 @@
-"""Pairs two scorings of a task, question by question, as far as both have been asked.
+"""Pairs two scorings of a task, question by question, as far as both models have been asked.
 
-Where looks were planned, answers count up to the last look that both completed. The p-values are then
-sequential, if the terms have the plan's estimand.
+Where interim looks were planned, answers count up to the last look that both models completed. If the
+gate's terms have the plan's estimand, the p-values then allow for all looks (`sequential`).
 """
 
 import math
@@ -22,7 +22,7 @@ from quantize.recovery.terms import Terms
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
-    """Return two scorings, cut to the last look that both completed, and the looks so far."""
+    """Return both scorings, cut to the last look that both completed, and all looks up to it."""
     plan = _plan(base)
     looks = plan.taken(base.answered, other.answered) if plan else []
     if plan and looks:
@@ -41,8 +41,8 @@ def paired(
 ) -> Comparison | Verdict:
     """Compare a scoring of a task with the baseline's, or return why they are not comparable.
 
-    With `other_seed` the seeds must differ (the noise floor); `other_settings` of the sampler
-    may differ, being judged (operating points).
+    `other_seed`: the seeds must differ, as the noise floor needs. `other_settings` are the sampler's
+    settings that may differ, since an operating point is judged with its own.
     """
     base, other, looks = in_common(base, other)
     if differs := _differs(base, other, other_seed=other_seed, other_settings=other_settings):
@@ -90,7 +90,7 @@ def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
 
 
 def most_steps(scoring: Scoring) -> float:
-    """Return the most denoising steps that a canvas may take, infinite if the scoring lacks them."""
+    """Return the most denoising steps that a canvas may take, inf if the scoring does not say."""
     return scoring.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
 
 

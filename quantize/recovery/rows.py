@@ -14,7 +14,7 @@ NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matc
 
 @dataclass(frozen=True)
 class Row:
-    """One scored sample. `scores` holds each filter's metric; the task's first filter is the score."""
+    """One scored sample. `scores` has the metric of each filter; that of the first is the score."""
 
     doc_id: int
     repeat: int
@@ -31,7 +31,7 @@ class Row:
     signs: list[str] | None = None
 
     def health(self, most_steps: float) -> set[str]:
-        """Return all signs of ill health (`recovery.health`) of the answer."""
+        """Return the answer's signs of ill health; a canvas that took `most_steps` never stopped."""
         in_row = {
             "no_value": not self.answered,
             "cut": self.truncated,
@@ -68,7 +68,7 @@ class Scoring:
     def by_question(
         self, value: Callable[[Row], Any] = lambda row: row.score
     ) -> dict[str, list[Any]]:
-        """Return document -> `value` (default: the score) of each of its rows, by repeat."""
+        """Return document's name -> `value` (default: the score) of each of its rows, by repeat."""
         found: dict[str, list[Any]] = {}
         for row in self.rows:
             found.setdefault(self.names[row.doc_id], []).append(value(row))
@@ -76,20 +76,20 @@ class Scoring:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Return index of a document in its data set -> its name in comparisons."""
+        """Return a document's index in its data set -> its name, which is index and hash."""
         return {row.doc_id: f"{row.doc_id}-{row.doc_hash}" for row in self.rows}
 
     @property
     def answered(self) -> set[Answer]:
-        """The answers that the scoring has."""
+        """(document, repeat) of every row."""
         return {(row.doc_id, row.repeat) for row in self.rows}
 
     def only(self, answers: Set[Answer]) -> "Scoring":
-        """Return the scoring of some of its answers."""
+        """Return the scoring limited to `answers`."""
         return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
 
     def and_more(self, other: "Scoring") -> "Scoring":
-        """Return the scoring with another part of the same task on the same model."""
+        """Return the scoring with the rows of `other` too, which has other answers to the same task."""
         rows = sorted([*self.rows, *other.rows], key=lambda row: (row.doc_id, row.repeat))
         return self._of(rows)
 
@@ -98,7 +98,7 @@ class Scoring:
 
 
 def asked(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the documents, prompts and seeds of rows: equal ones are a condition of comparing."""
+    """Return hashes of the rows' documents and prompts, and the seeds: a comparison's conditions."""
     first = {row.doc_id: row for row in reversed(rows)}
     return {
         "documents": [first[doc].doc_hash for doc in sorted(first)],

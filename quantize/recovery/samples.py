@@ -1,12 +1,12 @@
 """Keeps finished samples on disk, appended as they finish while a task runs.
 
 There is one file a task and model. Its first line says what made the samples (model, sampler,
-precision); a store that is opened for anything else refuses. Every further line is one sample (or some,
-as earlier versions wrote them):
-`{"batch": [{"key", "text", "tokens", "denoising_steps", "truncated", "signs"}], "sha256"}`,
-written as it finishes, so a kill loses only what was in flight. A thread syncs the file, so that no
-model waits for a disk; a machine that goes down loses at most what finished during two syncs. A torn
-last line is cut off; any other line that is not what was written is an error.
+precision); a store that is opened for anything else refuses. Every further line is one sample (or
+several, in files of earlier versions): `{"batch": [{"key", "text", "tokens", "denoising_steps",
+"truncated", "signs"}], "sha256"}`, written as it finishes, so a kill loses only what was in flight. A
+thread syncs the file, so that no model waits for a disk; a machine that goes down loses at most what
+finished during two syncs. A last line that was cut short is removed; any other line whose sha256 does
+not match is an error.
 
 Process r of n takes every n-th sample and writes a file of its own. Whoever opens a store reads all of
 them, so a resumed run may have any number of processes.
@@ -63,7 +63,7 @@ Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 @dataclass(frozen=True)
 class Share:
-    """One process among those that run together; `wait` returns once all of them have called it."""
+    """One of the processes that share a task's samples; its `wait` returns once all have called it."""
 
     rank: int = 0
     processes: int = 1
@@ -71,7 +71,7 @@ class Share:
 
 
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
-    """Return the seed of a sample, the same for BF16 and quantized, in any order and process."""
+    """Return a sample's seed (63 bits), equal for BF16 and quantized, in any order and process."""
     digest = hashlib.sha256(f"{run_seed}:{document}:{repeat}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: a non-negative int64
 
@@ -79,11 +79,11 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 class SampleStore:
     """The samples of one task that are finished, in memory and on disk.
 
-    The first finished sample creates the file `path`. `made_with` is everything besides their requests
-    that samples depend on, `share` this process among those that share the batches.
+    The first finished sample creates the file `path`. `made_with` is what samples depend on besides
+    their requests. `share` tells which samples this process makes; None: all.
 
     Raises:
-        ValueError: the file holds samples made with something else, or is no such file.
+        ValueError: the file holds samples made with something else, or holds none.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SampleStore:
         self._read_all()
 
     def remove(self) -> None:
-        """Remove the files of all processes."""
+        """Remove the task's sample files, those of all processes."""
         for file in self._files():
             file.unlink()
 
@@ -111,9 +111,9 @@ class SampleStore:
     ) -> None:
         """Generate the missing samples of this process' share, longest prompts first.
 
-        Then wait for the other processes and read their samples. `requests` are all of the task,
-        finished ones included. `progress` wraps what is finished, given the number of samples; `keep`
-        returns what is stored of an answer's text.
+        Then wait for the other processes and read their samples. `requests` are those of all processes,
+        finished ones included. `progress(samples, count)` yields the `count` new samples as they
+        finish, and may show progress. `keep` returns what is stored of an answer's text.
 
         Raises:
             ValueError: some requests were not answered.

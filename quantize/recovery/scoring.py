@@ -1,7 +1,7 @@
-"""Scores one task on one model, part by part, with our YAML and lm-eval's harness.
+"""Scores one task on one model, the answers of one look at a time, with lm-eval's harness and our YAML.
 
-lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass
-of its own over the stored answers; generation happens in the first.
+lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass of
+its own over the stored answers. The first pass generates the answers of all repeats.
 
 A private task (GPQA, or a recipe's own) leaves no text behind: its rows hold hashes, letters and
 counts, and what the datasets library makes of a local file lies in a temporary folder.
@@ -41,7 +41,7 @@ FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
 
 
 def local_data(task: str, folder: Path) -> Path | None:
-    """Return a task's data file in a folder, the same with and without thinking; None without one."""
+    """Return a task's NAME.jsonl or NAME.csv in a folder, or None; NAME_thinking reads NAME's file."""
     files = [folder / f"{task.removesuffix(THINKING)}{suffix}" for suffix in READERS]
     return next((file for file in files if file.is_file()), None)
 
@@ -58,11 +58,11 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score part of `task`; of processes that share its answers, all but the first return None.
+    """Score the answers `part` of a task; of processes that share them, all but the first return None.
 
-    `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub, `definition` a
-    task of the recipe's own (`recovery.own`). The run's `seed` and the settings of the `sampler` are
-    conditions of the comparison.
+    `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub. `definition` is a
+    task of the recipe's own (`recovery.own`), None for a shipped one. The run's `seed` and the settings
+    of the `sampler` are conditions of the comparison.
 
     Raises:
         ValueError: the task is unknown, or has no documents.
@@ -104,7 +104,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return the requests of `score`'s first repeat for some documents, without asking a model."""
+    """Return `score`'s requests for one answer to each of `questions` (indices); none is sent."""
     done: dict[str, Completion] = {}
 
     def note(requests: Sequence[Request]) -> None:

@@ -1,25 +1,25 @@
 """Reaches a verdict early: up to five looks at a run, with the error rates of a single one.
 
 Looking often and stopping at the first small p-value errs more often than stated. So the level alpha is
-spent over the looks (Lan and DeMets 1983), of O'Brien and Fleming's type: at information fraction t
+spent over the looks (Lan and DeMets 1983) by O'Brien and Fleming's kind of function: at information
+fraction t
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
-which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent
-units are a Brownian motion in information, so the nominal level of look j, such that look j is the
-first to cross with probability spent(t_j) - spent(t_j-1), comes from integrating the motion's
-density over what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL each have an
-alpha of their own to spend.
+which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent units are a
+Brownian motion in information. Look j's nominal level is such that the motion crosses a bound for the
+first time at look j with probability spent(t_j) - spent(t_j-1). It is found by integrating the density
+of what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL have an alpha each.
 
-Information is that of the estimand: repeats of all questions for these questions, where each repeat
-adds the same; questions for such questions, all their repeats at once and in a seeded random order,
-of which any first part is a sample like the whole. With one answer a question both go over
-questions. How much was planned (`Plan`) is noted with the scores before the first of them is asked:
-looks are read off what is answered, so nobody can choose them afterwards.
+What a look adds depends on the estimand. Under `these_questions` it adds repeats of all questions; each
+repeat adds the same information. Under `such_questions` it adds questions, with all their repeats, in a
+seeded random order, so those asked so far are a random sample. With one repeat it adds questions under
+either estimand. The plan (`Plan`) is noted with the scores before the first question is asked, and
+looks follow from it and from what is answered, so nobody can choose them afterwards.
 
-The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu
-and Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included,
-and never grows with further looks.
+The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu and
+Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included, and never
+grows with further looks.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ Answer = tuple[int, int]  # indices of a question in its data set, and of a repe
 
 @dataclass(frozen=True)
 class Look:
-    """The part of a run that a look covers: its first `questions`, and `repeats` of each."""
+    """What an interim look covers: `repeats` of each of the first `questions` of the plan's order."""
 
     questions: int
     repeats: int
@@ -66,7 +66,7 @@ class Part:
 
     @property
     def answers(self) -> set[Answer]:
-        """All answers of the part."""
+        """(question, repeat) of every answer of the part."""
         return {(question, repeat) for question in self.questions for repeat in self.repeats}
 
 
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Number of answers or questions, as the estimand counts."""
+        """Number of the estimand's units: questions, or all answers to them."""
         return units(self.estimand, self.questions, self.repeats)
 
     @property
     def looks(self) -> list[Look]:
-        """The looks at the run, five at most."""
+        """The interim looks at the run, five at most; the last covers all of it."""
         over_repeats = self.estimand == "these_questions" and self.repeats > 1
         most, least = (
             (self.repeats, 2) if over_repeats else (self.questions, min(20, self.questions))
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The seeded random order in which looks take questions; with more, these keep their order."""
+        """The seeded random order in which looks take questions; more questions do not reorder it."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -117,20 +117,20 @@ class Plan:
         return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
-        """Return the looks, from the first on, whose answers every model has."""
+        """Return the looks, from the first on, whose answers are all in each model's `answered`."""
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Return how much of alpha is spent at a fraction of the information."""
+    """Return how much of alpha the looks up to a fraction of the information may spend."""
     return 2 * float(ndtr(ndtri(alpha / 2) / math.sqrt(fraction)))
 
 
 @lru_cache(maxsize=4096)
 def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    """Return the level at which each look's own p-value decides."""
+    """Return the largest p-value at which each look decides, at `fractions` of the information."""
     levels: list[float] = []
     at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
     before = already = 0.0
@@ -168,7 +168,7 @@ def _go_on(
 
 
 def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float:
-    """Return the least alpha at which the looks so far decide, 1 where none below 1/2 does."""
+    """Return the least alpha at which one of the looks so far decides, or 1 if that exceeds 1/2."""
 
     def crossed(alpha: float) -> bool:
         levels = nominal_levels(tuple(fractions), alpha)
@@ -203,7 +203,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
 
 
 def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
-    """Return the last of the comparisons, one a look from the first on, with sequential p-values."""
+    """Return the last comparison, with sequential p-values; `found` has one for each look."""
     fractions, last = tuple(look.fraction for look in looks), found[-1]
     levels = nominal_levels(fractions, 1 - last.confidence)
 
@@ -239,9 +239,9 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
 
 
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
-    """Return the tasks to go on with, none once the run's verdict is certain.
+    """Return the tasks that need more answers: those that do not pass, or none once the run fails.
 
-    `seen` has every task of the gate, and its comparison at the last look, None before the first.
+    `seen` maps every task of the gate to its comparison at the last look, or to None before the first.
     """
     if judge(seen).outcome == "FAIL":
         return []
@@ -253,11 +253,11 @@ def until_decided(
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain.
 
-    `ask(task, n)` lets both models answer the task's first n looks; it returns how many are complete,
-    those of an earlier run included, and what they show.
+    `ask(task, n)` lets both models answer the task's first n looks. It returns how many looks are
+    complete, those of an earlier run included, and their comparison.
 
     Returns:
-        Task -> number of looks taken, and task -> what they show, None where none was.
+        Task -> number of complete looks, and task -> its comparison, None before its first look.
     """
     taken: dict[str, int] = {}
     shown: dict[str, Comparison | None] = {}

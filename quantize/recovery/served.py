@@ -2,12 +2,12 @@
 
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
-The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit.
-A server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time
-in `Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit. A
+server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time in
+`Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
 
-A server of block diffusion must encode a finished canvas as plain embeddings; one that does names it in
-a header of its responses (`COMMIT_PASS`). vLLM 0.24 to 0.33 does not, unless a plugin repairs it.
+A server of block diffusion must encode a finished canvas as plain embeddings. One that does says so in
+the header `COMMIT_PASS` of its responses. vLLM 0.24 to 0.33 does so only where a plugin repairs it.
 """
 
 import json
@@ -33,11 +33,11 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """Answers requests through the first model that a server lists, whose entry there is `about`.
+    """Answers requests by the first model of a server's list; `about` is the model's entry in it.
 
-    `url` may end in /v1. An answer may take `timeout` seconds and `attempts`, the second after
-    `first_wait` seconds, each further one after twice as many. `commit_pass` is how the server says
-    that it encodes finished canvases, None when it does not.
+    `url` may end in /v1. A request may take `timeout` seconds. It is tried `attempts` times, the second
+    time after `first_wait` seconds, and after twice as many each further time. `commit_pass` is the
+    server's word that it encodes finished canvases, None if it sends none.
 
     Raises:
         ServerError: the server cannot be reached.
@@ -62,11 +62,7 @@ class Server:
         self.model: str = self.about["id"]
 
     def answer(self, request: Request) -> Completion:
-        """Answer one request.
-
-        Raises:
-            ServerError: the server refuses, cannot be reached, or sends what is no answer.
-        """
+        """Answer a request; ServerError: the server refuses, sends no answer, or cannot be reached."""
         reply = self._ask(
             "chat/completions",
             {
@@ -129,7 +125,7 @@ class Server:
 
 
 class Servers:
-    """Several servers of one model, each asked `in_flight` requests at once; `Server` has `settings`.
+    """Several servers of one model, `in_flight` requests at once at each; `settings` are `Server`'s.
 
     Raises:
         ServerError: one of the servers cannot be reached.

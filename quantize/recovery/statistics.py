@@ -4,10 +4,10 @@
   p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
               distribution as the bounds of the difference: a bound is beyond the margin if and only if
               its p-value is at most 1 - confidence.
-  recovery    100 mean y / mean x. Its interval holds the ratios r of which mean(y - r x) = 0 is not
-              excluded, as Fieller's does (1954).
-  flips       questions that one model answers right and the other wrong, when k = 1, and the exact
-              McNemar test on them (1947; binomial, two-sided).
+  recovery    100 mean y / mean x, y quantized and x base. Its interval holds the ratios r for which
+              mean(y - r x) = 0 is not excluded, as Fieller's does (1954).
+  flips       questions that one model answers right and the other wrong, if each has one answer, and
+              the exact McNemar test on them (1947; binomial, two-sided).
 
 Clustering by question: arXiv 2411.00640. Left out: unpaired tests, which need several times the
 questions for the same power.
@@ -89,7 +89,7 @@ def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
     """Compare two scorings of the same questions.
 
     Raises:
-        ValueError: the questions or the number of repeats differ, or there are fewer than two.
+        ValueError: the questions or numbers of answers differ, or there are fewer than two questions.
     """
     x, y = tables(base, quantized)
     estimand, confidence = terms.estimand, terms.confidence
@@ -145,10 +145,10 @@ def holm(
 
 
 def tables(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
-    """Return both models' scores [n, k], questions in one order.
+    """Return both models' scores as arrays [n questions, k answers], questions in one order.
 
     Raises:
-        ValueError: as in `compare`.
+        ValueError: the questions or numbers of answers differ, or there are fewer than two questions.
     """
     if base.keys() != quantized.keys():
         odd = sorted(base.keys() ^ quantized.keys())

@@ -2,14 +2,14 @@
 
     inflation = (steps' / tokens') / (steps / tokens) - 1      sums over all answers; ' is quantized
 
-A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are questions,
-and those with long answers count as they cost. The error of the ratio's logarithm is the jackknife's:
-how much it moves when a question is left out, squared and summed over questions (without its factor
-(n - 1) / n, which is too narrow for five questions). The interval and the one-sided p-value of "the
-inflation is at most the limit" are Student's.
+A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are questions;
+long answers weigh more, as they cost more. The standard error of the ratio's logarithm is the
+jackknife's: leave out each question in turn, sum the squares of the logarithm's moves, take the root.
+The usual factor (n - 1)/n is left out, as it makes intervals too narrow for five questions. The
+interval and the one-sided p-value of "the inflation is at most the limit" are Student's.
 
-Where looks add repeats, questions stay the units: a look then adds less than `sequential` reckons with,
-and errs on the side of saying nothing. Simulated error rates: docs/evaluation.md.
+Where interim looks add repeats of the same questions, the units stay questions. A look then adds less
+information than `sequential` assumes: it decides too rarely. Simulated error rates: docs/evaluation.md.
 """
 
 import math
@@ -49,7 +49,7 @@ def step_inflation(
 ) -> StepInflation | None:
     """Compare steps and tokens on the same questions; `limit` is the allowed inflation (0.1 is 10 %).
 
-    Return None where a model has steps or tokens in one question alone.
+    Return None if one question has all steps or all tokens of a model.
     """
     table = np.array([[*base[q], *quantized[q]] for q in base], dtype=np.float64)
     if (table == table.sum(0)).any():
@@ -68,7 +68,7 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return the ratio's logarithm and standard error; a row of [..., n, 4] is both models' `Costs`."""
+    """Return (log of the ratio, its standard error) of `Costs`, BF16's then quantized: [..., n, 4]."""
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)
@@ -76,7 +76,7 @@ def log_ratio(table: Floats) -> tuple[Any, Any]:
 
 
 def exceeds_p(middle: Any, error: Any, freedom: int, limit: float) -> Any:
-    """Return the one-sided p-value of "the ratio is at most 1 + limit"."""
+    """Return the one-sided p-value of "the ratio is at most 1 + limit", from `log_ratio`'s results."""
     above = middle - math.log1p(limit)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = stdtr(freedom, -above / error)

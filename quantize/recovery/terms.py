@@ -8,7 +8,7 @@ from quantize.recovery.estimands import Estimand
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is judged of one task, and the largest loss, inflation and signs that are allowed."""
+    """What is judged of one task, and how much loss, step inflation and ill health are allowed."""
 
     estimand: Estimand  # what is judged, `these_questions` or `such_questions`
     margin_pp: float  # loss that is allowed, in percentage points

@@ -1,7 +1,7 @@
-"""One file of a run to send to others: no weights, no questions, no answers, no local paths.
+"""Packs a run into one file for others: no weights, no questions, no answers, no local paths.
 
-JSON files lose the questions and the model's folder. The log keeps frames and kinds of errors, but no
-messages, which may quote a prompt. The home folder is written as ~, the run's folder as RUN.
+JSON files lose the questions and the model's folder. The log keeps tracebacks' frames and kinds of
+errors, but no messages, which may quote a prompt. The home folder is written as ~, the run's as RUN.
 """
 
 import json
@@ -23,11 +23,7 @@ TAKEN = (
 
 
 def write_bundle(run: RunDir, out: Path) -> list[str]:
-    """Write a run's shareable files to the zip `out`; return their names.
-
-    Raises:
-        InputError: `out` exists.
-    """
+    """Write a run's shareable files to the zip `out`; return their names. InputError: `out` exists."""
     if out.exists():
         raise InputError(f"{out}: exists; name another file with --out")
     texts = dict(shared(run))
@@ -55,7 +51,7 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
-    """Return report.json, or another file of a run, without questions and the model's folder."""
+    """Return what a JSON file of a run holds, without questions and the model's folder."""
     left = {key: value for key, value in content.items() if key != "questions"}
     for key in ("model", "source"):
         if isinstance(about := left.get(key), dict):

@@ -4,8 +4,8 @@ README.md is Markdown behind a YAML head that the Hub reads (base model, licence
 `.eval_results/<task>.yaml`, in the form that the Hub shows on the model's page
 (https://huggingface.co/docs/hub/eval-results). Tasks without a data set on the Hub have no file.
 
-Equal runs give equal bytes: no date, no path of this machine, so that pushing twice changes nothing.
-No question, prompt or sample of any benchmark is in it.
+The card has no date and no path of this machine, so equal runs give equal bytes, and pushing twice
+changes nothing. It has no question, prompt or sample of any benchmark.
 """
 
 import csv
@@ -63,12 +63,12 @@ class Override:
 
 
 def serve_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command for a checkpoint, one flag a line."""
+    """Return the vLLM command for a checkpoint, one flag a line; `canvas` is its canvas length."""
     return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
 
 
 def docker_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command in a container; private repositories need HF_TOKEN set."""
+    """Return the vLLM command in a container; HF_TOKEN must be set where the repository is private."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'
@@ -86,10 +86,10 @@ def _flags(canvas: int) -> list[str]:
 def card(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> str:
-    """Return README.md of a release; `base` is the Hub id of the BF16 model where that is certain.
+    """Return README.md of a release; `base` is the BF16 model's Hub id, None where it is uncertain.
 
     Raises:
-        InputError: a file of the run is missing.
+        InputError: a file of the run is missing, or no licence is known.
     """
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     canvas = int(read_json(run.checkpoint / "config.json")["canvas_length"])
@@ -129,7 +129,7 @@ def card(
 def card_files(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> dict[str, str]:
-    """Return path in the repository -> text of the card (see `card`) and of the scores with it."""
+    """Return path in the repository -> text, for README.md (see `card`) and each file of scores."""
     scores = eval_results(read_json(run.report_json))
     return {README: card(run, recipe, repo, override, base)} | scores
 
@@ -149,12 +149,12 @@ def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
 
 
 def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the base model's Hub id where its files came from the Hub's cache, unchecked."""
+    """Return the base model's Hub id, unchecked, if its files came from the Hub's cache, else None."""
     return base_model(source, recipe) if source.get("commit") else None
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id that the BF16 model claims, or None for the bundled one, which has none."""
+    """Return the BF16 model's Hub id, as the manifest's `source` or the recipe states it, else None."""
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]
@@ -164,7 +164,7 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
 
 
 def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:
-    """Return the YAML head of the card, without its dashes."""
+    """Return the YAML head of the card, without its dashes; InputError if no licence is known."""
     schemes = [scheme.lower() for scheme in recipe.quantization.targets_by_scheme()]
     tags = [*schemes, "diffusion_gemma", "compressed-tensors", "vllm", "diffusiongemma-quantize"]
     source = source_card(Path(manifest["source"]["folder"]))

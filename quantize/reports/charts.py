@@ -39,7 +39,7 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def difference(tasks: Sequence[dict[str, Any]]) -> str:
-    """Plot each model's difference from BF16 in points, its one-sided bounds, and the gate's margin."""
+    """Plot each entry's difference from BF16 in points, its one-sided bounds, and the gate's margin."""
     rows = [task for task in tasks if not task["not_comparable"]]
     bounds = [task["difference_bounds"] for task in rows]
     ends = [0.0, *(end for each in bounds for end in each.values())]
@@ -64,7 +64,7 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def operating_points(content: Mapping[str, Any]) -> str:
-    """Plot each point's difference from BF16 with its one-sided bounds over its speed."""
+    """Plot each operating point's difference from BF16, with one-sided bounds, over its speed."""
     rates = content["speeds"] and content["speeds"]["tokens_a_second"]
     unit = f"tokens/s, {content['speeds']['device']}" if rates else "tokens a forward"
     points = [

@@ -3,8 +3,8 @@
 A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval of
 the paired difference answers that for questions like those asked; two recoveries side by side do not.
 
-A run may have ended at any of its looks, because of the very scores that are compared. So an interval
-has the nominal level of its look (repeated confidence intervals, Jennison and Turnbull 1989).
+A run may have ended at any of its interim looks, because of the very scores that are compared. So an
+interval has the nominal level of its look (repeated confidence intervals, Jennison and Turnbull 1989).
 """
 
 from collections.abc import Iterator
@@ -40,11 +40,7 @@ class RunComparison:
 
 
 def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
-    """Compare the gated scores of two runs, task by task.
-
-    Raises:
-        InputError: a run has no finished scores.
-    """
+    """Compare two runs' gated scores, task by task; InputError: a run has no finished scores."""
     tasks_of = [sorted(scored_tasks(run)) for run in (a, b)]
     figures = [_figures(run) for run in (a, b)]
     names = figures[0] | figures[1]
@@ -92,7 +88,7 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
 
 
 def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
-    """Yield a table for each task with questions that differ, of at most `most` questions."""
+    """Yield a table for each task in which questions differ; it lists the first `most` of them."""
     for task, entries in found.questions.items():
         if not entries:
             continue

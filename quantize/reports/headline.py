@@ -1,6 +1,6 @@
 """What stands below a report's verdict: facts of a run, what it did not test, and published figures.
 
-All are made of report.json, once for report.md and report.html.
+`content` is report.json; report.md and report.html show the same sentences and rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) of date, checkpoint, size and speed."""
+    """Return (name, value) of the date of the verdict, the checkpoint, its size and its speed."""
     sizes = content["sizes"]
     share = f"{sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
     modules = f"{sizes['quantized_modules']:,} Linear modules quantized"
@@ -65,7 +65,7 @@ def not_tested(content: Mapping[str, Any]) -> str:
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row of cells for each operating point, as `sections` heads them, the fastest first."""
+    """Return a row of cells for each operating point, fastest first, for the report's table."""
     return [
         [
             point["name"],
@@ -81,7 +81,7 @@ def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def chosen_point(content: Mapping[str, Any]) -> str:
-    """Return a sentence that names the fastest operating point that passes."""
+    """Return a sentence that names the fastest operating point that passes, or says that none does."""
     points = content["operating_points"]
     if not points:
         return "Operating points were not judged: the model's own sampler settings hold."
@@ -117,7 +117,7 @@ def published_speed(content: Mapping[str, Any]) -> list[str]:
 
 
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return rows of published accuracies, recovery in brackets, beside this run's."""
+    """Return a row for each published task: its scores, recovery in brackets, and this run's scores."""
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
     return [

@@ -1,4 +1,4 @@
-"""Turns report.json into JUnit XML: a case for each check, for fidelity, tasks and gate."""
+"""Turns report.json into JUnit XML: test cases for static checks, fidelity, tasks and gate."""
 
 from typing import Any
 from xml.etree import ElementTree

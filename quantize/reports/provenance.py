@@ -10,7 +10,7 @@ from quantize.host.units import size
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return dates, the code's version and commit, the evaluation's hours and price (None if unknown).
 
-    Hours are those of all tries of this run's evaluation, without BF16 answers that another run left.
+    The hours cover all tries of this run's evaluation, without BF16 answers taken from another run.
     """
     stage = manifest["stages"].get("evaluate", {})
     hours = stage.get("seconds_in_all", 0.0) / 3600
@@ -66,7 +66,7 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a text for each differing set of hardware and software that made the scores."""
+    """Return a text for each combination of hardware and software that made some of the scores."""
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
         model, seed = made["model"], f"seed {made['seed']}"
@@ -88,7 +88,10 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row a stage: name, seconds, seconds of all tries, peak memory (host, GPU), GPU, end."""
+    """Return a row of cells for each stage that has ended.
+
+    They are: name, seconds, seconds of all tries, peak memory of host and GPU, GPU, time of its end.
+    """
     found: list[tuple[str, ...]] = []
     for name, facts in stages.items():
         if "ended" in facts:  # the report itself, and interrupted stages, have not ended

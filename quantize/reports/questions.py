@@ -1,7 +1,7 @@
 """Finds questions that two models answered differently, and their recorded canvases.
 
-A question differs when one of its repeats is right for one model only, or wrong with two answers. A
-private task's question is shown as its hash, without text, answer or target.
+A question differs when, in one of its repeats, only one model is right, or both are wrong with
+different answers. A private task's question is shown as its hash, without text, answer or target.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
     """Return an entry for each question that differs, in the order of the data set.
 
-    Keys: question (its index there), hash, repeat (the first that differs), repeats (how many), outcome
-    (lost, won or other answer), target, and for `bf16` (`base`) and `quantized` (`other`) how many
-    repeats are right, and the answer, steps and tokens of that repeat.
+    Keys: question (its index), hash, repeats (how many), repeat (the first that differs), outcome
+    (lost, won or other answer), text (None as yet) and target. `bf16` (of `base`) and `quantized` (of
+    `other`) hold how many repeats are right, and the answer, steps and tokens of that first repeat.
     """
     theirs = {(row.doc_id, row.repeat): row for row in other.rows}
     pairs: dict[int, list[tuple[Row, Row]]] = {}
@@ -66,7 +66,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the vocabulary (id -> text), and recorded questions with both models' steps."""
+    """Return the vocabulary (id -> text) and the recorded questions with both models' steps, if any."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
     if not all(file.exists() for file in files):
         return {}, []
@@ -95,7 +95,7 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
 def questions_and_canvases(
     run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return report.json's `questions` and `canvases`; `scorings` are of baseline and candidate."""
+    """Return report.json's `questions` and `canvases`; a task's scorings are (baseline, candidate)."""
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
     questions: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry's cells by `QUESTION_COLUMNS`; of a private one only its hash and outcome."""
+    """Return an entry's cells by `QUESTION_COLUMNS`; a private one shows no target and no answer."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     sides = (BASELINE, CANDIDATE)
@@ -164,7 +164,7 @@ def _answer(entry: Mapping[str, Any], side: str) -> str:
 
 
 def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:
-    """Return the indices, one or none, at which the viewer holds a question."""
+    """Return the indices in `canvases` of a question's recordings, which the viewer plays."""
     problems = canvases["problems"] if canvases else []
     return [
         i for i, p in enumerate(problems) if (p["task"], p["question"]) == (task, entry["question"])

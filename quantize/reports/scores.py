@@ -1,4 +1,4 @@
-"""Writes and reads scorings, counts them and pairs them, for evaluate, report and compare."""
+"""Writes and reads scorings (a model's scored answers to a task), counts them and compares pairs."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare scorings as `pairing.paired` does; return report.json's entry and the gate's input."""
+    """Compare two scorings (`pairing.paired`); return report.json's entry, and a comparison or None."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
@@ -39,7 +39,7 @@ def pair(
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:
-    """Write rows, then their conditions; older conditions go first, so none describe other rows."""
+    """Remove old conditions, which describe old rows; write a scoring's rows, then its conditions."""
     about = folder / f"{scoring.task}.conditions.json"
     about.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
@@ -55,11 +55,7 @@ def _conditions(folder: Path, task: str, compared: Any, made_with: Any) -> dict[
 
 
 def read_scoring(folder: Path, task: str) -> Scoring:
-    """Read a scoring that evaluate wrote.
-
-    Raises:
-        InputError: the scoring is missing, or is not what was written.
-    """
+    """Read a scoring that evaluate wrote; InputError: it is missing, or is not what was written."""
     path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
     if not path.exists() or not about.exists():
         raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
@@ -75,11 +71,7 @@ def read_scoring(folder: Path, task: str) -> Scoring:
 
 
 def scored_tasks(run: RunDir) -> list[str]:
-    """Return the tasks of a finished evaluation.
-
-    Raises:
-        InputError: it is not finished.
-    """
+    """Return the tasks of a finished evaluation; InputError: it is not finished."""
     done = run.evaluation / "done.json"
     if not done.exists():
         raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
@@ -87,7 +79,7 @@ def scored_tasks(run: RunDir) -> list[str]:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a report's counts of samples, tokens and steps; steps are None if a server hides them."""
+    """Return figures of samples, tokens and steps for a report; without steps, theirs are None."""
     steps = [step for row in rows for step in row.denoising_steps]
     tokens = sum(row.tokens for row in rows)
     return {

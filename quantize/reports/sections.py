@@ -1,7 +1,4 @@
-"""A report's content, its first sentence (`head`) included; `render` shows it in Markdown and HTML.
-
-Everything comes from report.json.
-"""
+"""Makes a report's sentences and tables from report.json; `render` shows them in Markdown and HTML."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +105,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def question_sections(questions: Content) -> list[Section]:
-    """Return each task's first SHOWN differing questions; report.html and report.json hold all."""
+    """Return a section for each task with questions that differ; it lists the first SHOWN of them."""
     found: list[Section] = []
     for task, each in questions.items():
         rows = [question_row(entry) for entry in each["differ"]]
@@ -121,7 +118,7 @@ def question_sections(questions: Content) -> list[Section]:
 
 
 def looks_lines(content: Content) -> list[str]:
-    """Return sentences on questions not asked, as a verdict was certain, and on steps not judged."""
+    """Return sentences on questions that were not asked, and on steps if they were not judged."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."

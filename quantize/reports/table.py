@@ -15,7 +15,7 @@ OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
 def score_table(
     tasks: Sequence[Task], estimand: str, *, card: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the headings, and the cells of each task as text; the card has the first columns only."""
+    """Return the headings, and a row of cells for each task; a card has the first columns only."""
     columns = _columns(OTHER_INTERVAL[estimand])
     columns = dict(list(columns.items())[:9]) if card else columns
     rows: list[list[str]] = []
@@ -46,7 +46,7 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
 
 
 def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
-    """Return task, sign, both models' share, difference, limit and outcome, of each gated task."""
+    """Return a row for each sign of ill health of each gated task, and one for its answers' length."""
     rows: list[list[str]] = []
     for task in (task for task in tasks if task["gated"]):
         for name, sign in task["health"].items():
@@ -73,7 +73,7 @@ def _name(task: Task) -> list[str]:
 
 
 def cell(task: Task, key: str, spec: str, unit: str = "") -> str:
-    """Return a number of a task with its interval, "-" where there is none."""
+    """Return the figure `key` of a task with its interval, as `spec` formats them; "-" for None."""
     interval = task[f"{key.removesuffix('_pp')}_interval"]
     return "-" if task[key] is None else f"{task[key]:{spec}}{unit} {interval_text(interval, spec)}"
 
@@ -85,7 +85,7 @@ def _both(task: Task, count: str, spec: str) -> str:
 
 
 def interval_text(interval: dict[str, Any], spec: str) -> str:
-    """Return "[low, high]", or words for no interval."""
+    """Return "[low, high]", as `spec` formats numbers, or "[no interval]"."""
     if interval["low"] is None or interval["high"] is None:
         return "[no interval]"
     return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"

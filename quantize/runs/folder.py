@@ -9,7 +9,7 @@ EARLIER = "evaluation-earlier"  # scores that others, made under other condition
 
 
 class RunDir:
-    """The paths in one run's folder: its stages' results, under their final names, and other files."""
+    """The paths of all files and folders that a run's folder may hold."""
 
     def __init__(self, path: Path) -> None:
         self.path = path = Path(path)
@@ -46,5 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Return whether a path in a checkpoint is its card or scores, which may change later."""
+    """Whether a path within a checkpoint is the model card or its scores: not what convert wrote."""
     return name == README or name.startswith(f"{RESULTS}/")

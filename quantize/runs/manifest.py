@@ -56,7 +56,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 
 def tool() -> dict[str, Any]:
-    """Return this code's version, commit, and whether files differ from it; None where unknown."""
+    """Return this code's version, git commit, and whether files differ from that; None if unknown."""
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
@@ -117,9 +117,9 @@ def _cpu_name() -> str:
 def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    It covers config.json, tokenizer, chat template, processor and generation settings, and every byte
-    of the shards; above 2 GB, sizes and samples of them, so that 52 GB take a second. The generation
-    settings in the folder `settings_of`, under which answers were scored, count in place of the
+    It covers config.json, tokenizer, chat template, processor, generation settings and shards: every
+    byte up to 2 GB in all, above that only samples of large files, so that 52 GB take a second. If
+    `settings_of` is a folder, its generation settings, under which answers were scored, replace the
     checkpoint's.
     """
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
@@ -146,7 +146,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def hashed(files: Mapping[str, Path]) -> str:
-    """Return a sha256 over files' names, sizes and bytes; above 2 GB, over samples of large ones."""
+    """Return a sha256 over names, sizes and bytes; above 2 GB in all, over samples of large files."""
     digest = hashlib.sha256()
     sizes = [file.stat().st_size for file in files.values()]
     whole = sum(sizes) <= HASHED_WHOLE
@@ -161,9 +161,9 @@ def hashed(files: Mapping[str, Path]) -> str:
 
 
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return path -> sha256 of all bytes, as the Hub lists it, of every file but the model card's.
+    """Return relative path -> sha256 for every file of a checkpoint but the card and its scores.
 
-    `known` holds checksums of files that need not be read again.
+    The sha256 covers all bytes, like the Hub's. `known` has checksums that need no second reading.
     """
     found = dict(known or {})
     files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())

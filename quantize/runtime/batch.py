@@ -4,9 +4,9 @@
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
                       rows that met an EOS or their budget leave; the rest encode what they committed
 
-The loop calls an engine's `passes`, so the engine can be watched meanwhile; `engine.complete` answers
-the same requests faster. Rows leave the computation as soon as they stop, within a canvas too: most of
-a batch's steps are run by its slowest rows.
+The loop calls an engine's `passes`, so that observers can watch it; `engine.complete` answers the same
+requests faster. A row is one prompt of the batch. A row whose canvas has stopped is not
+computed while the others go on, so most of a batch's steps compute only its slowest rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ class StepRecord:
     ends: Tensor  # bool [B], whether by that or because this is the last step
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
-        """Return the rows whose canvas ends with this step, and the tokens of each."""
+        """Return the rows whose canvas ends with this step, and the L tokens that each commits."""
         places = self.ends.nonzero()[:, 0]
         return [self.rows[i] for i in places.tolist()], self.argmax[places].tolist()
 

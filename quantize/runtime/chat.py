@@ -36,7 +36,7 @@ def encode_chat(
     thinking: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return a chat's token ids, up to where the model's turn begins; the ids declare `tools`.
+    """Return the ids of `messages` and of `tools`' declarations, up to where the model's turn begins.
 
     Raise InputError if the chat template refuses the messages or tools.
     """
@@ -61,7 +61,7 @@ def split_thoughts(
 ) -> tuple[str, str]:
     """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
 
-    Special tokens are left out, except those to `keep` in the answer.
+    Special tokens are left out of both, except that the answer has those whose ids are in `keep`.
     """
     channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
     special = set(tokenizer.all_special_ids if keep else ()) - set(keep)

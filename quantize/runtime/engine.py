@@ -3,8 +3,8 @@
     admit a prompt to a free slot -> denoise a canvas for any set of slots -> ... -> release the slot
 
 `generate` runs one batch from its prompts to its end; an `Engine` hands control back whenever a canvas
-is finished. Noise is addressed by (seed, canvas, step, position) and each slot's prefix is encoded on
-its own, so a sample does not depend on what else is denoised, or when.
+is finished. Noise is addressed by (seed, canvas, step, position) and no slot reads another's text. A
+sample depends on others and on timing only through rounding, and not at all with `batch_invariant`.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ class Decoded:
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:
-        """Return the logits [b, L, V] of some of the B rows: those of 64 canvases would take 17 GB."""
+        """Return the logits [b, L, V] of the b rows in `piece`; those of 64 canvases take 17 GB."""
         return self.head(self.rows[piece])
 
     def to(self, device: torch.device | str) -> "Decoded":
@@ -58,7 +58,7 @@ class Decoded:
         return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
-        """Yield slices that cut the B rows; each has at most PIECE logits, or one row."""
+        """Yield slices that cover the B rows; each has at most PIECE logits, but at least one row."""
         B, L, V = self.shape
         step = max(1, PIECE // (L * V))
         for start in range(0, B, step):
@@ -66,10 +66,10 @@ class Decoded:
 
 
 class Passes(Protocol):
-    """The passes over one batch of sequences, which the caller orders.
+    """The passes over one batch of sequences; the caller says which pass comes next.
 
     Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; a row
-    that `encode` leaves out is gone. Tensors are on `device`; L is `canvas_length`, V `vocabulary`.
+    that `encode` leaves out takes no further part. L is `canvas_length`, V `vocabulary`.
     """
 
     canvas_length: int
@@ -83,25 +83,26 @@ class Passes(Protocol):
         """Append `tokens` int64 [B, L] to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`, with `condition`'s `conditioning` [B, ...]."""
+        """Decode `canvas` int64 [B, L] behind `rows`; `conditioning` [B, ...], None at first steps."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the next step's conditioning [b, ...], made of this step's logits [b, L, V]."""
+        """Return the next step's conditioning [b, ...] of logits [b, L, V] divided by `temperature`."""
 
 
 class DrawingPasses(Passes, Protocol):
-    """Passes that draw as the engine does when it denoises alone."""
+    """Passes of an engine that also draw tokens, by the rules of its `denoise`."""
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Return what the step of `state` draws from `decoded`, and the next step's conditioning.
+        """Return what a step draws from `decoded`, and the next step's conditioning.
 
-        `schedule` has the temperatures of all steps, float32 [N]; the state is only read.
+        `state` says which step each canvas is at, and is only read. `schedule` has the temperatures of
+        all steps, float32 [N].
         """
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """A finished canvas: its tokens, EOS not looked for, and how many denoising steps it took."""
+    """A finished canvas: all its tokens, also those behind an EOS, and its denoising steps."""
 
     tokens: list[int]
     steps: int
@@ -129,7 +130,7 @@ class BatchEngine(Protocol):
         on_pass: Callable[[Any], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> AbstractContextManager[None]:
-        """Show `observers` the input rows of every Linear, without padding, while the block runs.
+        """Show `observers` the input rows of every Linear, without padding, inside a `with` block.
 
         `on_pass` is called with every `passes.Pass` before it enters the first layer, `on_logits` with
         the logits that `draw` draws from. On a CPU several threads call these functions.
@@ -139,14 +140,15 @@ class BatchEngine(Protocol):
 class Engine(BatchEngine, Protocol):
     """A model that denoises one canvas at a time for up to `slots` samples, each in a slot.
 
-    `denoise` takes distinct, admitted slots of any age and settings, and returns their canvases in that
-    order; None stands for an unfinished one, which goes on in the next call. A canvas is encoded only
+    `denoise` takes distinct, admitted slots of any age and settings. For each slot, in their order, it
+    returns the finished canvas, or None if the next call goes on with it. A canvas is encoded just
     before the slot's next one, so a sample's last canvas never is. A canvas depends on (prompt, seed,
-    sampler, canvases so far) alone, never on the other slots. A slot may be released between any two
-    calls. The caller looks for EOS, counts the budget, and calls from one thread. Only the denoising
-    settings of `sampler` are read. `on_draft` may be called from other threads, `meanwhile` from the
-    caller's, at most once, while the device works. `prefixes` are beginnings of prompts that are kept
-    encoded, None where none are. A pass has at most `capacity` samples.
+    sampler, canvases so far) alone. Of a `sampler` only the denoising settings are read. A slot may be
+    released between any two calls. A pass has at most `capacity` samples.
+
+    The caller looks for EOS, counts the budget of tokens, and makes all calls from one thread.
+    `on_draft` may be called from other threads; `meanwhile` is called at most once, on the caller's
+    thread, while the device works. `prefixes` keeps beginnings of prompts encoded, or is None.
     """
 
     prefixes: PrefixCache[Any] | None
@@ -179,13 +181,16 @@ class Engine(BatchEngine, Protocol):
         """Free a slot."""
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Return what each of `works` returns; with streamed weights their batches run side by side."""
+        """Call every function of `works` with an engine; return their results in the same order.
+
+        Where weights are streamed, several functions run side by side and share each copied layer.
+        """
 
     def close(self) -> None:
-        """Wait for layers on their way to the device; the engine's memory is freed with the engine."""
+        """Wait for streamed layers that are being copied; memory is freed with the engine object."""
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Compile and capture beforehand what the first canvases under `sampler` need."""
+        """Compile the kernels and capture the CUDA graphs that canvases under `sampler` need."""
 
 
 def each_completed(
@@ -199,11 +204,11 @@ def each_completed(
     images: Sequence[Images | None] | None = None,
     on_canvas: OnCanvas | None = None,
 ) -> Iterator[tuple[int, Sample]]:
-    """Yield (index, sample) of each of any number of prompts as it is finished.
+    """Yield (index, sample) of each prompt when its sample is finished; prompts may outnumber slots.
 
-    It takes the arguments of `generate` and returns the same samples. A slot that becomes free goes
-    to the next prompt at once. Raise InputError if the engine cannot take a prompt or its images,
-    or no token fits behind a prompt.
+    Samples and arguments are those of `generate`; `on_draft` is called after every step,
+    `on_canvas` after every canvas. A slot that becomes free goes to the next prompt at once. Raise
+    InputError if the engine cannot take a prompt or its images, or no token fits behind a prompt.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
@@ -242,5 +247,5 @@ def complete(*args: Any, **settings: Any) -> list[Sample]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the pieces of a batch as one tensor; a single piece is returned without a copy."""
+    """Join tensors along dimension 0; a single one is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

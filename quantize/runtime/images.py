@@ -1,9 +1,9 @@
 """Turns picture files into the vision tower's input, and makes room for their tokens in prompts.
 
-Gemma 4's own image processor, its PIL version, which needs no torchvision, resizes a picture to at most
-`soft_tokens` tokens (70, 140, 280, 560 or 1120; the model's default is 280), keeping its proportions,
-and cuts it into patches. In the prompt the one placeholder that the chat template writes becomes a
-begin token, one placeholder for each soft token, and an end token.
+Gemma 4's own image processor resizes a picture to at most `soft_tokens` tokens (70, 140, 280, 560 or
+1120; the model's default is 280), keeps its proportions, and cuts it into patches. Its PIL version is
+used, which needs no torchvision. The chat template writes one placeholder for a picture; in the prompt
+it becomes a begin token, one placeholder for each soft token, and an end token.
 """
 
 from collections.abc import Sequence

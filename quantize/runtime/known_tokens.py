@@ -1,10 +1,9 @@
 """Known tokens of an answer, pinned (infilling) or initial, and a guide that decides its canvases.
 
-At a pinned position the decoder reads the token at every step, its entropy counts as 0 (so it takes
-nothing from what a step may accept), and it is committed. An initial token replaces the canvas' noise
-before the first step, and is then denoised like any other. A guide is shown every finished canvas with
-the logits of its last step. It may commit other tokens, or have the canvas denoised again behind a
-beginning that stays.
+The decoder reads a pinned token in every step, and the token is committed. Its entropy counts as 0, so
+it uses up nothing of the entropy bound. An initial token replaces noise before the first step, and is
+then denoised like any other. A guide is shown every finished canvas and its last step's logits.
+It may commit other tokens, or keep the canvas' beginning and have the rest denoised again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +28,13 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """Decides one answer's canvases in turn, and never raises; threads of the engine call it."""
+    """Decides on one answer's canvases in turn, and never raises; threads of the engine call it."""
 
     def lead(self) -> Sequence[int]:
         """Return the tokens, at most a canvas of them, with which the next canvas must begin."""
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Decide a finished canvas whose tokens [L] would be committed.
+        """Decide on a finished canvas whose tokens [L] would be committed.
 
         `logits` [L, V] are those of its last step, soft-capped, not divided by the temperature.
         """
@@ -61,7 +60,7 @@ class Given:
     def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
         """Return the tokens that a canvas starts from, and those of them that are pinned: [2][length].
 
-        Both lists begin with `begun`, which a guide named, and have FREE where no token is known.
+        Both begin with `begun`, the tokens that a guide fixed, and have FREE where no token is known.
         """
         places = range(canvas * length + len(begun), (canvas + 1) * length)
         known = {**self.initial, **self.pinned}, self.pinned
@@ -72,12 +71,12 @@ NOTHING = Given()
 
 
 def put(known: Tensor, tokens: Tensor) -> Tensor:
-    """Return `tokens` with those of `known` that are not FREE put in; both are int64 of one shape."""
+    """Return `tokens` where `known` is FREE, and `known` elsewhere; both are int64 of one shape."""
     return torch.where(known == FREE, tokens, known)
 
 
 def holding(draw: Draw, pinned: Tensor) -> Draw:
-    """Return the draw with those tokens of `pinned` [B, L] put in that are not FREE, at entropy 0."""
+    """Return `draw` with the tokens of `pinned` [B, L] and entropy 0 wherever `pinned` is not FREE."""
     entropy = torch.where(pinned == FREE, draw.entropy, 0.0)
     tokens = {name: put(pinned, getattr(draw, name)) for name in ("sampled", "argmax")}
     return draw._replace(**tokens, entropy=entropy)

@@ -1,7 +1,7 @@
 """Generates samples whose logits llama.cpp computes; this runtime does everything else.
 
-`llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once and takes one line a
-denoising step on stdin, the name of a request file:
+`llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once. For each denoising step it
+takes one line on stdin, the name of a request file:
 
     request     int32 prompt length P, canvas length C, whether the step is self-conditioned; float32
                 temperature of the step; int32 ids of the P prompt and C canvas tokens
@@ -10,7 +10,7 @@ denoising step on stdin, the name of a request file:
 
 The server keeps a step's logits and temperature for the next step's self-conditioning. Sampler, noise,
 chat template and EOS are those of the engines, so an answer differs from transformers' only by how
-that program computes logits: it rounds activations to the blocks that its products read (BF16 beside
+llama.cpp computes logits: it rounds activations to the blocks that its products read (BF16 beside
 BF16 weights, 8 bits and one scale for 32 values beside Q8_0 and NVFP4), and its GELU is a table of F16.
 """
 
@@ -136,8 +136,8 @@ class LlamaCpp:
     ) -> Tensor:
         """Return the logits [C, vocabulary] of one step of `canvas` behind `prompt`, on the CPU.
 
-        If `conditioned`, the canvas' previous step conditions this one. `temperature` is of this
-        step and counts in the next one. Raise ResourceError if the program refused, or ended.
+        If `conditioned`, the canvas' previous step conditions this one. The program keeps this step's
+        `temperature` to condition the next. Raise ResourceError if the program refused, or ended.
         """
         ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
         head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)

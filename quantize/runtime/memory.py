@@ -1,19 +1,19 @@
-"""Plans GPU memory before loading: layers that stay or are streamed, and how few canvases at once.
+"""Plans GPU memory before loading: which layers stay, and how many canvases are denoised at once.
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       the products' weights of layers that stay
     streaming    two slots of the largest streamed layer, and what packing a layer takes
-    cache        keys and values of every slot; if the host holds them, two lanes' of one layer each
-    lanes        rows between two layers of the batches that go in lockstep
-    vocabulary   bf16 logits and probabilities of a piece of the rows, partial soft embeddings
+    cache        keys and values of all slots; if the host holds them, of two batches in two layers
+    lanes        what batches in lockstep hold between layers; a lane is one batch and its slots
+    vocabulary   bf16 logits and probabilities of a few canvases, and partial soft embeddings
     activations  tensors of one pass' rows
     comparison   float32 logits of one canvas, where models are compared
     beside       what a stage holds beside the models: GPTQ's Hessians and factors
     CUDA         the context, compiled kernels, what the allocator cannot use
 
-A batch is part of a result's conditions, so layers leave the GPU first; the batch is halved only where
-that is not enough. Where weights are streamed and more than one batch is to be done, as many go in
-lockstep as take the fewest bytes over the link. Bytes are computed from shapes.
+Results depend on the batch, so layers leave the GPU first; the batch is halved only where that is not
+enough. Where weights are streamed for several batches, the number of batches in lockstep is the one for
+which the fewest bytes cross the link. Bytes are computed from shapes.
 """
 
 import math
@@ -50,16 +50,16 @@ FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds 
 
 @dataclass(frozen=True)
 class Stack:
-    """A text stack's bytes on a GPU: fixed ones, each layer's products, what packing a layer takes."""
+    """The bytes that a model's text stack takes on a GPU."""
 
     name: str
-    fixed: float
-    layers: tuple[float, ...]
-    packing: float
+    fixed: float  # of what always stays: embedding, norms, routers, self-conditioning
+    layers: tuple[float, ...]  # of the weights of each layer's products
+    packing: float  # of what packing a layer takes for a while
 
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
-        """Sum `sizes`: bytes by on-disk name of a tensor, or of the tensor that it is packed from."""
+        """Sum `sizes`: a tensor's name on disk -> its bytes once packed."""
         layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
             if found := PRODUCT.match(tensor):
@@ -79,7 +79,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage asks of a GPU at once."""
+    """What a stage must hold on a GPU at once; `plan` may change `batch`, `lanes` and `on_host`."""
 
     stage: str  # name of the stage
     stack: Stack  # the model that is on the GPU
@@ -101,7 +101,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU: what stays there, and what each part takes."""
+    """How a stage fits a GPU: how many layers stay there, and the bytes that each part takes."""
 
     need: Need  # what fits of it
     resident: int  # layers that stay
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def cost(self) -> tuple[float, int, bool]:
-        """Bytes over the link for a pass of every batch; equal ones are ordered by lanes, `on_host`."""
+        """What `plan` minimizes: (bytes over the link for a pass of every batch, lanes, `on_host`)."""
         rounds = math.ceil(self.need.batches / self.need.lanes)
         return rounds * (self.streamed + self.moved), self.need.lanes, self.need.on_host
 
@@ -131,7 +131,7 @@ def packed_sizes(
 ) -> dict[str, int]:
     """Return the bytes that a checkpoint's tensors take once packed for an activation mode, by name.
 
-    Only the mode `fp8` packs weights in its own way, except experts on a Hopper: they stay in 4 bits.
+    Only the mode `fp8` packs weights to another size. On a Hopper experts keep 4 bits even then.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
@@ -158,7 +158,7 @@ def repacked(
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     """Fit a stage into `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
 
-    Raise ResourceError if not even one canvas with all layers streamed fits; it says what would.
+    Raise ResourceError if one canvas with all layers streamed is too much; it says what would help.
     """
     batch = need.batch
     while batch >= 1:

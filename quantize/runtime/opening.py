@@ -1,7 +1,6 @@
 """Opens a model: loads a checkpoint on a device and returns an `Engine`.
 
-The engine is imported when it is opened, so that planning memory imports neither transformers nor
-triton.
+The engine is imported by `open`, so that planning memory imports neither transformers nor triton.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +42,12 @@ def open(
 ) -> "FusedEngine":
     """Load a checkpoint's folder, or random weights, and return the engine that runs it.
 
-    A `place` without a plan is `sized` here. Without a `place`, `room` has fields of `Placement`. The
-    weights of `beside`, an engine of the same checkpoint, are shared if both pack them alike: the mode
-    `fp8` packs its own, and so does `per_layer` on FP4 units. Other arguments are as in `FusedEngine`;
-    a plan that is made here leaves `prefix_bytes` free. Raise InputError if the checkpoint cannot be
-    loaded, or its weights cannot have the activation mode, and ResourceError if the model does not
-    fit, or the device lacks what the kernels need.
+    If `place.resident` is None, `sized` chooses what fits, and leaves `prefix_bytes` free. Without
+    `place`, `room` gives the fields of a `Placement`. `beside` is an engine of the same checkpoint.
+    Both share its weights unless their activation modes pack them differently, as `fp8` and, on FP4
+    units, `per_layer` do. Other arguments are as in `FusedEngine`. Raise InputError if the checkpoint
+    cannot be loaded, or its weights cannot have the activation mode, and ResourceError if the model
+    does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint

@@ -1,6 +1,6 @@
 """Places a model on a device: which device, how much of its memory, and what stays there.
 
-Placement(device, gpu_memory, activations, ...) --sized--> the same, with what fits --> open
+A caller makes a `Placement`; `sized` adds what fits the device; `open` loads the model accordingly.
 """
 
 import gc
@@ -31,9 +31,9 @@ from quantize.schemes.modes import ActivationMode
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a model runs, what it is opened for, and how it fits: `sized` sets the last four fields.
+    """Where a model runs, what it is opened for, and how it fits there.
 
-    Fields without a comment are those of `memory.Need`.
+    `sized` sets `capacity`, `resident`, `lanes` and `on_host`. `memory.Need` explains other fields.
     """
 
     device: str = "cpu"  # "cpu", "cuda" or "cuda:1"
@@ -44,7 +44,7 @@ class Placement:
     activations: ActivationMode | None = None
     # positions that a sample may take; None for the engine's own limit
     max_context: int | None = None
-    sparse: bool = False  # whether its soft embeddings are, as in `FusedEngine`
+    sparse: bool = False  # whether soft embeddings are sparse, as in `FusedEngine`
     batches: int = 1
     fixed_batch: bool = False
     caches: int = 1
@@ -73,9 +73,10 @@ DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fus
 
 
 def sized(checkpoint: Path, place: Placement) -> Placement:
-    """Return `place` with the fields set that say how a checkpoint fits; no weights are read.
+    """Return `place` with the fields set that say how a checkpoint fits a GPU; no weights are read.
 
-    Raise ResourceError if not even one slot, or the fixed batch, fits with all layers streamed.
+    Raise ResourceError if one slot, or the fixed batch, does not fit a GPU even with all layers
+    streamed, or if a CPU's memory cannot hold the weights.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -118,10 +119,10 @@ def is_hopper(device: str) -> bool:
 
 
 def budget_of(place: Placement) -> float | None:
-    """Return how many bytes of a GPU may be used: `gpu_memory`, or all that are free where it is None.
+    """Return how many bytes of a GPU may be used: `gpu_memory`, or if that is None, all free ones.
 
-    On a CPU `gpu_memory` is returned as it is. On a GPU torch's allocator gets it as its limit. Raise
-    ResourceError if less than `gpu_memory` is free.
+    On a CPU `gpu_memory` is returned as it is. On a GPU it becomes the limit of torch's allocator.
+    Raise ResourceError if less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":
@@ -143,7 +144,8 @@ def budget_of(place: Placement) -> float | None:
 
 
 def free_unused(device: str) -> None:
-    """Give back the memory that nobody holds any more, such as the model of the stage before."""
+    """Give unused memory back to the device, such as that of the last stage's model."""
+    gc.unfreeze()  # what was there before the stage
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()

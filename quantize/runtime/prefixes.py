@@ -3,8 +3,8 @@
 The encoder is causal, so its keys and values of a prompt's first n tokens do not depend on what
 follows. They are kept in whole blocks: block k of a prompt is found under the digest of all tokens up
 to its end, and used only if every block before it is there too. Prompts are encoded block by block
-either way, so a sample has the same tokens. The blocks that were used longest ago go first when the
-budget is spent. Prompts with pictures are left out.
+whether or not one is found, so a sample has the same tokens. When the budget is spent, the blocks that
+were used longest ago go first. Prompts with pictures are left out.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ Kept = TypeVar("Kept")
 
 
 class PrefixCache(Generic[Kept]):
-    """Blocks of `block` tokens of encoded prompts, for one engine and thread: `budget` bytes in all.
+    """Keeps blocks of `block` tokens of one engine's prompts, at most `budget` bytes, for one thread.
 
-    `asked` counts the tokens of the prompts looked up, `reused` those found; `nbytes` is held now.
+    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` are held now.
     """
 
     def __init__(self, budget: int, block: int) -> None:
@@ -38,7 +38,7 @@ class PrefixCache(Generic[Kept]):
         return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
-        """Keep the last block of a prompt of whole blocks as `kept`, unless it exceeds the budget."""
+        """Keep `kept`, the last block of a `prompt` of whole blocks, if its `nbytes` fit the budget."""
         *before, key = self._keys(prompt)
         if key in self._blocks or nbytes > self.budget:
             return

@@ -21,7 +21,7 @@ class Ranges:
         self._largest = torch.empty(0)
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe rows [..., in] that enter the Linear `name`; `experts` [n, k] are each row's."""
+        """Observe rows [..., in] that enter `name`; `experts` [n, k] are each row's, None if dense."""
         if experts is None:
             if rows is not self._rows:  # q, k and v, or gate and up, read one input
                 self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)
@@ -39,7 +39,7 @@ class Ranges:
         torch.maximum(before, found.to(before.device), out=before)
 
     def pool(self, processes: Processes) -> None:
-        """Take the maxima of what all processes have seen, which rounds nothing."""
+        """Merge what all processes have seen; maxima round nothing, so the result is exact."""
         for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
             for name, found in amax.items():
                 self._keep(name, found)

@@ -31,7 +31,7 @@ class Sample:
 
     @property
     def tokens_per_forward(self) -> float:
-        """New tokens over decoder forwards; the encoder's passes are not counted."""
+        """New tokens per decoder forward; the encoder's passes are not counted."""
         return self.new_tokens / self.denoising_steps
 
     def commit(self, canvas: list[int], steps: int, sampler: Sampler) -> None:
@@ -50,7 +50,7 @@ class Sample:
 def canvas_budgets(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, limit: int, length: int
 ) -> list[int]:
-    """Return how many canvases of `length` each prompt may take: its budget, rounded up.
+    """Return, for each prompt, how many canvases of `length` tokens hold the new tokens it may have.
 
     Raise InputError if no token fits behind a prompt within `limit` and the sampler's max_length.
     """

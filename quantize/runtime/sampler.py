@@ -5,10 +5,10 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
     l = logits / T,   T = t_min + (t_max - t_min) * n / N
     y ~ softmax(l),   a = argmax(l),   H = entropy(l) in nats, all per position
     accept the positions of lowest H while the sum of all LOWER entropies is <= entropy_bound
-    next canvas = y where accepted, uniformly random tokens elsewhere (the current canvas cancels out)
+    next canvas = y where accepted, uniformly random tokens elsewhere, whatever the canvas held
 
-The row stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
-and commits a, not y. The next step's self-conditioning is l: divided by the temperature.
+A canvas stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
+and commits a, not y. The next step is conditioned on l, logits already divided by the temperature.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
 `generation_diffusion_gemma.py`.
 """
@@ -53,7 +53,7 @@ ALWAYS_NOTED = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Controls):
-    """Settings of block-diffusion generation: the canvas' controls, and when a sample ends."""
+    """Settings of block-diffusion generation: `Controls` of denoising, and when a sample ends."""
 
     max_new_tokens: int = 256  # default budget; whole canvases are generated until it is reached
     max_length: int | None = None  # limit on prompt plus new tokens, None for none
@@ -96,7 +96,7 @@ class Sampler(Controls):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> "Sampler":
-        """Build from `folder`/generation_config.json; without that file, transformers' defaults."""
+        """Build from `folder`/generation_config.json, or if it is missing, transformers' defaults."""
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
@@ -111,7 +111,7 @@ class Sampler(Controls):
         return {k: v for k, v in asdict(self).items() if k in ALWAYS_NOTED or v != defaults[k]}
 
     def temperature(self, step: int | Tensor) -> Tensor:
-        """Return the temperature of `step` (from 1), float32 of its shape, as transformers has it."""
+        """Return the temperature of each `step` (from 1), in float32, by transformers' formula."""
         remaining = self.max_denoising_steps - torch.as_tensor(step, dtype=torch.int32) + 1
         return self.t_min + (self.t_max - self.t_min) * (remaining / self.max_denoising_steps)
 

@@ -1,6 +1,6 @@
-"""Counts the tokens that hold 0.999 of a row's mass, for an engine's `on_logits`, by denoising step.
+"""Counts how many tokens hold 0.999 of a row's probability, by step, for an engine's `on_logits`.
 
-`sparse_soft_embedding` would read only these tokens, so their number decides what it saves.
+`sparse_soft_embedding` reads the embeddings of these tokens only, so the counts tell what it saves.
 """
 
 import torch
@@ -11,7 +11,7 @@ from quantize.host.processes import Processes
 
 
 class TokensNeeded:
-    """Counts rows of logits by how many tokens they need; `see` looks at one row in EVERY (8)."""
+    """Counts, for one of every 8 rows of logits, how many tokens hold 0.999 of its probability."""
 
     EVERY, ROWS = 8, 64  # of the rows seen, those looked at together: 67 MB in float32
     STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)
@@ -21,7 +21,7 @@ class TokensNeeded:
         self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count rows of one draw: logits [m, V], 1 / T [m] and step numbers [m], which begin at 1."""
+        """Count rows of logits [m, V] by 1 / T [m] and the row's denoising step [m], from 1 on."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
             each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)
@@ -33,7 +33,7 @@ class TokensNeeded:
             self._found.append((kind[:, None] == each).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
-        """Return how many rows of all processes needed so many tokens, by step and range of tokens."""
+        """Return step ("first step", ...) -> tokens ("at most 8", ...) -> rows, of all processes."""
         own = torch.stack([found.cpu() for found in self._found]).sum(0)
         rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]

@@ -39,7 +39,7 @@ TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt."""
+    """One prompt; `images` are its pictures, None without."""
 
     ids: tuple[int, ...]  # token ids
     thinking: bool  # whether its template opened the thinking channel
@@ -117,10 +117,10 @@ def record_all(
     """Record `prompts` in batches; return their trajectories. A prompt's seed follows from its index.
 
     The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
-    batches, each as one process would make it, and all return all trajectories in prompt order.
+    batches that one process would make alone; each returns all trajectories, in prompt order.
 
     `settings` has the number of canvases, the seed and the size of a batch. `watching` is called with a
-    batch's engine and the index of its first prompt; what it returns is entered while the batch runs.
+    batch's engine and the index of its first prompt; the batch runs in the context that it returns.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

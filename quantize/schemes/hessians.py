@@ -1,10 +1,10 @@
-"""Hessians of Linears: sums of x x^T over their inputs, held as the tiles of one triangle.
+"""Hessians of Linears: sums of x x^T over their inputs x, of which only the upper triangle is held.
 
-Inputs are cut into blocks of 128. Tile t = j (j + 1) / 2 + i holds the products of inputs of the
-blocks i <= j; the other tiles are these, transposed. So the Hessians of a layer of the 26B model take
-2.4 GB, and bf16 rows on a GPU are added by a kernel that computes no more (`fused_dequant/gram.py`).
-The kernel adds several passes at once: to read and write 2.4 GB takes as long as the sums of a pass
-of 2,048 rows.
+A Hessian is cut into tiles of 128 x 128. Tile t = j (j + 1) / 2 + i holds the products of input blocks
+i <= j; tiles below the diagonal are these, transposed. So the Hessians of one layer of the 26B model
+take 2.4 GB. On a GPU a kernel adds bf16 rows, and computes these tiles alone (`fused_dequant/gram.py`).
+It adds the rows of several forward passes at once, since reading and writing 2.4 GB takes as long as
+summing the 2,048 rows of one pass.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many
 
 
 def tiles_of(inputs: int) -> int:
-    """Return how many tiles a Hessian of `inputs` inputs has."""
+    """Return the number of tiles that hold the Hessian of a Linear with `inputs` inputs."""
     blocks = -(-inputs // TILE)
     return blocks * (blocks + 1) // 2
 
 
 class Hessians:
-    """Sums of x x^T and token counts of the inputs `names` of Linears, on the inputs' device."""
+    """Sums of x x^T, and token counts, of the Linears' inputs x named `names`, on the device of x."""
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add rows [..., in] to the sums of the input `name`; `experts` are the experts of each row."""
+        """Add rows [..., in] of input `name`; `experts` [rows, topk] are the chosen, None if dense."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -50,12 +50,12 @@ class Hessians:
             self._settle(name)
 
     def sums(self, name: str) -> Tensor:
-        """Return an input's sums by tile: [E, tiles, 128, 128] float32; E is 1 for a dense Linear."""
+        """Return the tiles of an input's sums: f32 [E, tiles, 128, 128]; E is 1 for a dense Linear."""
         self._settle(name)
         return self._sums[name]
 
     def tokens(self, name: str) -> Tensor:
-        """Return how many tokens each expert saw: [E] int64."""
+        """Return how many tokens each expert read at the input `name`: int64 [E]."""
         self._settle(name)
         return self._tokens[name]
 
@@ -87,12 +87,11 @@ class Hessians:
         return self._choices[1], self._choices[2]
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
-        """Return an input's mean Hessians [E', in, in] by `gptq.shrunk`, of the experts `at`.
+        """Return an input's mean Hessians [E', in, in], of the experts `at`, shrunk by `gptq.shrunk`.
 
-        Raise QuantizeError if no token was seen at that input, or one that was not finite.
+        Raise QuantizeError if no token was seen at that input, or a value there was not finite.
         """
-        sums, tokens = self.sums(name), self.tokens(name)
-        inputs = self._inputs[name]
+        sums, tokens, inputs = self.sums(name), self.tokens(name), self._inputs[name]
         return whole(shrunk(sums, tokens, at, inputs), inputs)
 
 
@@ -132,10 +131,10 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def whole(tiles: Tensor, inputs: int) -> Tensor:
-    """Return the matrices [E, in, in] that tiles [E, tiles, 128, 128] hold, symmetric to the bit.
+    """Return the whole matrices [E, in, in], symmetric to the bit, of tiles [E, tiles, 128, 128].
 
-    Of tiles on the diagonal the upper half is read: a BLAS may sum a product and its mirror image in
-    different orders.
+    Of a tile on the diagonal only the upper triangle is used: a BLAS may sum element (i, j) and element
+    (j, i) in different orders.
     """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)

@@ -1,14 +1,14 @@
-"""Activation modes: what a quantized model's products read, by name.
+"""Activation modes: how a quantized model rounds the inputs of its matrix products, by name.
 
-  none        weights alone: activations stay BF16
-  per_expert  as servers multiply: FP8 and INT8 with a scale a token, NVFP4's inputs in e2m1 under their
-              calibrated global scales (W4A4), each expert's own
-  per_layer   the same, with the widest of a layer's experts for all of them, as vLLM does on Blackwell;
-              FP4 units multiply on Blackwell; elsewhere rows are rounded so and multiplied in BF16
+  none        activations stay BF16: only weights are quantized
+  per_expert  as servers round: with FP8 and INT8 weights to 8 bits, a scale a token; with NVFP4 to e2m1
+              under calibrated global scales (W4A4), one for each expert
+  per_layer   the same, but a layer's experts all use the scale of the widest range among them, as vLLM
+              does on Blackwell. FP4 units multiply there; other devices multiply rounded rows in BF16
   fp8         NVFP4 and NVFP4A16 as W4A8: a weight is e4m3(e2m1 * block scale / 8) * 8 / global scale,
-              rows are e4m3 with a scale a token; FP8 and INT8 as always. vLLM does not do so
+              rows are e4m3 with a scale a token. FP8 and INT8 as in per_expert. vLLM does not do this
 
-Without a mode the kernels multiply 8-bit rows where the weights have 8 bits, BF16 rows with NVFP4.
+Where no mode is given, 8-bit weights multiply 8-bit rows, and NVFP4 weights multiply BF16 rows.
 """
 
 from typing import Literal, get_args

@@ -1,9 +1,8 @@
-"""One record a scheme: what it is called, how it lies on disk, and its arithmetic.
+"""Records of the quantization schemes: each one's name, its layouts on disk, and its arithmetic.
 
-All code that needs to know something about a scheme asks its record: layout, ModelOpt's layout, plan,
-convert, load, simulation, the kernels' weights, verification and the estimate of a run. A new scheme is
-a record in `SCHEMES`, its arithmetic in `rounding` where that is new, and a kernel. Activation modes
-(`modes`) may change what is multiplied: `Scheme.as_multiplied`.
+All code that needs to know something about a scheme asks its record. A new scheme needs a record in
+`SCHEMES`, a kernel, and in `rounding` any arithmetic that is new. An activation mode (`modes`) may
+change what a product multiplies (`Scheme.as_multiplied`).
 
   scheme        codes  scales                                  activations while serving
   FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
@@ -12,10 +11,10 @@ a record in `SCHEMES`, its arithmetic in `rounding` where that is new, and a ker
   NVFP4A16      e2m1   the same                                BF16
   MXFP4A16      e2m1   e8m0 for 32 inputs                      BF16
 
-ModelOpt's NVFP4 stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies, the inverse
-of compressed-tensors' `weight_global_scale`; its `input_scale` likewise. Codes, nibble order and block
-scales are the same. Its FP8 has one scale for a matrix, and one fixed scale (amax / 448) for all
-activations of a Linear, which get a scale a token here.
+For NVFP4, ModelOpt stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies. It is
+the inverse of compressed-tensors' `weight_global_scale`. `input_scale` inverts `input_global_scale`.
+Codes, nibble order and block scales are the same. ModelOpt's FP8 has one scale for a weight matrix, and
+one fixed scale (amax / 448) for a Linear's activations; here activations get a scale a token instead.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,9 +45,9 @@ GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may h
 
 @dataclass(frozen=True)
 class OnDisk:
-    """How one library writes a scheme; its name is compressed-tensors' format or ModelOpt's quant_algo.
+    """How one library writes a scheme, which it calls `name` (`format` or ModelOpt's `quant_algo`).
 
-    `tensors` maps (out, in) to the tensors of a Linear by suffix, codes first, in writing order.
+    `tensors(out, in)` returns a Linear's tensors by suffix, in the order they are written: codes first.
     """
 
     name: str
@@ -62,32 +61,27 @@ class Scheme:
     name: str  # the scheme's name in recipes and in everything we write
     compressed: OnDisk  # compressed-tensors' way to write it, which is ours
     packed: OnDisk  # how the kernels hold it, but for the dtype of a row's scale
-    # Type, num_bits and strategy of the weights in a config group.
-    config_weights: tuple[str, int, str]
+    config_weights: tuple[str, int, str]  # type, num_bits and strategy of weights in a config group
     codes: Codes  # the number format of the weights
-    # (weight [..., out, in], ranges, shared global scale or None, memory for the codes or None) ->
-    # tensors by suffix.
+    # (weight [..., out, in], ranges, shared global scale or None, `out` or None) -> tensors by suffix.
     quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
     # Tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
     dequantize: Callable[[Mapping[str, Tensor]], Tensor]
     kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]  # the kernels' name for weights like these
-    # Limit on |W - W'| / |W| of a weight matrix rounded to nearest, which only a fault exceeds.
-    max_relative_error: float
+    max_relative_error: float  # limit on |W - W'| / |W| of a matrix rounded to nearest
     modelopt: OnDisk | None = None  # ModelOpt's way to write it, None where it has none
     # `dynamic` of the activations in a config group, None for BF16 ones.
     config_activations: Literal[True, "local"] | None = None
-    # (x [..., K], input global scale or None) -> x as the product reads it; None where activations
-    # stay BF16.
+    # (x [..., K], input global scale or None) -> x as the product reads it; None where x stays BF16.
     round_activations: Callable[[Tensor, float | None], Tensor] | None = None
-    # Whether every Linear has an `input_global_scale` that calibration finds.
-    calibrated: bool = False
+    calibrated: bool = False  # whether every Linear has an `input_global_scale` from calibration
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def group_size(self) -> int:
-        """The number that in-features must be a multiple of."""
+        """How many inputs share a scale (a divisor of in-features); 1 where a whole row shares one."""
         return self.codes.group or 1
 
     @property
@@ -96,14 +90,14 @@ class Scheme:
         return "weight_global_scale" in self.compressed.tensors(1, GROUP)
 
     def largest_error(self, rounding: str) -> float:
-        """Return the limit on |W - W'| / |W| for a `rounding`: `nearest`, or `gptq`, which errs more.
+        """Return the limit on |W - W'| / |W| of a `rounding`: `nearest`, or `gptq`, which may err more.
 
-        GPTQ's largest on the bundled model, by 64 prompts, was 0.113 in NVFP4 and 0.044 in FP8.
+        GPTQ's largest error on the bundled model with 64 prompts was 0.113 in NVFP4 and 0.044 in FP8.
         """
         return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
 
     def as_multiplied(self, mode: str) -> "Scheme":
-        """Return the scheme as an activation mode multiplies it, which only `fp8` changes."""
+        """Return this scheme, or for NVFP4 in the activation mode `fp8` its W4A8 variant."""
         if mode != "fp8" or self.kernel != "nvfp4":
             return self
         return replace(
@@ -115,9 +109,9 @@ class Scheme:
         )
 
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
-        """Return the group of a compressed-tensors config whose `targets` have this scheme.
+        """Return the compressed-tensors config group that gives this scheme to the modules `targets`.
 
-        It holds what compressed-tensors' own preset of the scheme holds; importing that takes seconds.
+        It equals compressed-tensors' own preset of the scheme, whose import takes seconds.
         """
         kind, bits, strategy = self.config_weights
         group = self.codes.group
@@ -147,7 +141,7 @@ class Scheme:
         }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
-        """Return the ranges [..., out, groups] of weights [..., out, in] (see `rounding.observe`)."""
+        """Return the range BF16 [..., out, groups] of each scale of a weight [..., out, in]."""
         return rounding.observe(weight, self.codes, observer)
 
 
@@ -267,21 +261,21 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return which of n modules, in tensors [n, ...], are finite and have matrix scales above 0."""
+    """Return which of n Linears, stacked in `tensors` [n, ...], are finite with global scales > 0."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)
 
 
 def refusal(mode: str, kernels: Iterable[str]) -> str | None:
-    """Return why an activation mode cannot apply to weights of these `Scheme.kernel`s, or None."""
+    """Return why an activation mode cannot be used with weights of these `kernels`, else None."""
     if mode != "fp8" or "nvfp4" in kernels:
         return None
     return "activations fp8 are for NVFP4 weights, of which there are none: leave `fp8` out"
 
 
 def scheme_of_group(group: Mapping[str, Any]) -> Scheme | None:
-    """Return the scheme of a compressed-tensors config group, None if no record in SCHEMES fits."""
+    """Return the scheme of a compressed-tensors config group; None if no record in SCHEMES fits."""
     weights, activations = group.get("weights") or {}, group.get("input_activations")
     key = (weights.get("type"), weights.get("num_bits"), weights.get("strategy"))
     dynamic = activations.get("dynamic", False) if activations else None

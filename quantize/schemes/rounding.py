@@ -2,7 +2,7 @@
 
 Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized together.
 
-  codes        scale of a weight                                 weight =
+  codes        scale                                             weight =
   e4m3, int8   BF16 per output row = amax / 448 (/ 127.5)        code * scale
   e2m1, two    e8m0 per 32 inputs (MXFP4): a power of two        code * scale
   a byte
@@ -12,14 +12,14 @@ Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized t
 `formats` has the codes. The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`.
 Linears that a server fuses into one matrix (q/k/v, gate/up) must share it.
 
-Weights are bit-identical to compressed-tensors 0.19 with llm-compressor 0.14's observers, which demands
-their dtypes step by step: scales are BF16 quotients, FP8 codes are rounded twice (BF16, then e4m3), a
-global scale is rounded to BF16 before it is stored as FP32, NVFP4 codes come from FP32. Activations are
-rounded as serving kernels do it, in FP32 throughout, INT8 with 127 and not 127.5.
+Quantized weights have the bits that compressed-tensors 0.19 makes with llm-compressor 0.14's observers.
+For that every step has their dtypes. Scales are BF16 quotients; FP8 codes are rounded twice (to BF16,
+then e4m3). A global scale is rounded to BF16 before it is stored as FP32; NVFP4 codes come from FP32.
+Activations are rounded in FP32 throughout, as serving kernels do, and INT8 with 127 instead of 127.5.
 
 Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row, 0.125
 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no codes:
-`observe` returns them and the caller refuses the tensor.
+`observe` returns them as ranges, and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
 
@@ -61,7 +61,7 @@ MSE_NORM = 2.4
 
 @dataclass(frozen=True)
 class Codes:
-    """A number format of weights."""
+    """A number format of weights: its codes, and how ranges of weights become scales."""
 
     name: str  # what the kernels call it
     scale: Callable[[Tensor], Tensor]  # the scales of ranges, in their dtype, never 0
@@ -70,19 +70,19 @@ class Codes:
     fit: Callable[[Tensor], Tensor]
     cast: torch.dtype  # the dtype whose cast ends the rounding
     store: Callable[[Tensor], Tensor]  # FP32 values of codes -> codes as on disk
-    # e4m3 codes below and above the usual block scale that GPTQ tries; 0 where it is fixed.
-    neighbours: int = 0
+    neighbours: int = 0  # e4m3 codes that GPTQ tries below and above a block scale; 0: it is fixed
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return the nearest codes' FP32 values; `scaled` are weights over their scale, overwritten."""
+        """Return the nearest codes' FP32 values; `scaled`, weights over their scale, is overwritten."""
         return self.fit(scaled).to(self.cast).float()
 
 
 def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
-    """Return the range [..., out, groups] in BF16 that each scale must cover.
+    """Return the range that the scale of each group of weights covers: BF16 [..., out, groups].
 
-    `memoryless_minmax` covers the largest magnitude; `memoryless_mse` shrinks it where that lowers
-    the error |W - W'|^2.4. A group that holds NaN or infinity has a range of NaN or infinity.
+    `weight` is BF16 [..., out, in]. A range is its group's largest magnitude by `memoryless_minmax`;
+    `memoryless_mse` shrinks it where that lowers the sum of |W - W'|^2.4. A group that holds NaN or
+    infinity has a range of NaN or infinity.
     """
     *leading, inputs = weight.shape
     groups = inputs // (codes.group or inputs)
@@ -111,10 +111,10 @@ def global_scale(ranges: Sequence[Tensor]) -> Tensor:
 def quantize_rows(
     codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to e4m3 or int8, with a scale a row; return by suffix.
+    """Quantize BF16 weights [..., out, in] to e4m3 or int8 with a scale a row; return tensors by name.
 
-    The weight is contiguous; `ranges` [..., out, 1] are what `observe` found. `out` is memory for the
-    codes, of the weight's shape and any strides; None allocates it.
+    The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. Codes are written to
+    `out`, of the weight's shape and any strides; None allocates it.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = codes.scale(ranges)
@@ -126,10 +126,10 @@ def quantize_rows(
 def quantize_groups(
     weight: Tensor, ranges: Tensor, shared: Tensor | None = None, out: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to e2m1 in groups of 16; return tensors by on-disk suffix.
+    """Quantize BF16 weights [..., out, in] to NVFP4, in groups of 16; return tensors by on-disk suffix.
 
-    The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` found; `shared` is the
-    global scale [..., 1], made from `ranges` where it is None. `out` is memory for the codes, uint8
+    The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` returned. `shared` is the
+    global scale [..., 1]; None makes it from `ranges`. The packed codes are written to `out`, uint8
     [..., out, in / 2] of any strides; None allocates it.
     """
     shared = global_scale([ranges]) if shared is None else shared
@@ -159,14 +159,14 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize as `quantize_groups` does, but in groups of 32 inputs and without a global scale."""
+    """Quantize BF16 weights to MXFP4 in groups of 32; arguments are those of `quantize_groups`."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return BF16 weights [..., out, in] from 8-bit codes and scales, given by on-disk suffix."""
+    """Return BF16 weights [..., out, in] of 8-bit codes and their scales, given by on-disk suffix."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
     table = _values(codes.dtype, scale.dtype, codes.device)
@@ -185,7 +185,7 @@ def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def dequantize_groups(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return BF16 weights [..., out, in] from e2m1 codes and scales, given by on-disk suffix."""
+    """Return BF16 weights [..., out, in] of NVFP4 or MXFP4 tensors, given by on-disk suffix."""
     if tensors["weight_scale"].dtype == torch.uint8:
         return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
     scale = tensors["weight_scale"].float()
@@ -208,9 +208,10 @@ def _values_of(packed: Tensor, steps: Tensor) -> Tensor:
 
 
 def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] that FP8 products read for e2m1 codes.
+    """Return the BF16 weights [..., out, in] that W4A8 makes of NVFP4 tensors (keys: on-disk suffixes).
 
-    They are `formats.nvfp4_as_e4m3` * 8 / global scale; normal numbers are off by 1/17 at most.
+    They are `formats.nvfp4_as_e4m3` * 8 / global scale. Their relative error to the NVFP4 values is at
+    most 1/17, but blocks with a scale below `formats.E4M3_LEAST_SCALE` become 0.
     """
     if "weight_scale_2" in tensors:  # ModelOpt's, as in `dequantize_groups`
         packed, shared = tensors["weight"], 8 * tensors["weight_scale_2"]
@@ -221,7 +222,7 @@ def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
-    """Return activations x [..., K] rounded to e4m3 or int8 with a scale a token, in x's dtype."""
+    """Return activations x [..., K] rounded to e4m3 or int8 with a scale a token, in x's own dtype."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
@@ -229,8 +230,8 @@ def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
     """Return x [..., K] rounded to e2m1 with an e4m3 scale for each 16 values, in x's dtype.
 
-    `global_scale` is 448 * 6 / the calibrated amax, and required: ValueError where it is None. Values
-    beyond that amax saturate. Arithmetic is FP32.
+    `global_scale` is 448 * 6 / the calibrated amax; raise ValueError if it is None. Values beyond that
+    amax saturate. Arithmetic is FP32.
     """
     if global_scale is None:
         raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
@@ -306,7 +307,7 @@ def _error(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite; comparing bits is 10 times as fast as isfinite."""
+    """Return whether every value is finite; in BF16 it compares bits, 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
         step = BLOCK_VALUES if tensor.device.type == "cpu" else 64 * BLOCK_VALUES  # each waits
         bits = tensor.view(torch.int16).flatten().split(step)
@@ -315,7 +316,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
-    """Return which of n tensors, [n, ...], are finite: bool [n]; with `scale` bytes are e8m0."""
+    """Return which of n stacked tensors [n, ...] are finite, bool [n]; if `scale`, uint8 means e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F
@@ -327,7 +328,7 @@ def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
 
 
 def sound_scales(scale: Tensor) -> bool:
-    """Whether scales of rows or blocks are finite, and e4m3 ones >= 0: packed layouts have no sign."""
+    """Return whether scales are finite, and not negative if e4m3: packed layouts hold no sign."""
     if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
         return False
     return bool(finite_each(scale[None], scale=True).all())

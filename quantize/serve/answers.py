@@ -1,4 +1,4 @@
-"""Puts finished choices and pieces of them into the shapes of OpenAI's protocol.
+"""Puts finished choices, and what each canvas adds to them, into the shapes of OpenAI's protocol.
 
 Extra fields: `reasoning_content` beside `content`; in `usage` the decoder forwards of all canvases
 (`denoising_steps`) and `tokens_per_forward`; `seed` of each choice, so that it can be made again;
@@ -40,7 +40,7 @@ class Said:
 
 
 def stream(lines: AsyncIterator[str], headers: Mapping[str, str]) -> Response:
-    """Return a response of server-sent events."""
+    """Return a response that sends `lines`, server-sent events as text."""
     fresh = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(lines, headers={**headers, **fresh}, media_type="text/event-stream")
 
@@ -55,10 +55,10 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 
 @dataclass
 class Shape:
-    """Makes the answers of one request, whose choices are `jobs`.
+    """Makes the answer to one request, or its chunks; each of its `jobs` makes one choice.
 
-    They answer a chat, or (`chats` is False) continue text. `prompt_tokens` counts each prompt once,
-    however many choices it has. With `include_usage` a stream ends with the usage.
+    `chats` is True for a chat, and False for a plain completion. `prompt_tokens` counts each prompt
+    once, however many choices it has. With `include_usage` the last chunk of a stream has the usage.
     """
 
     chats: bool
@@ -88,12 +88,12 @@ class Shape:
         return self._about(index, (0, answer.told)) | text | {"seed": job.seed}
 
     def opening(self, index: int) -> Json:
-        """Return the chunk that opens a choice of a chat."""
+        """Return the chunk that opens choice `index` of a chat."""
         choice = {"index": index, "finish_reason": None, "logprobs": None}
         return self._chunk(choice | {"delta": {"role": "assistant", "content": ""}})
 
     def chunk(self, index: int, delta: Delta) -> Json:
-        """Return the chunk with what a canvas added."""
+        """Return the chunk with what a canvas added to choice `index`."""
         text: Json = {"text": delta.content}
         if self.chats:
             calls = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, delta.called)]
@@ -117,7 +117,7 @@ class Shape:
 
     @property
     def usage(self) -> Json:
-        """The tokens and steps of the request."""
+        """The numbers of the request's tokens, canvases and denoising steps."""
         answers = [job.answer for job in self.jobs]
         tokens = sum(answer.tokens for answer in answers)
         steps = sum(answer.sample.denoising_steps for answer in answers)

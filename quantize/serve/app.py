@@ -33,7 +33,7 @@ SAID = {  # what Starlette says of a status, in words that help
 
 
 def page(schema: dict[str, Any]) -> str:
-    """Return an OpenAPI schema as one page: nothing is loaded from elsewhere."""
+    """Return an OpenAPI schema as one HTML page, which loads nothing from elsewhere."""
     environment = Environment(autoescape=select_autoescape(default=True), trim_blocks=True)
     template = environment.from_string((STATIC / "docs.html.jinja").read_text("utf-8"))
 

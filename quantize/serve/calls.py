@@ -3,9 +3,9 @@
     <|tool_call>call:NAME{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],deep:{x:true}}<tool_call|>
 
 Keys are bare words, strings stand between <|"|> without escapes, the rest looks like JSON; calls follow
-each other without a separator. It reads more than the template writes: quoted keys, JSON's strings,
-words without quotes (as strings) and blanks. Whatever cannot be read, or names a tool that the request
-does not have, stays text.
+each other without a separator. Quoted keys, JSON's strings, words without quotes (as strings) and
+blanks are read too, though the template does not write them. A call that cannot be read, or that names
+a tool which the request does not have, stays text.
 """
 
 import json
@@ -37,9 +37,9 @@ class Call:
 
 
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
-    """Return the text around the calls, and the calls, of `text`, the answer so far; both only grow.
+    """Return an answer's text without its calls, and the calls, each to one of `names`.
 
-    With `whole`, `text` is the complete answer, and a call without an end stays text.
+    Both only grow while `text` grows. With `whole` the text is finished: a call without an end is text.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
@@ -55,7 +55,7 @@ def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, 
 
 
 def read_call(body: str, names: Collection[str]) -> Call | None:
-    """Return the call between two markers, or None for one that is malformed or to no known tool."""
+    """Return the call that `body`, the text between two markers, holds; None: malformed or unknown."""
     head = _HEAD.match(body)
     if head is None or head[1] not in names:
         return None

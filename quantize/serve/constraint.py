@@ -1,15 +1,15 @@
-"""Holds answers to a grammar: it decides from left to right what may be committed of a canvas.
+"""Holds answers to a grammar, by deciding from left to right what of a canvas may be committed.
 
 A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
 token on. A token that the grammar does not allow is replaced by the most probable one that it allows,
-under the logits of the last step. What follows was denoised beside another token, so the canvas is
-denoised again with everything up to there, and what must follow it, pinned: at most ROUNDS times. Then
-every further token is replaced where it stands.
+under the logits of the last step. The tokens behind it were denoised beside another token, so the
+canvas is denoised again; everything up to the new token, and what must follow it, is pinned. That
+happens at most ROUNDS times. After that, tokens are replaced without denoising again.
 
-The answer always ends in a form that the grammar accepts: at every canvas' end, and at every token
-where that is in doubt, the shortest known way to an accepted end fits into what is left of the answer.
-Thoughts are free, but are closed early enough for the form to fit behind them. JSON is written without
-blanks between its parts, so what must follow is certain, and pinned before the first step.
+The answer always ends where the grammar accepts an end, as room is kept for known tokens that lead to
+one. Where a canvas would leave too little room, it is read again and checked for that at every token.
+Thoughts are free, but are closed early enough for the form to fit behind them. JSON has no blanks
+between its parts, so what must follow is certain, and pinned before the first step.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Compile a "json" schema, a "regex" or a "lark" grammar; InputError: it is not valid."""
+        """Compile a `form` of kind "json" (a schema), "regex" or "lark"; InputError: it is invalid."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
@@ -74,7 +74,7 @@ class Grammars:
         return matcher
 
     def way_out(self, matcher: Matcher, room: int) -> list[int] | None:
-        """Return at most `room` tokens that lead to an accepted end, None where none are found."""
+        """Return at most `room` tokens that lead to an accepted end, or None if no way is found."""
         walks = (
             self._walk(matcher.deep_copy(), order, min(room, LONGEST)) for order in self.orders
         )
@@ -107,16 +107,16 @@ class Grammars:
 
 
 def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return which tokens may follow, bool [V] or a little longer."""
+    """Return which tokens may follow: bool [V], with padding at the end."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(mask, bitorder="little").astype(np.bool_)
 
 
 class Constraint:
-    """Holds one answer to the form of a fresh `matcher`, which is copied.
+    """Holds one answer to a form; `matcher`, which is copied, has read none of the answer.
 
-    `room` is the most tokens of the answer, thoughts included, without the one that ends it; `closes`
-    is the token that ends its thoughts, None without any. InputError: no text that fits is known.
+    The answer may have `room` tokens; thoughts count, EOS does not. `closes` is the token that ends the
+    thoughts, None for an answer without thoughts. InputError: no known text of the form fits.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Constraint:
         return self._closes is None and bool(self._matcher.is_accepting())
 
     def lead(self, length: int) -> list[int]:
-        """Return the tokens that a canvas of `length` must begin with."""
+        """Return the tokens that the next canvas, of `length` tokens, must begin with."""
         if self._closes is not None or self.error is not None:
             return []
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Return what is committed of a finished canvas, or what is pinned in it; see `Guide`."""
+        """Return the tokens to commit, or how many to pin while the canvas is denoised again."""
         start, tokens, closed = self._thoughts(tokens)
         shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
         line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)

@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """The request that this task answers by `count` jobs, and their events, within `seconds`."""
+    """One HTTP request for `count` choices, a job each; the current task answers it in `seconds`."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)
@@ -39,7 +39,7 @@ class Exchange:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None]:
-        """Limit a block to the time that is left (else 504); any error frees the request's places."""
+        """Run a block; RequestError 504 if time is up. Any error frees queue places and ends jobs."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 yield
@@ -51,13 +51,13 @@ class Exchange:
             raise RequestError(504, message, code="timeout") from None
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hand over the jobs, one for each place reserved; raises as `Scheduler.submit`."""
+        """Give the scheduler a job for each reserved place; RequestError 503 during shutdown."""
         self._reserved = 0
         self._scheduler.submit(jobs)
         self._jobs = jobs
 
     async def events(self) -> AsyncIterator[tuple[int, Draft | Delta]]:
-        """Yield (job, event) until all jobs have finished; RequestError: one failed, or time is up."""
+        """Yield (job's index, event) until all jobs finish; RequestError: one failed, or time is up."""
         unfinished = len(self._jobs)
         while unfinished:
             async with self.in_time():

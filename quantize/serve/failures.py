@@ -14,7 +14,7 @@ KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_
 class RequestError(Exception):
     """A request that ends with an HTTP status and a reason of one line.
 
-    `param` names the parameter at fault, `code` the fault for machines; `retry_after` are seconds.
+    `param` names the parameter at fault, `code` tells programs the fault; `retry_after` is in seconds.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class RequestError(Exception):
 
     @property
     def response(self) -> Response:
-        """The whole response, in ASCII, since a message may quote a name that has no UTF-8."""
+        """The whole response, in ASCII, since a message may quote text that UTF-8 cannot encode."""
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestError:
-    """Return the refusal of a parameter's value: 400."""
+    """Return the refusal (400) of a parameter's value."""
     return RequestError(400, f"{param}: {reason}", param=param, code=code)
 
 

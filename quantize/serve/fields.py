@@ -37,7 +37,10 @@ Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
-    """Return a discriminator of a union by a value's type: errors are of the chosen member alone."""
+    """Return a union's discriminator by a value's type; only the chosen member's errors are reported.
+
+    `tags` maps names of types to members; `otherwise` is the member for all other types.
+    """
 
     def its_type(value: Any) -> str:
         return tags.get(type(value).__name__, otherwise)
@@ -46,7 +49,7 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
 
 
 class Strict(BaseModel):
-    """A body in which unknown fields are errors, nulls are absent, and 5.0 is 5 as in JSON."""
+    """A body in which unknown fields are errors, null means absent, and 5.0 is the integer 5."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

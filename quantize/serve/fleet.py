@@ -1,11 +1,12 @@
-"""One port in front of one server a GPU: `quantize serve --data-parallel N`.
+"""One port in front of several servers, one on each GPU: `quantize serve --data-parallel N`.
 
     client -> front (this process, without a model) -> worker 0 ... N - 1: `quantize serve`, a GPU each
 
-A request goes to the worker with the fewest open requests. Where beginnings of prompts are kept, a chat
-stays with the worker that has its beginning, unless that one has a whole batch more to do than another.
-A worker that ends is started again: its requests end with 503, or with an error in their streams, the
-others go on. Load balancers cannot read a chat's beginning; routers that can do not start servers.
+A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with the
+worker that has encoded its beginning, unless that worker has a whole batch more to do than another. A
+worker that ends is started again: its requests end with 503, or with an error in their streams; the
+others go on. This is not left to others: load balancers cannot read a chat's beginning, and routers
+that can do not start servers.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return a chat's tools and messages up to the user's first, as JSON; None for no chat."""
+    """Return a chat's tools and messages up to the user's first, as JSON; None if it is no chat."""
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")
@@ -114,7 +115,7 @@ def beginning(body: bytes) -> str | None:
 
 
 def application(fleet: Fleet) -> ASGIApp:
-    """Return the front: its own health and metrics, all else relayed, behind the servers' guard."""
+    """Return the guarded front: it answers health and metrics, and relays the rest to workers."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -136,7 +137,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
     """Serve a checkpoint by `count` workers until SIGINT or SIGTERM.
 
     Raises:
-        ResourceError: there are fewer GPUs; the port is taken; a worker ended while it loaded.
+        ResourceError: there are too few GPUs; the port is taken; a worker ended while it loaded.
     """
     gpus = visible_gpus(place, count)
     sock = listening_socket(options.host, options.port)

@@ -36,11 +36,11 @@ class Forms:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The tokenizer's grammars."""
+        """What makes the tokenizer's matchers, prepared on first use."""
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher that the answer is held to, None for any text; 400 for a wrong form."""
+        """Return the matcher of `body`'s form, None without one; RequestError 400 if it is invalid."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms

@@ -1,7 +1,7 @@
 """Checks host, key and size of every request before it is read, and adds headers to responses.
 
-It is plain ASGI, so streams flow through it. When a client hangs up, the task that answers it is
-cancelled, wherever it is.
+The guard is plain ASGI, so it passes streams on as they come. When a client hangs up, the task that
+answers is cancelled, whatever it waits for.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return an application that guards `app`; browsers' preflights are answered before the guard."""
+    """Return `app` behind the guard; browsers' preflight requests are answered before they reach it."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard

@@ -19,7 +19,7 @@ ROWS = 32  # positions whose logits are looked at together
 
 @dataclass(frozen=True)
 class Scored:
-    """A committed token, its log-probability, and the most probable tokens', best first."""
+    """A committed token, its log-probability, and the most probable tokens with theirs, best first."""
 
     token: int
     logprob: float
@@ -27,7 +27,10 @@ class Scored:
 
 
 class AnswerGuide:
-    """Guides an answer of canvases of `length` tokens; `constraint` and `top` (scores) may be None."""
+    """Guides one answer, in canvases of `length` tokens; without `constraint` any text is allowed.
+
+    At each position the `top` most probable tokens and the committed one are recorded; None: nothing.
+    """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
         self._length, self.constraint, self.top = length, constraint, top
@@ -47,7 +50,7 @@ class AnswerGuide:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
-    """Return the log-probabilities of `tokens` [L] and of the `top` best, from logits [L, V]."""
+    """Return log-probabilities by logits [L, V]: of `tokens` [L], and of each position's `top` best."""
     found: list[Scored] = []
     for start in range(0, len(tokens), ROWS):
         own = torch.tensor(tokens[start : start + ROWS], device=logits.device)

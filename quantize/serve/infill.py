@@ -1,9 +1,9 @@
-"""Turns what a request knows of its answer into tokens: pinned pieces, initial text, a suffix.
+"""Turns what a request knows of its answer into tokens: pinned text, initial text, a suffix.
 
 initial_text    stands at the answer's beginning before the first step, and is denoised like the rest
 pinned          [{position, text}]: tokens from that position on are committed as they are
 suffix          text behind the answer: its tokens are pinned behind max_tokens positions, in the same
-canvas, so that the decoder sees it from the first step; it is not part of the answer
+                canvas, so that the decoder sees it from the first step; it is not part of the answer
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer put
 def known(
     body: ChatRequest | CompletionRequest, encode: Encode, length: int
 ) -> tuple[Given | None, int | None]:
-    """Return each answer's known tokens, and its token limit before a suffix; each may be None.
+    """Return a request's known tokens, and the token limit that a suffix sets; each may be None.
 
-    `length` is a canvas' number of tokens. RequestError: pieces overlap, or a suffix has no room.
+    `length` is a canvas' number of tokens. RequestError 400: texts clash, or a suffix has no room.
     """
     initial = dict(enumerate(encode(body.initial_text or "")))
     pieces = [(f"pinned.{n}", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]

@@ -138,7 +138,7 @@ Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return the first speaker's `name` and picture's `detail`, which are ignored; None without any."""
+    """Return a chat's first `name` and first picture's `detail`, or None; they have no effect."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))

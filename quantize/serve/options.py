@@ -26,10 +26,10 @@ def _setting(
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of one server; `quantize serve` has an option for most, which says what it is.
+    """Settings of one server; the help of `quantize serve` describes most of them.
 
-    InputError: other machines could reach it and there is no key, or the key is empty; or an origin is
-    none that a browser sends.
+    InputError: other machines can reach the server and there is no key; the key is empty or not ASCII;
+    or an origin is not written as browsers send it.
     """
 
     model_name: str

@@ -30,9 +30,9 @@ def put(
 ) -> tuple[list[int], Images | None]:
     """Return the prompt with room for the pictures' tokens, and the prepared pictures.
 
-    `prompt` are token ids with a placeholder for each picture, `urls` its (parameter, data URL), and
-    `soft_tokens` the most that it takes. RequestError: a picture is refused, or there are too
-    many. InputError: the chat template wrote no placeholders.
+    `prompt` is token ids with a placeholder for each picture. `urls` has a (parameter, data URL) for
+    each picture. `soft_tokens` is the most tokens that one picture takes. RequestError: a picture is
+    refused, or there are too many. InputError: the chat template wrote no placeholders.
     """
     if not urls:
         return prompt, None
@@ -52,7 +52,7 @@ def put(
 
 
 def read(url: str) -> Image:
-    """Decode a data URL; InputError: another kind of URL or picture, or one broken or too large."""
+    """Decode a data URL; InputError: the picture is broken, too large or in another format."""
     if (head := DATA_URL.match(url)) is None:
         raise InputError(
             f"{url[:40]!r} is not read: pictures come as data:image/png;base64,... (or jpeg, webp), "

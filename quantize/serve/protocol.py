@@ -1,11 +1,11 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
 
 Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). `unsupported` says which fields are refused, and which are ignored; these
-must be in OpenAI's ranges all the same.
+whole messages with nulls). `unsupported` says which fields are refused and which are ignored; even the
+ignored ones must be in OpenAI's ranges.
 
-Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), what is
-known of an answer (`infill`), and a chat's `image_tokens`, the most that each of its pictures may take.
+Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), known
+text of an answer (`infill`), and a chat's `image_tokens`, the most that each of its pictures may take.
 """
 
 from collections.abc import Iterator
@@ -136,14 +136,14 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
 
     @property
     def forms(self) -> list[Form]:
-        """Return the forms that are asked of the answer."""
+        """Return (parameter, kind, definition) of each form that the answer must have."""
         guides = ("guided_json", "json"), ("guided_regex", "regex")
         given = ((name, kind, getattr(self, name)) for name, kind in guides)
         return [form for form in given if form[2] is not None]
 
     @property
     def top(self) -> int | None:
-        """Return how many best tokens' log-probabilities are asked for, None without any."""
+        """Return how many most probable tokens each position lists; None: no log-probabilities."""
         return None
 
     @property
@@ -233,7 +233,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[Form]:
-        """Return the forms that are asked of the answer; a call that must be made is a form too."""
+        """Return (parameter, kind, definition) of each form demanded: JSON, regex or required calls."""
         given = super().forms
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))
@@ -246,7 +246,7 @@ class ChatRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return how many best tokens' log-probabilities are asked for, None without any."""
+        """Return how many most probable tokens each position lists; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -291,7 +291,7 @@ class CompletionRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return how many best tokens' log-probabilities are asked for, None without any."""
+        """Return how many most probable tokens each position lists; None: no log-probabilities."""
         return self.logprobs
 
     @field_validator("prompt")

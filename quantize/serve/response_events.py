@@ -1,4 +1,4 @@
-"""What a chat answers, as items and events of the Responses API (`responses`)."""
+"""Turns what a chat answers into items and events of the Responses API (`responses`)."""
 
 import json
 import secrets

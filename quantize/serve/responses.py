@@ -27,7 +27,7 @@ class _Kept(Strict):
 
 
 class TextPart(Strict):
-    """Text of either side."""
+    """A text of the user or of the model."""
 
     type: Literal["input_text", "output_text"]
     text: String
@@ -73,7 +73,7 @@ class OutputItem(_Kept):
 
 
 class ReasoningText(Strict):
-    """A piece of thought."""
+    """A text of the model's thoughts."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: String
@@ -102,7 +102,7 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the model may call; hosted tools are not there."""
+    """A function that the model may call; hosted tools are not offered."""
 
     type: Literal["function"]
 
@@ -131,7 +131,7 @@ class TextOptions(Strict):
 
 
 class ReasoningOptions(Strict):
-    """How much is thought: as `reasoning_effort` of a chat."""
+    """How much the model may think; `effort` is a chat request's `reasoning_effort`."""
 
     effort: String | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Unused  # thoughts come whole
@@ -171,7 +171,7 @@ class ResponsesRequest(Asked):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat that asks for the same; RequestError 400 if a chat may not."""
+        """Return the chat request that asks for the same; RequestError 400 if it is not valid."""
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):

@@ -2,7 +2,7 @@
 
     while there is work:
         forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished,
-        and meanwhile hand out what the canvas before it added -> release the slots of finished jobs
+        and meanwhile hand out what the previous canvas added -> release the slots of finished jobs
 
 An answer's text is made here too, not on the event loop: a stop string must free its slot before the
 next canvas begins. Without stop strings EOS and length decide, and text is made and sent while the
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Draft:
-    """A canvas in the middle of denoising."""
+    """A canvas (by index) after one of its steps: all its tokens, and which of them are accepted."""
 
     canvas: int
     step: int
@@ -98,7 +98,7 @@ class Scheduler:
     def reserve(self, count: int) -> None:
         """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
 
-        RequestError: 503 during shutdown; 429 when the queue is full; 400 for more than it holds.
+        RequestError: 503 during shutdown; 429 when the queue is full; 400 if `count` exceeds its size.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
@@ -113,7 +113,7 @@ class Scheduler:
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in their reserved places; during shutdown free these and raise a 503."""
+        """Queue jobs in their reserved places; in a shutdown free these and raise RequestError 503."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
@@ -122,7 +122,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
-        """Free `reserved` places and end jobs without further events, running ones at a canvas' end."""
+        """Free `reserved` places; end jobs without further events, running ones after their canvas."""
         with self._changed:
             self._reserved -= reserved
             for job in jobs:

@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
         say(f"of a request's fields, these have no meaning here and are {how}: {names}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin a shutdown; a second signal ends it."""
+        """Begin a shutdown; SIGINT during a shutdown ends the server at once."""
         if not self.should_exit:
             self.leave()
         super().handle_exit(sig, frame)
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return the line that tells how many samples are served at once, and on a GPU how many pay."""
+    """Return a line: capacity, token limit and, on a GPU, when one token at a time is as fast."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -111,7 +111,7 @@ def run(server: Server, sock: socket) -> None:
 
 
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
-    """Serve at the Unix socket `path`, as a process' target; a QuantizeError ends it with one line."""
+    """Serve at the Unix socket `path` as a process of its own; exit with one line on an error."""
     found = socket(AF_UNIX)
     found.bind(str(path))
     try:
@@ -122,7 +122,7 @@ def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -
 
 
 def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | None = None) -> None:
-    """Serve a checkpoint at its address, or at a socket, until SIGINT or SIGTERM.
+    """Serve a checkpoint, at the options' address or at `sock`, until SIGINT or SIGTERM.
 
     Raises:
         InputError: the checkpoint cannot be loaded.

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers requests with one model, whose settings `sampler` a request may change for itself.
+    """Answers requests with one model; `sampler` has the settings that a request leaves out.
 
     `config` is transformers' configuration of the model.
     """
@@ -57,7 +57,7 @@ class Service:
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def leave(self) -> None:
-        """Refuse waiting jobs; after `shutdown_grace` seconds end running ones with what they have."""
+        """Refuse waiting jobs; after `shutdown_grace` s refuse running ones too, at a canvas' end."""
         # This thread may hold the very lock that draining takes, so another drains.
         threading.Thread(target=self.scheduler.drain).start()
         timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
@@ -76,7 +76,7 @@ class Service:
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:
-        """Return the answer to a request; RequestError: it is refused, or fails before an answer."""
+        """Return a request's answer; RequestError: it is refused, or fails before its answer begins."""
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)

@@ -36,7 +36,7 @@ class Text:
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the ids up to the model's turn; InputError: the template refuses messages or tools."""
+        """Return the prompt's token ids; InputError: the template refuses messages or tools."""
         declares = "tools" in str(self.tokenizer.chat_template)
         if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
             raise InputError("tools: this model's chat template has no place for them")
@@ -47,7 +47,7 @@ class Text:
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return ("", text): the text of all tokens, thoughts not taken out."""
+        """Return ("", text): the text of all tokens, thoughts left in it."""
         return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
@@ -65,10 +65,11 @@ class Delta:
 
 @dataclass
 class Answer:
-    """One choice as it grows.
+    """One choice of a response, which grows canvas by canvas.
 
-    `split` turns tokens into (thoughts, answer). `stops` end the answer, and are no part of it;
-    thoughts may hold them. `tools` may be called, with `one_call` once; without any, calls are text.
+    `split` turns tokens into (thoughts, answer). The answer ends before the first of the strings
+    `stops`; thoughts may hold them. `tools` names the functions that may be called; without any, calls
+    stay text. With `one_call` only the first call is kept.
     """
 
     split: Split
@@ -82,14 +83,14 @@ class Answer:
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list[Call])
-    told: int = 0
+    told: int = 0  # tokens that deltas have covered
     finish: Literal["stop", "length"] | None = None
 
     def commit(self, canvas: Canvas, complete: bool = False) -> None:
-        """Take a finished canvas and see whether it ends the answer, by tokens and stop strings.
+        """Take a finished canvas, and set `finish` if EOS, a limit or a stop string ends the answer.
 
-        An answer whose form is `complete` when its tokens run out has stopped too: there is no room for
-        the token that would end it.
+        `complete` says that the text so far has the form that was demanded (JSON, a regex, calls).
+        `finish` is then "stop" even if tokens run out, since there was no room for EOS.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         length = len(self.sample.tokens)
@@ -132,7 +133,7 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Number of the answer's tokens, EOS included, as tokens per forward counts them."""
+        """Number of the answer's tokens, EOS included; `tokens_per_forward` counts these."""
         return min(self.sample.new_tokens, self.max_tokens)
 
 

@@ -1,9 +1,9 @@
-"""OpenAI's fields that `serve` ignores or refuses, each with a way out: block diffusion lacks them.
+"""OpenAI's fields that block diffusion lacks; `serve` ignores or refuses them, with a way out.
 
-There are three kinds. IGNORABLE parameters steer how tokens are sampled one by one, or what is done
-beside the answer: without them the answer answers the same question. They are ignored and named, since
-most clients send one; `--strict` refuses them. NEUTRAL_ONLY ones would change what the answer says, and
-REFUSED ones its shape: both are refused whatever the server was told.
+IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. A request
+without them asks the same question. Most clients send one, so they are ignored and named in a header;
+`--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
+unless they have a neutral value. REFUSED parameters would change its shape; they are always refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ def message(name: str, reason: str) -> str:
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, refused?) of each parameter of NEUTRAL_ONLY or IGNORABLE that is set."""
+    """Yield (name, message, refused?) of each parameter that asks for what is ignored or refused."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue

@@ -66,7 +66,7 @@ class Worker:
             return False
 
     def wait(self) -> bool:
-        """Wait until the server answers, its model loaded, or has ended; return whether it answers."""
+        """Wait until the server answers or its process has ended; return whether it answers."""
         while self.process.is_alive() and not self._listens():
             time.sleep(0.2)
         self.ready = self.process.is_alive()

@@ -1,9 +1,9 @@
-"""The denoising of a recipe's calibration prompts: calibrate observes it, round goes through it again.
+"""Denoises a recipe's calibration prompts while calibrate observes; round reads what it recorded.
 
-Calibrate records what enters the first layer on scratch where GPTQ will need it (`fused.recording`);
-round records again what is missing or damaged, and removes it when it is done. Results depend on the
-batch size, so memory never changes it: a batch that does not fit is refused. Where weights are
-streamed, batches denoise in lockstep.
+If the recipe rounds with GPTQ, calibrate records in a scratch folder what enters the first layer
+(`fused.recording`). Round records again what is missing or damaged, and removes the folder at its end.
+Results depend on the batch size, so memory never changes it: a batch that does not fit is refused.
+Where weights are streamed, batches denoise in lockstep.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ class Denoising:
     ) -> list[Trajectory]:
         """Denoise all prompts; return their trajectories.
 
-        Observers and recorder see no held-out prompt. `on_logits` is as in `BatchEngine.watching`.
+        `observers`, `on_logits` (as in `BatchEngine.watching`) and `recorder` see no held-out prompt.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
@@ -114,7 +114,7 @@ class Denoising:
         """Return the folder's recording of these prompts; make it again where it is missing or damaged.
 
         Raises:
-            ResourceError: as in `run`.
+            ResourceError: a batch does not fit the GPU, or scratch is full.
         """
         hidden = Checkpoint.open(self._source).config["text_config"]["hidden_size"]
         found = Recording.find(folder, self.identity, 2 * hidden)

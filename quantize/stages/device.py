@@ -1,9 +1,9 @@
 """The device that weights are quantized and verified on: the CPU, or a GPU that threads use in turns.
 
-Many threads read a checkpoint, for a GPU into pinned memory. TURNS of them at a time copy what they
-read to the GPU, compute there and copy the result back: more threads launch no faster, and so the GPU
-holds the temporaries of TURNS threads only. To have fewer launches, a GPU gets several experts of the
-26B model at a time, where a CPU gets one.
+Many threads read a checkpoint, for a GPU into pinned memory. Only TURNS of them at a time copy what
+they read to the GPU, compute there and copy the result back. So the GPU holds the temporaries of few
+threads, and more would launch no faster. To have fewer launches, a GPU gets several experts of the 26B
+model at a time, where a CPU gets one.
 """
 
 import os
@@ -26,8 +26,8 @@ class Device:
     Attributes:
         turn: the context in which a thread uses the device; a GPU admits TURNS threads, a CPU all.
         pinned: whether what is read for the device should lie in pinned memory.
-        makers: how many threads read and compute beside those that write and hash: one a core, or half
-            as many where a GPU computes.
+        makers: how many threads read and compute; other threads write and hash. It is the number of
+            cores, or half of it where a GPU computes.
     """
 
     def __init__(self, name: str = "cpu") -> None:
@@ -46,7 +46,7 @@ class Device:
             yield start, min(start + step, rows)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device; it is complete for what is launched there afterwards."""
+        """Copy a tensor to the device without waiting; kernels launched later see the whole copy."""
         return tensor.to(self._device, non_blocking=True)
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:

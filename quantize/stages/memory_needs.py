@@ -2,7 +2,7 @@
 
 It is known before anything is loaded: from the headers, or the config, of the BF16 model and the plan
 of the quantized one. Prompts and answers count at their longest. `convert` and `verify` are not listed:
-by arithmetic they hold less than 1 GB beside the CUDA context, and fidelity needs more.
+by arithmetic each holds less than 1 GB beside the CUDA context, which is less than fidelity needs.
 """
 
 import math
@@ -37,7 +37,7 @@ def needs(
     *,
     hopper: bool,
 ) -> list[Need]:
-    """Return each stage's need; `hopper` GPUs hold experts in 4 bits in the mode `fp8`, others in 8."""
+    """Return each stage's need; in activation mode `fp8`, experts take 4 bits if `hopper`, else 8."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
@@ -79,13 +79,13 @@ def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:
 def quantized_stack(
     name: str, targets: Sequence[Target], mode: ActivationMode = "none", *, hopper: bool
 ) -> Stack:
-    """Return the bytes of a planned model on a GPU, as an activation mode packs it."""
+    """Return a planned model's bytes on a GPU (a Hopper if `hopper`), packed for `mode`."""
     sizes = {target.name: _packed(target, mode, hopper) for target in targets}
     return Stack.of(name, sizes, quantized=True)
 
 
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
-    """Return the positions of a question and an answer of `longest` tokens in whole canvases."""
+    """Return the positions of a question, and of an answer of `longest` tokens in whole canvases."""
     canvas = config["canvas_length"]
     room = QUESTION_TOKENS + -(-longest // canvas) * canvas
     return min(room, config["text_config"]["max_position_embeddings"])
@@ -108,10 +108,10 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 
 
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return the bytes that GPTQ takes once, and those for each expert [out, inputs] besides.
+    """Return the bytes that GPTQ takes once, and the bytes for each expert [out, inputs].
 
-    Once: seven float64 matrices [inputs, inputs], while one Hessian is factored. For each expert: its
-    Hessian, the factor and six copies of its weight in float32, and the weight in BF16.
+    It takes seven float64 matrices [inputs, inputs] once, while a Hessian is factored. An expert takes
+    its Hessian, the factor and six copies of its weight in float32, and its weight in BF16.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 

@@ -87,7 +87,7 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
 def chat_of(row: Mapping[str, Any], folder: Path | None = None) -> list[Message] | None:
     """Return a row's chat up to its last user message, or None when it holds none.
 
-    Pictures are looked up in `folder`; without one a row may show none.
+    Paths of pictures are relative to `folder`; without a folder a row may not show pictures.
 
     Raises:
         TypeError, KeyError, AttributeError: the row is no object, or no chat of texts and pictures.

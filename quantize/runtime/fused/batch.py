@@ -1,11 +1,11 @@
-"""`Passes` over the kernels: a batch in the engine's slots.
+"""Encodes and decodes one batch with the kernels (`Passes`), in slots of the engine's cache.
 
-A step of a shape seen before replays a CUDA graph if its observers only launch work; other passes go
-kernel by kernel.
+If observers only launch GPU work, a step is captured as a CUDA graph, and later steps with as many
+canvases replay it. All other passes launch kernel by kernel.
 
-Ragged rows are padded and go through one pass, so that streamed weights are read once for all of them.
-The padding's keys and values lie behind a row's tokens, where they are overwritten before anything sees
-them; observers are not shown them. Logits are computed when they are read, on a CPU canvas by canvas.
+Rows of unequal lengths are padded to share a pass, so that streamed weights are read once for all. The
+padding's keys and values lie behind a row's tokens, where they are overwritten before anything reads
+them. Observers see no padding. Logits are computed when they are read, on a CPU canvas by canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +25,11 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 
 
 class FusedPasses:
-    """The passes of one batch in the first slots of a lane; the constructor encodes the prompts.
+    """The passes of one batch; the constructor encodes the prompts.
 
-    A pass of the encoder adds at most `chunk` tokens to a row. `encoded` has how many tokens each slot
-    holds already: none, or all of a prompt with pictures. `run` takes a pass through the layers,
-    alone or beside other batches' passes. Without `pool` no CUDA graph is captured.
+    `lane` says which of the engine's slots the batch has (`lockstep`). A pass encodes `chunk` tokens a
+    row at most. `encoded` counts the tokens in each slot: 0, or a prompt with pictures. `run` takes a
+    pass through the layers and returns the last one's rows. `pool` is memory for CUDA graphs, or None.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H] is from `condition`."""
+        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H], None at first steps."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context
@@ -100,7 +100,7 @@ class FusedPasses:
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Draw from bf16 logits, CANVASES_A_PIECE canvases at once on a GPU: see `DrawingPasses`."""
+        """Draw as `DrawingPasses` says, from the bf16 logits of a few canvases at a time."""
         model, (B, L, _) = self._model, decoded.shape
         inverse = (1 / schedule[state.step.long() - 1])[:, None].repeat(1, L)
 
@@ -119,7 +119,7 @@ class FusedPasses:
         return Draw.join(drawn), joined(signals)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the soft embedding of logits [b, L, V] over the temperature: bf16 [b, L, H]."""
+        """Return the soft embedding bf16 [b, L, H] of logits [b, L, V] divided by the temperature."""
 
         def soft(own: Tensor) -> Tensor:
             rows = own.flatten(0, 1).to(torch.bfloat16)

@@ -1,7 +1,8 @@
 """The cells of keys and values: full layers keep all positions, sliding ones a window and a chunk.
 
-Cells lie on the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has
-the cells of one lane and layer while it works on them, and the next ones arrive meanwhile:
+A chunk is the most tokens a pass adds to a sequence; a lane is the slots of one batch. Cells lie on
+the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has two places.
+It works on the cells of a lane and layer in one, while the next ones arrive in the other:
 
     place 0   lane 0, layer 0 | lane 2, layer 0 | ...
     place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
@@ -30,7 +31,7 @@ Visits = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of every layer: bf16 [slots, capacity, key heads, head dim].
+    """Keys and values of every layer: bf16 [slots, cells, key heads, head dim].
 
     Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
     """
@@ -52,9 +53,9 @@ class Cache:
         lanes: int = 1,
         one_layer: bool = False,
     ) -> "Cache":
-        """Allocate zeros for `slots` sequences a lane, which grow by at most `chunk` tokens at once.
+        """Allocate zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens at once.
 
-        With `one_layer` layers of a shape share their cells: all passes go through one layer first.
+        With `one_layer`, layers of one shape share cells: all passes must finish one before the next.
         """
         text = config.text_config
         full = rounded_up(max_context, CELLS)
@@ -72,7 +73,7 @@ class Cache:
         return cls(keys, values, text.sliding_window, lanes)
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield the keys and values of each lane in `added`, at the first layer, then at the next."""
+        """Yield, layer by layer, (keys, values) of each batch in `added` (batch -> new tokens)."""
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
@@ -80,7 +81,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return which cells of layer `index` hold positions `start` to `end` that later tokens see."""
+        """Return slices of layer `index`'s cells: what later tokens see of positions start .. end."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -90,12 +91,12 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copy positions `start` to `end` of full layers, the window before `end` of sliding ones."""
+        """Copy positions `start` to `end` of full layers; of sliding ones, the window before `end`."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
     def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write back what `block` copied. A sliding layer needs the last of several blocks alone."""
+        """Write back a copy from `Cache.block`; of several, sliding layers need only the last one's."""
         for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
             tensor[slot, self._cells(tensor, start, end)] = kept
 
@@ -106,7 +107,7 @@ class Cache:
         return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
-        """Set a slot's values to 0, since a NaN left there stays NaN times a probability of 0."""
+        """Set a slot's values to 0: attention multiplies unused ones by 0, and 0 * NaN would be NaN."""
         for values in self.values:
             values[slot].zero_()
 
@@ -117,7 +118,7 @@ class Cache:
 
 
 class HostCells:
-    """Keys and values of `lanes` times `slots` sequences on the host; see `Cache.allocate`."""
+    """Keys and values of `lanes` * `slots` sequences on the host; arguments as in `Cache.allocate`."""
 
     def __init__(
         self,
@@ -144,9 +145,9 @@ class HostCells:
         self._encoded[slot] = 0
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield the keys and values of each lane in `added`, at the first layer, then at the next.
+        """Yield, layer by layer, (keys, values) of each batch in `added` (batch -> new tokens).
 
-        They are valid until the next are asked for. The tokens that `added` names go back to the host.
+        A pair is valid until the next is taken. Then its new tokens' cells are copied to the host.
         """
         tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
         for slot, start, _ in tokens:

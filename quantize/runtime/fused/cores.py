@@ -1,7 +1,7 @@
 """A CPU's cores: each computes some of the sequences of a pass.
 
-Some BLAS libraries sum a product that threads share in another order, and round the last elements of a
-thread's share differently. So no product is shared, and a sequence's results depend neither on the
+Where threads share a product, some BLAS libraries sum it in another order, and round the last elements
+of a thread's share differently. So no product is shared, and a sequence's results depend neither on the
 number of cores nor on its neighbours (`fused_dequant.dispatch.sequences_of`).
 """
 
@@ -33,7 +33,7 @@ class Cores:
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Cut `count` sequences into slices, at most one a thread and nearly equally long."""
+        """Cut `count` sequences into at most one slice for each thread, of nearly equal lengths."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 

@@ -2,9 +2,10 @@
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
-Weights are counted once, experts by how many are hit; keys and values once a sequence. NVFP4 products
-run on bf16 tensor cores (W4A16), FP8 ones, and NVFP4's in the activation mode `fp8`, on FP8's. Norms,
-routing and the sampler's read of the logits are left out, so a real pass takes longer.
+A pass reads all weights once, but of experts only those that get a token, and each sequence's keys and
+values once. 8-bit weights, and NVFP4 in the activation mode `fp8`, are multiplied by FP8 tensor cores,
+other NVFP4 weights by bf16 ones (W4A16) or FP4 units (W4A4). Norms, routing and the sampler's reading
+of logits are left out, so a real pass takes longer.
 """
 
 from fused_dequant import Weight
@@ -17,10 +18,10 @@ def decoder_floor(
     weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float,
     *, sparse: bool = False,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the least seconds of each part of one denoising step of `batch` canvases.
+    """Return the least seconds of one denoising step of `batch` canvases, by part as in `pass_floor`.
 
-    `context` positions stand before each canvas. `experts_hit` experts a layer get a token, on average.
-    With `sparse` no time is counted for the soft embedding.
+    `context` positions stand before each canvas. On average, `experts_hit` experts of a layer get a
+    token. With `sparse` no time is counted for the soft embedding.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)
@@ -31,7 +32,11 @@ def decoder_floor(
 def pass_floor(
     weights: TextWeights, rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
 ) -> dict[str, float]:
-    """Return the least seconds of each part of a pass of [batch, length] rows, logits included."""
+    """Return the least seconds of a pass of [batch, length] rows, by part.
+
+    Parts are "experts", "dense" (other Linears), "attention" and "vocabulary" (all rows' logits).
+    `context` and `experts_hit` are as in `decoder_floor`.
+    """
     text, (batch, length) = weights.config.text_config, shape
     rows = batch * length
 

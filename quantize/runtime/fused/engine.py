@@ -1,21 +1,21 @@
-"""The `Engine` on the fused kernels: slots of one cache, each denoising step two CUDA graphs.
+"""The `Engine` on the fused kernels: slots share one cache, and a step is two CUDA graphs.
 
 A step of B sequences is a replay of two graphs:
 
     decoder -> lm_head -> sample -> accept          soft embedding of the logits, for the next step
 
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
-are captured for a bucket of sequences (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and a sampler's settings, as
-far as `Steps` allows; a batch between two buckets repeats its first sequence, which writes the same
+are captured for some batch sizes (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and sampler settings; `Steps`
+decides which. A batch between two of these sizes repeats its first sequence, which writes the same
 values to the same cells. The host learns who has finished while the GPU makes the soft embedding.
 
 Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it. Beside
-the others' next step its slot may begin its next canvas, or take another prompt. That first step also
-encodes the canvas just committed, in one pass of 512 rows for 256: weights are read once for both.
-Where a sample must not depend on its batch (`batch_invariant`), steps have one shape, and canvases and
-prompts of up to SHORT tokens are encoded before them, at most TOGETHER at once, each as it is alone.
-Longer prompts are encoded in chunks as they are admitted, each a graph unless it has pictures. On a CPU
-the same calls run without graphs, on the kernels' torch references.
+the others' next step its slot may begin its next canvas, or take another prompt. The next canvas' first
+step also encodes the canvas before it, in one pass of 512 rows, so that weights are read once for both.
+With `batch_invariant`, no sample depends on its batch. All steps then have one shape. Canvases, and
+prompts of up to SHORT tokens, are encoded before a step, at most TOGETHER in a pass; each is rounded as
+it would be alone. Longer prompts are encoded in chunks when they are admitted; a chunk without pictures
+is a graph. On a CPU the same calls run without graphs, on the kernels' torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -100,20 +100,20 @@ class FusedEngine:
 
     Args:
         weights: from `load_packed` or `random_weights`.
-        capacity: number of slots of a pass; a power of two, 3, 6 or 12 wastes nothing.
+        capacity: the most sequences of a pass; a power of two, 3, 6 or 12 wastes no rows.
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
-            depend on who is denoised beside it; on a CPU they never do. Otherwise passes of other
-            numbers of rows have kernels that round differently, which in bf16 may change a token.
+            depend on what is denoised beside it. Otherwise they may: kernels round differently for
+            other numbers of rows. On a CPU tokens never depend on it.
         graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
-        inputs: rounds or shows the rows that enter products; None lets kernels read them as served.
+        inputs: rounds the rows that enter products, or shows them; None leaves them to the kernels.
         prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
-        lanes: how many batches of `capacity` go through the layers together. With more than one,
-            the slots of one lane follow those of another, and no canvas is encoded with a first step.
-        on_host: keep keys and values on the host, and on the device only those of a lane and a layer.
-        sparse: leave a row's least probable tokens out of the next step's self-conditioning, a
-            thousandth of its mass at most (`fused_dequant.sparse_soft_embedding`).
+        lanes: how many batches, each in `capacity` slots of its own, go through the layers together.
+            With several, a finished canvas is encoded by a pass of its own.
+        on_host: keep keys and values on the host; the device has room for two lanes at one layer.
+        sparse: leave a position's least probable tokens, at most a thousandth of its probability, out
+            of the next step's self-conditioning (`fused_dequant.sparse_soft_embedding`).
 
     Attributes:
         stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
@@ -216,7 +216,10 @@ class FusedEngine:
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas | None]:
-        """Denoise until a canvas is finished; slots of a lane with equal settings form a batch."""
+        """Denoise until a canvas is finished; return for each slot its finished canvas, or None.
+
+        Slots with equal settings share passes. Raise InputError if a slot has no room for a canvas.
+        """
         for slot in slots:
             sequence = self._slots[slot]
             if sequence.context + len(sequence.unencoded) + self.canvas_length > self.max_length:
@@ -274,7 +277,7 @@ class FusedEngine:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode prompts into free slots; raise InputError as `admit` does, or if slots are too few."""
+        """Encode prompts; raise InputError as `admit` does, or if a slot is taken or too few exist."""
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
     def passes_from(
@@ -284,7 +287,7 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Encode prompts as `passes` does, in a lane's slots; `run` takes a pass through the layers."""
+        """Do what `passes` does in the slots of batch `lane`; `run` takes a pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
@@ -299,7 +302,7 @@ class FusedEngine:
         return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Return what each of `works` returns; as many batches run side by side as there are lanes."""
+        """Call each function of `works` with an engine, `lanes` of them at once; return the results."""
         return in_lockstep(self, works) if self.lanes > 1 else [work(self) for work in works]
 
     @contextmanager
@@ -309,7 +312,7 @@ class FusedEngine:
         on_pass: Callable[[Pass], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> Generator[None]:
-        """Show what `passes` of BF16 weights compute while the block runs, as `BatchEngine` does."""
+        """Let `passes` call observers, as `BatchEngine.watching` says; the weights must be BF16."""
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
         model.on_pass, model.on_logits = on_pass or _nothing, on_logits or _nothing
@@ -326,8 +329,8 @@ class FusedEngine:
     def warm_up(self, sampler: Sampler) -> None:
         """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
 
-        All slots must be free. The vision tower waits for the first request with a picture. A CPU has
-        neither kernels nor graphs. Canvases take one step, which uses all that further steps use.
+        All slots must be free. The vision tower is loaded later, with the first picture. A CPU has
+        neither kernels nor graphs. Canvases take one step here, as later steps launch the same kernels.
         """
         if self.model.cores:
             return
@@ -354,18 +357,18 @@ class FusedEngine:
         self.stops = before
 
     def context(self, slot: int) -> int:
-        """Return how many positions a slot's text takes."""
+        """Return how many positions of a slot are encoded."""
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Take back a slot's last canvas, so that `denoise` repeats it; `before` is the one before."""
+        """Take back a slot's last canvas, to be denoised again; `before` is the canvas before it."""
         sequence = self._slots[slot]
         sequence.canvases -= 1
         sequence.context -= len(before)
         sequence.unencoded = list(before)
 
     def begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
-        """Begin the next canvases of slots of equal settings; return the step, and if it has graphs."""
+        """Begin canvases in slots of equal settings; return their `Step`, and whether to use graphs."""
         self.encode_last(slots)
         sampler = self._slots[slots[0]].sampler
         step, worth = self._steps[0, False].get(self._rows_for(len(slots)), sampler)
@@ -614,7 +617,7 @@ class FusedEngine:
 
 
 def chunk_of(canvas_length: int) -> int:
-    """Return the most tokens, two canvases at least, that one encoder pass adds to a sequence."""
+    """Return the most tokens that one encoder pass adds to a sequence: at least two canvases."""
     return max(CHUNK, 2 * canvas_length)
 
 

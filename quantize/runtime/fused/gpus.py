@@ -1,8 +1,8 @@
 """Tells which kernels run a scheme on a GPU, before weights are read.
 
-A kernel runs where its instructions exist (`fused_dequant.layouts.KERNELS`). An H200 has run them all;
-for the other targets of `fused_dequant.targets` the tests compile and check them, and nobody has run
-them. On a newer GPU than those they are compiled when they are first launched.
+A kernel runs where its instructions exist (`fused_dequant.layouts.KERNELS`). Kernels that Hopper can
+run have run on an H200. Kernels for other targets of `fused_dequant.targets` are compiled and checked
+by tests, but nobody has run them. A GPU newer than all targets compiles a kernel at its first launch.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Gpu:
 
     @property
     def target(self) -> str:
-        """The target that kernels are compiled for, as in sm_90."""
+        """The target that kernels are compiled for, such as sm_90."""
         return name_of(self.capability)
 
     @property
@@ -88,7 +88,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a GPU runs a scheme: `kernels` is the module that does, or None; `note` says more."""
+    """Whether a GPU runs a scheme: `kernels` is the name of the module, or None; `note` says why."""
 
     scheme: str
     kernels: str | None
@@ -96,9 +96,9 @@ class Verdict:
 
 
 def named(name: str, memory: float | None = None) -> Gpu:
-    """Return a GPU by the name of `--gpu`, or of a target, as in sm_89, where its memory is given.
+    """Return the GPU that `--gpu` names, or one of a target such as sm_89 with `memory` bytes.
 
-    Raise InputError if no GPU has this name, or a target is named without its memory.
+    Raise InputError if no GPU has this name, or a target is named without memory.
     """
     key = re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
     if target := re.fullmatch(r"sm(\d+)(\d)", key):
@@ -112,7 +112,7 @@ def named(name: str, memory: float | None = None) -> Gpu:
 
 
 def at_hand(device: torch.device) -> Gpu:
-    """Return a device's GPU, with the stated figures of the known GPU whose name is in the device's."""
+    """Return a device's GPU; its rates are known if the device's name contains a name in GPUS."""
     name = torch.cuda.get_device_name(device)
     own = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
@@ -123,7 +123,7 @@ def at_hand(device: torch.device) -> Gpu:
 
 
 def verdict(scheme: str, gpu: Gpu) -> Verdict:
-    """Return whether a GPU runs a scheme (bf16, fp8, int8, nvfp4), and what to use instead."""
+    """Return whether a GPU runs a scheme (bf16, fp8, int8, nvfp4), and if not, what to use instead."""
     own, target = gpu.capability, gpu.target
     if own < OLDEST:
         need = "sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
@@ -151,7 +151,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
 
 
 def launches_of(device: torch.device) -> list[Any]:
-    """Return a GPU's name and the launch configurations of its kernels; of a CPU only `cpu`."""
+    """Return a GPU's name and the launch configurations of its kernels; for a CPU, only `cpu`."""
     if device.type != "cuda":
         return [device.type]
     tuning.user_tables(TUNED)
@@ -160,7 +160,7 @@ def launches_of(device: torch.device) -> list[Any]:
 
 
 def launches_digest(device: torch.device) -> str | None:
-    """Return a hash of a GPU's launch configurations, which change bits; a CPU has none."""
+    """Return a hash of a GPU's launch configurations, which change results' bits; None for a CPU."""
     if device.type != "cuda":
         return None
     launches = json.dumps(launches_of(device), sort_keys=True)
@@ -168,7 +168,7 @@ def launches_digest(device: torch.device) -> str | None:
 
 
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
-    """Refuse a device that cannot run one of the kernels' schemes, before weights are read.
+    """Refuse a GPU whose kernels cannot run all `schemes`, before weights are read.
 
     A CPU runs all, in torch. This also loads the user's tuned launch tables for later launches. Raise
     ResourceError if the GPU is missing or lacks the instructions; the message says what to use.

@@ -1,15 +1,15 @@
-"""Rounds the rows that enter a product as W4A4 does, shows them to observers, or leaves them bf16.
+"""Prepares the rows that enter products for an activation mode, and shows them to observers.
 
-The kernels multiply 8-bit weights with 8-bit rows and NVFP4 weights with bf16 rows. Other activation
-modes are scored like this:
+Kernels multiply 8-bit weights with rows that they quantize to 8 bits, and NVFP4 weights with bf16 rows.
+Where an activation mode asks for something else, it is done before the kernel runs:
 
-    per_expert, per_layer   NVFP4: rows are rounded under the calibrated global scales, each expert's
-                            own or the widest of the layer (`fused_dequant.simulated`). With FP4 units
-                            per_layer needs nothing: weights are packed so that the kernels round rows
-    none                    FP8 and INT8: weights are dequantized to bf16 layer by layer, in every pass
-    fp8                     nothing: NVFP4 weights are packed so that the kernels quantize their rows
+    per_expert, per_layer   Rows for NVFP4 weights are rounded under calibrated global scales: each
+                            expert's, or that of the widest range in the layer. With FP4 units, weights
+                            are packed so that the kernels round for per_layer
+    none                    FP8 and INT8 weights are dequantized to bf16, layer by layer, in every pass
+    fp8                     NVFP4 weights are packed so that kernels quantize rows; nothing is done here
 
-Linears that share an input have one scale: the widest of a checkpoint's, as where a server fuses them.
+Linears that share an input have one scale, that of the widest range among theirs, as servers choose it.
 """
 
 from collections.abc import Generator, Sequence
@@ -41,9 +41,10 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 
 
 class Inputs:
-    """Rounds the inputs of products under their layer's `scales`; None rounds nothing.
+    """Rounds the inputs of products by their layer's `scales`, and shows them to observers.
 
-    `config` is transformers' of the text stack. With `bf16` no row is quantized to 8 bits.
+    With `scales` None nothing is rounded; with `bf16` no input is quantized to 8 bits. `config` is
+    transformers' configuration of the text stack.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -61,10 +62,10 @@ class Inputs:
 
     @contextmanager
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
-        """Show rows, before they are rounded, to `observers` while the block runs.
+        """Show rows, before they are rounded, to `observers` inside a `with` block.
 
-        An observer of an object with `launches_alone` only launches work, and keeps its tensors in
-        place: a graph may hold it.
+        A CUDA graph may hold the work of observers if all are methods of objects with `launches_alone`.
+        Such objects only launch work, and their tensors stay in place.
         """
         self._observers = tuple(observers)
         owners = [getattr(see, "__self__", None) for see in observers]
@@ -77,7 +78,10 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return x bf16 [M, K] and its weights `rows` as the product `kind`, of DENSE, reads them."""
+        """Return x bf16 [M, K], rounded, and its weights `rows` for the product `kind`, a key of DENSE.
+
+        Observers are shown x unrounded. Raise InputError if they watch weights that are not BF16.
+        """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
         for linear in DENSE[kind]:
@@ -94,7 +98,7 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return what experts `ids` [M, topk] add to each row of x bf16 [M, H]: [M, topk, H]."""
+        """Return what each row of x bf16 [M, H] gets from its experts `ids` [M, topk]: [M, topk, H]."""
         chosen = ids.long() if self._observers else ids  # once: observers know its memory again
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]
@@ -132,7 +136,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return each layer's global scales of NVFP4 inputs; raise InputError if some experts lack one."""
+    """Return every layer's NVFP4 input scales by product; raise InputError if some experts lack one."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
     found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}

@@ -7,11 +7,11 @@ the same bits of a layer. Keys and values of only one batch and one layer are he
 sampler are not needed.
 
 Between two layers the rows of all batches lie in host memory, or on scratch where memory is too small.
-A GPU gets and returns them a few passes at a time while it computes, and the next layer's weights are
-loaded.
+While a GPU computes, the rows of the passes before and after, and the next layer's weights, are copied.
 
-Only h is stored. `begin` makes layer 0's normed rows x of h; `after_experts` makes those of the others,
-with both branches zero. The loop has x from the same kernels, and h + 0 is h.
+Only h is stored, the rows that layers add to. What a layer's products read, the normed rows x, is made
+again: by `begin` for layer 0, by `after_experts` with both branches zero for others. Denoising makes x
+with the same kernels, and h + 0 is h.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +36,9 @@ from quantize.runtime.fused.weights import load_in_turns
 
 
 class LayerByLayer:
-    """The layers of a BF16 checkpoint, of `experts` experts each, through which a recording goes.
+    """Takes a recording layer by layer through a BF16 checkpoint, computing on `device`.
 
-    They compute on `device`; rows that host memory cannot hold lie in `scratch`.
+    Rows that host memory cannot hold lie in `scratch`. A layer has `experts` experts.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:
@@ -64,8 +64,8 @@ class LayerByLayer:
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
         """Yield each layer's index, from 0 to `until`, once all passes have gone through the layer.
 
-        `observers` returns, by index, who is shown a layer's Linears' inputs. Raise ResourceError if
-        rows fit neither host memory nor scratch.
+        `observers(index)` returns the observers that are shown the inputs of Linears in that layer.
+        Raise ResourceError if rows fit neither host memory nor scratch.
         """
         pieces = pieces_of(self._recording, self._hidden)
         sources = recorded_rows(self._recording, self._hidden)

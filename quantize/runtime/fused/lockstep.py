@@ -3,10 +3,10 @@
     batch 0   denoises until it needs a pass ---.            .--- goes on with what came out
     batch 1   denoises until it needs a pass ---+-- layers --+--- goes on with what came out
 
-Each batch has a thread and slots of its own, and one thread works at a time: a batch that needs a pass
-hands it over and waits, and when all of them have, their passes go through the layers together. Each
-pass keeps its own launches, so a sample is bit for bit what it is alone. The slots of a batch that has
-ended go to the next one.
+Each batch has a thread and slots of its own, and one thread works at a time. A batch that needs a pass
+hands it over and waits. Once all batches wait, their passes go through the layers together. Each pass
+keeps its own launches, so a sample is bit for bit what it is alone. The slots of a batch that has ended
+go to the next one.
 """
 
 import threading
@@ -28,18 +28,18 @@ T = TypeVar("T")
 
 
 class LaneEngine(BatchEngine, Protocol):
-    """The engine whose slots are cut into lanes."""
+    """An engine whose slots are cut into lanes, one for each batch that runs beside others."""
 
     model: FusedModel
     lanes: int
 
     @property
     def passes_from(self) -> Callable[..., DrawingPasses]:
-        """A function that encodes prompts as `passes` does, in the slots of the lane it is given."""
+        """A function of (lane, run, prompts, images) that makes passes in the slots of `lane`."""
 
 
 def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-    """Return what each of `works` returns; as many run side by side as the engine has lanes."""
+    """Call every function of `works` with a `Lane`, one at a time in each lane; return the results."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
@@ -79,9 +79,9 @@ class _Ended(Generic[T]):
 
 
 class Lane(Generic[T]):
-    """The `BatchEngine` that one work gets: `capacity` slots of an engine. A thread does the work.
+    """The `BatchEngine` with which a function `work` is called, on a thread of its own.
 
-    `index` is the number of its lane in the engine, `number` that of its work.
+    It uses the `capacity` slots of lane `index`; `number` is the index of `work` among all functions.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Lane(Generic[T]):
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Hand the work the last rows of its pass; return the next pass it needs, or its result."""
+        """Give `work` the rows of its last pass, None at first; return its next pass or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)
@@ -121,7 +121,7 @@ class Lane(Generic[T]):
         return said
 
     def stop(self) -> None:
-        """End the work by an exception in its thread, since its result is no longer wanted."""
+        """End `work` by an exception in its thread, since its result is no longer wanted."""
         self._given.put(_Stopped)
         self._thread.join()
 

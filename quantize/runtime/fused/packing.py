@@ -3,11 +3,11 @@
 Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
 as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
 cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
-disk stays BF16; in the activation mode `fp8` NVFP4 becomes what FP8 products read, in `per_layer` what
-FP4 units read, where there are such. Resident and streamed layers are packed by the same code.
+disk stays BF16. NVFP4 is packed for FP8 products in the activation mode `fp8`, and for FP4 units in
+`per_layer` on a GPU that has them. Resident and streamed layers are packed by the same code.
 
 When a value is first read, it is checked: all must be finite, scales of whole tensors above 0, scales
-of blocks not negative. Input scales of NVFP4 are left out where rows stay bf16.
+of blocks not negative. Input scales are not read here (`inputs.read_scales`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ Keep = Callable[[Weight], Weight]  # called with each product as it is made; ret
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. `norms` has the keys of NORMS; tensors, as router_scale [H], are bf16."""
+    """One layer's weights. All Tensors are bf16, the two scalars [1]; `norms` has the keys of NORMS."""
 
     sliding: bool
     norms: dict[str, Tensor]
@@ -72,9 +72,9 @@ class LayerWeights:
 
     @property
     def entrance(self) -> Entrance:
-        """The input norm, and how the normed input is read: the layer before this one applies both.
+        """The input norm, and how the normed input is quantized; the layer before applies both.
 
-        They are no part of a streamed layer's memory.
+        Both stay on the device when the layer itself is streamed.
         """
         scheme, shared = how_read(self.qkv)
         return self.norms["input"], (scheme, None if shared is None else shared.clone())
@@ -89,11 +89,11 @@ def how_read(rows: Rows) -> Read:
 
 
 class Packer:
-    """Reads modules of a checkpoint, whose layout has been checked, to one device.
+    """Reads modules of a checkpoint to one device; the checkpoint's layout has been checked.
 
     `text` is transformers' configuration of the text stack. With `in_fp8` NVFP4 weights are packed for
-    FP8 products (activation mode `fp8`). With `scales`, each layer's global input scales, one number
-    an input, they are packed for FP4 units.
+    FP8 products (activation mode `fp8`). With `scales`, they are packed for FP4 units: `scales` has
+    each layer's global input scales, one number an input.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Packer:
         self._named: dict[str, list[str]] = {}
 
     def plain(self, name: str) -> Tensor:
-        """Read one tensor as it is on disk."""
+        """Read one tensor as it is on disk; raise InputError if a value is not finite."""
         return self._check(name, self._fetch([name]).tensor(name))
 
     def scheme(self, module: str) -> Scheme | None:
@@ -122,7 +122,10 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Read Linears of one input, whose scale is `shared`, as one matrix if their scales allow."""
+        """Read Linears of one input as one matrix, or apart if schemes or scales cannot be joined.
+
+        `shared` is the input's global scale f32 [1] for FP4 units, None elsewhere.
+        """
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
@@ -136,7 +139,7 @@ class Packer:
         )
 
     def small(self, index: int) -> dict[str, Any]:
-        """Read what a layer has besides products; return it by field of `LayerWeights`."""
+        """Read a layer's norms, router and scalars; return them by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention, router = f"{layer}self_attn.", f"{layer}router."
         return {
@@ -154,7 +157,7 @@ class Packer:
         }
 
     def products(self, index: int, keep: Keep) -> dict[str, Any]:
-        """Read a layer's products; return what `keep` returned for each, by field of `LayerWeights`."""
+        """Read a layer's matrices; return what `keep` makes of each, by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention = f"{layer}self_attn."
         heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]

@@ -14,7 +14,10 @@ Added = tuple[int, int, int]  # slot, first position and number of tokens
 
 @dataclass(frozen=True)
 class PassRows:
-    """Where the rows of one pass stand: B sequences of n rows each. `True` is for sliding layers."""
+    """Where the rows of one pass stand in the cache; a row is one token.
+
+    The rows are those of B sequences, n each. Dicts have True for sliding layers, False for full ones.
+    """
 
     slots: Tensor  # int32 [B]
     positions: Tensor  # int32 [B * n]
@@ -28,7 +31,7 @@ class PassRows:
             own.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
-        """Return a placement of these rows and then the other's, of equally many rows a sequence."""
+        """Return a placement of these rows and then the other's; both have n rows a sequence."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
         return self._with([torch.cat(pair) for pair in pairs])
 
@@ -43,13 +46,13 @@ class PassRows:
         return len(self.positions) // len(self.slots)
 
     def of(self, sequences: slice) -> "PassRows":
-        """Return the placement of some sequences' rows, in the same memory."""
+        """Return the placement of the rows of `sequences`, in the same memory."""
         n = self.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
         return self._with([self.slots[sequences], *(t[rows] for t in self._tensors()[1:])])
 
     def widened(self, soft: "SoftTokens") -> "PassRows":
-        """Return a placement in which each of the soft tokens sees its whole picture."""
+        """Return a placement in which each soft token also sees its whole picture."""
         visible: dict[bool, tuple[Tensor, Tensor]] = {}
         for kind, (first, last) in self.visible.items():
             begin = torch.minimum(first[soft.rows], soft.first)
@@ -85,7 +88,7 @@ class SoftTokens:
 
 @dataclass(eq=False)
 class Pass:
-    """One pass on its way through the layers."""
+    """One pass on its way through the layers, each of which changes `h` and `x`."""
 
     h: Tensor  # bf16 [M, H], the rows that a layer adds to
     x: Activation  # what the next layer's first product reads: h, normed
@@ -102,7 +105,7 @@ class Pass:
 
     @property
     def watched(self) -> bool:
-        """Whether observers are shown its rows."""
+        """Whether observers are shown the rows of this pass."""
         return self.inputs is not None and self.inputs.shown
 
     def of(self, sequences: slice) -> "Pass":

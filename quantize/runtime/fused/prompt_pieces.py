@@ -43,7 +43,8 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
     """Return the soft tokens of the pictures in a piece of a prompt, or None if it has no picture.
 
-    The piece cuts no picture. `seen` are all pictures of the prompt, `embeddings` [tokens, H] theirs.
+    The piece cuts no picture. `seen` has the spans of all pictures in the prompt, `embeddings`
+    [tokens, H] their soft tokens.
     """
     inside = [span for span in seen if piece[0] <= span[0] < piece[1]]
     places = [(at, first, behind - 1) for first, behind in inside for at in range(first, behind)]

@@ -1,8 +1,8 @@
 """Makes random weights of a config's exact shapes on the device, to measure speed and memory.
 
-Linears of K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1. Random
-attention gives all tokens nearly the same output; it enters with a tenth of the other branches' weight,
-or the tokens would become alike layer by layer and meet in a dozen experts.
+Weights of Linears with K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1.
+Random attention gives all tokens nearly the same output. It gets a tenth of the other branches' weight:
+otherwise the tokens would grow alike layer by layer, and a dozen experts would get all of them.
 """
 
 import itertools
@@ -29,11 +29,11 @@ def random_weights(
     in_fp8: bool = False,
     in_fp4: bool = False,
 ) -> TextWeights:
-    """Make the text stack of a BF16 model's config.json; on "meta" tensors have shapes and no values.
+    """Make weights for the text stack of a BF16 model's config.json; on "meta" they have no values.
 
     `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
     "mlp". `in_fp8` and `in_fp4` pack NVFP4 weights for FP8 products or for FP4 units. Raise InputError
-    if one is set and no scheme is NVFP4.
+    if either is set and no scheme is NVFP4.
     """
     if in_fp8 or in_fp4:
         if why := refusal("fp8", schemes.values()):

@@ -10,7 +10,7 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a device reaches."""
+    """How fast a device copies memory, and how fast it multiplies in each precision."""
 
     copy: float  # bytes/s
     bf16: float  # FLOP/s of products
@@ -18,7 +18,7 @@ class Rates:
     fp4: float = 0  # of NVFP4 products (W4A4); 0 where it is not known: then bytes alone bound one
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of a product that reads `nbytes` and computes `flop`."""
+        """Return the least seconds of a product by bytes read, FLOP and the scheme of its weights."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
@@ -54,7 +54,7 @@ def link_rate(device: str) -> float:
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Return the mean seconds that the GPU takes for `work`; a first run is not counted."""
+    """Return the GPU's mean seconds for `repeats` calls of `work`, after one that is not counted."""
     work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

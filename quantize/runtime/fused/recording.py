@@ -1,11 +1,11 @@
-"""Passes of a denoising run on disk: what entered the first layer, batch by batch.
+"""Stores the passes of a denoising run: the rows that entered the first layer, batch by batch.
 
     batch-00008.rows     bf16 [rows, H]: h of every pass, one pass behind the other
-    batch-00008.passes   safetensors: where the rows of each pass stand, and which are real
+    batch-00008.passes   safetensors: slots and positions of each pass' rows, and which are not padding
     recording.json       what the run depended on, and a CRC32 of every file; it is written last
 
-A row takes 5,632 bytes at 26B, a canvas' step 1.44 MB. The normed rows beside them are made again from
-h (`layer_by_layer`), and angles from positions.
+h is the hidden state that layers add to, one row a token. At 26B a row takes 5,632 bytes, and a canvas
+1.44 MB a step. Normed rows are computed again from h (`layer_by_layer`), and angles from positions.
 """
 
 import os
@@ -36,7 +36,7 @@ PIECE = 1 << 24  # bytes of a file that are read at once
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of the cache that the recorded passes need: slots, and positions of each."""
+    """The size of the cache that recorded passes need: `capacity` slots of `max_length` positions."""
 
     capacity: int
     max_length: int
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: its `rows` of the batch's file, and the fields of `passes.Pass`, on the host."""
+    """One pass: its `rows` of the batch's file, and fields of `Pass` and `PassRows`, on the host."""
 
     rows: slice
     decoded: int
@@ -55,7 +55,7 @@ class RecordedPass:
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """How many rows the pass has."""
         return self.rows.stop - self.rows.start
 
     def stands_as(self, other: "RecordedPass") -> bool:
@@ -69,7 +69,7 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """The passes of one batch, in the order in which they were made."""
+    """The passes of one batch, in the order in which they were made; `file` has their `count` rows."""
 
     file: Path
     count: int
@@ -90,7 +90,10 @@ class Recorder:
 
     @contextmanager
     def batch(self, start: int) -> Generator[Callable[[Pass], None]]:
-        """Yield a function that records a pass of the batch from prompt `start`; errors discard all."""
+        """Yield a function that records passes of a batch; `start` is the index of its first prompt.
+
+        If the `with` block raises, the batch is not recorded.
+        """
         path = self.folder / f"batch-{start:05}.rows"
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
             batch = _Batch(file.fileno(), beside)
@@ -103,7 +106,7 @@ class Recorder:
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
-        """Write the index of all processes' batches, from the first process."""
+        """Let the first process write the index of all processes' batches, which ends the recording."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
         if self._processes.rank > 0:

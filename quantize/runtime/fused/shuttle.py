@@ -1,10 +1,10 @@
-"""Rows of recorded passes between the host and the device, beside the device's work.
+"""Carries rows of recorded passes to the device and back to the host, while the device works.
 
     host --thread--> pinned --copy--> slot on the device, worked on --copy--> pinned --thread--> host
 
-A piece is some consecutive passes of one batch. While one is worked on, the next arrives and the last
-one leaves: three slots on the device, two pinned buffers each way. On a CPU the work is done on the
-rows themselves.
+A piece is some consecutive passes of one batch. While one is worked on, the next arrives and the one
+before leaves: there are three slots on the device, and two pinned buffers each way. On a CPU the work
+is done on a copy in host memory.
 """
 
 import os
@@ -31,14 +31,14 @@ SLOTS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive passes of the batch with this index."""
+    """Consecutive passes of one batch, whose index in the recording is `batch`."""
 
     batch: int
     passes: tuple[RecordedPass, ...]
 
     @property
     def rows(self) -> slice:
-        """The rows of these passes in the batch's rows."""
+        """The slice of the batch's rows that these passes cover."""
         return slice(self.passes[0].rows.start, self.passes[-1].rows.stop)
 
     @property
@@ -52,7 +52,7 @@ Rows = Sequence[Tensor]  # bf16 [rows, H] of each batch, on the host
 
 
 def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
-    """Return a recording's passes in order, cut into pieces, for rows of `hidden` numbers."""
+    """Return a recording's passes in order, cut into pieces; a row has `hidden` numbers."""
     most = max(1, PIECE_BYTES // (2 * hidden))
     pieces: list[Piece] = []
     for index, batch in enumerate(recording.batches):
@@ -67,7 +67,7 @@ def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
 
 
 def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
-    """Return the recorded rows [rows, H] of each batch, mapped from their files."""
+    """Return the recorded rows of each batch, bf16 [rows, H], mapped from their files."""
     return [
         torch.from_file(str(batch.file), size=batch.count * hidden, dtype=torch.bfloat16).view(
             batch.count, hidden
@@ -77,7 +77,10 @@ def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
 
 
 def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
-    """Return a tensor [rows, H] a batch, in memory or files of `scratch`, or raise ResourceError."""
+    """Return an empty bf16 tensor [rows, H] for each batch, in `scratch` if memory is short.
+
+    Raise ResourceError if neither has the room.
+    """
     sizes = [batch.count * hidden for batch in recording.batches]
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
@@ -102,7 +105,7 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
 
 
 class Shuttle:
-    """Carries pieces of at most `most` rows of `hidden` bf16 numbers to a device and back."""
+    """Carries `Piece`s of at most `most` rows, each of `hidden` bf16 numbers, to a device and back."""
 
     def __init__(self, most: int, hidden: int, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -113,7 +116,7 @@ class Shuttle:
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
     def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
-        """Call `work` on each piece of `sources`, in order, and write it to `targets` unless None."""
+        """Call `work` on each piece's rows of `sources`, in order; write them to `targets` if given."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
             return

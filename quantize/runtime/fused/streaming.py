@@ -4,8 +4,8 @@
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
 
 Layers arrive on a thread and a stream of their own. A slot is filled again as soon as the device has
-done what was launched while its layer was in use; a layer is taken only when the device knows that it
-has arrived. The order is a circle: the first two streamed layers follow the last, for the next pass,
+done what was launched while its layer was in use. The device computes with a layer only after it has
+arrived. The order is a circle: after the last streamed layer, the first two are sent for the next pass
 while logits are made and read. One pass over the layers is one pass over the streamed bytes.
 
 A slot's memory is fixed, so what streaming takes is known beforehand: two slots, and the bytes of the
@@ -38,9 +38,9 @@ class StreamedLayers:
 
     A streamed layer's tensors are valid until the iteration goes on. One thread iterates.
 
-    `entrances` are each layer's input norm, and how the normed input is read; the layer before applies
-    both. `pack` reads and packs a layer, on a thread of its own: what it raises is raised when the
-    layer is taken. `slot_bytes` is the size of the largest streamed layer, as `kept_bytes` counts.
+    `entrances` has each layer's input norm, and how the normed input is quantized; the preceding layer
+    applies both. `pack` reads and packs a layer, on a thread of its own; its errors are raised again
+    when the iteration comes to the layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class StreamedLayers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the resident layers' products and of the slots."""
+        """Bytes of the resident layers' weights and of the slots."""
         resident = sum(w.bytes for layer in self._resident.values() for w in layer.products)
         return resident + sum(len(slot.memory) for slot in self._slots)
 
     def close(self) -> None:
-        """Wait for the layers on their way and drop them; a later pass sends for layers anew."""
+        """Wait for the layers on their way and drop them; a later pass fetches them again."""
         for coming in self._coming:
             coming.arrival.exception()
         self._coming.clear()
@@ -158,13 +158,13 @@ class _Slot:
 
 
 def kept_bytes(weights: Sequence[Weight]) -> int:
-    """Return the bytes that `weights` take in a slot."""
+    """Return the bytes that a layer's `weights` take in a slot, each tensor aligned."""
     tensors = (tensor for weight in weights for tensor in _tensors(weight).values())
     return sum(rounded_up(tensor.nbytes, ALIGNED) for tensor in tensors)
 
 
 def spread(count: int, chosen: int) -> list[int]:
-    """Return `chosen` of `count` indices, evenly spread: a resident layer hides the next one's copy."""
+    """Return the indices of the `chosen` layers to stream, spread evenly over all `count` layers."""
     return [index * count // chosen for index in range(chosen)]
 
 

@@ -5,17 +5,17 @@ canvas behind them, and writes the canvas' keys and values into the cells that f
 pass overwrites them. What a row sees is a run of positions (`fused_dequant.attention`):
 
     encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
-    decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. the same
+    decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. same end
 
-A picture's soft tokens also see all of their picture, which is still a run.
+A picture's soft tokens also see all of their picture; the positions are still one run.
 
 One pass may do both: canvases that were just committed are encoded while the next ones take a step
 behind them. A layer writes all keys and values before it attends, so the decoder's rows see the
-encoder's as if these had been encoded before. The decoder's rows come first; their number (`decoded`)
-tells which rows are normed at the entrance, and which scalar ends a layer.
+encoder's as if these had been encoded before. The decoder's rows come first, `decoded` of them. They
+alone get self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
 
 The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
-`part` names the parts of a profile. Activations are bf16, rounded where transformers' bf16 model
+`part` names the blocks in profiles. Activations are bf16, rounded where transformers' bf16 model
 rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
 
@@ -88,7 +88,7 @@ class FusedModel:
         routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
         inputs: rounds or shows the rows that enter products; None does neither.
         on_pass: called with every pass before it enters the first layer.
-        on_logits: called with logits [m, V] that are drawn from, 1 / T and step of each row.
+        on_logits: called with (logits [m, V] that tokens are drawn from, each row's 1 / T, its step).
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the threads among which a CPU shares a pass' sequences; None on a GPU.
         encodes_alike: whether a sequence is encoded to the same bits whichever others share its pass.
@@ -133,9 +133,9 @@ class FusedModel:
         lane: int = 0,
         added: Sequence[Added] = (),
     ) -> Pass:
-        """Return the pass by which `encode` encodes, before it enters the first layer.
+        """Return the pass that `encode` runs, before it enters the first layer.
 
-        `soft` holds a picture's embeddings. The other options are the fields of `Pass` of those names.
+        `soft` holds pictures' embeddings. The other options are fields of `Pass`.
         """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
@@ -165,10 +165,10 @@ class FusedModel:
     ) -> Pass:
         """Return a pass of the decoder over canvases [B, L], before it enters the first layer.
 
-        `rows` are where the canvases stand, as `behind` returns it.
-        `signal` bf16 [B * L, H] is the soft embedding of the step before; zeros or None at the first.
-        `committed` holds tokens [C, L], slots and start [C] as `encode` takes them: canvases that were
-        just committed. The same pass encodes them; canvases it decodes may stand behind them.
+        `rows`, made by `behind`, say where the canvases stand. `signal` bf16 [B * L, H] is the soft
+        embedding of the step before; at a first step it is zeros or None. `committed` has (tokens
+        [C, L], slots [C], starts [C]) of canvases that were just committed. This pass encodes them
+        too, and the canvases that it decodes may follow them in the same slots.
         """
         update = None
         if signal is not None:
@@ -193,11 +193,11 @@ class FusedModel:
         return made
 
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Take passes through all layers, each computed by itself; return their last rows.
+        """Take passes through all layers; return each one's normed rows after the last layer.
 
-        They are normalised: bf16 [decoded, H], or all rows of a pass that is `whole`. A streamed layer
-        serves all passes, lane by lane. A lane's encoder passes go first, so canvases see what is
-        encoded beside their step.
+        They are bf16 [decoded, H], or all rows if the pass is `whole`. A streamed layer serves all
+        passes, one lane (a batch with slots of its own) after the other. In a lane the encoder's
+        passes go first, so that canvases see what is encoded in the same call.
         """
         if not passes:
             return []
@@ -241,8 +241,8 @@ class FusedModel:
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
         """Take a pass through one layer.
 
-        Unless it is `whole` or watched, nothing reads the encoder's rows after the last layer's keys
-        and values: they end there.
+        In the last layer nothing reads the encoder's rows once their keys and values are written. So
+        they are dropped there, unless the pass is `whole` or observers watch it.
         """
         self.inputs, self.routed = own.inputs, own.routed
         if self.inputs is not None:
@@ -260,12 +260,12 @@ class FusedModel:
             own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the soft-capped logits bf16 [m, V] of last rows bf16 [m, H], in `out` if given."""
+        """Return the soft-capped logits bf16 [m, V] of rows bf16 [m, H] that `run` returned."""
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def looks(self, coldest: float) -> bool:
-        """Return whether `fused_dequant.look` works on this device at temperatures >= `coldest`."""
+        """Return whether `fused_dequant.look` can run on this device at temperatures >= `coldest`."""
         return LOOKING and looks(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(
@@ -275,9 +275,10 @@ class FusedModel:
         out: Tensor | None = None,
         left: Probabilities | None = None,
     ) -> Tensor:
-        """Return softmax(logits / T) @ embedding, not scaled: bf16 [M, H], in `out` if given.
+        """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
-        `left` are the probabilities that `look` wrote beside these logits, None where it did not run.
+        It is not multiplied by sqrt(H), as embedded tokens are. `left` are the probabilities that
+        `fused_dequant.look` wrote when it made these logits, None where it did not.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):
@@ -390,7 +391,7 @@ class FusedModel:
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> PassRows:
-        """Return where canvases of `length` tokens stand behind `context` int32 [B] positions."""
+        """Return where canvases of `length` tokens stand, each behind `context` int32 [B] positions."""
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
@@ -408,7 +409,7 @@ class FusedModel:
     def placed(
         self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
     ) -> PassRows:
-        """Return where rows stand; the arguments are those of `PassRows`."""
+        """Return a `PassRows` of these arguments, and of the angles computed from the positions."""
         angles = {
             kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
             for kind, f in self.frequencies.items()

@@ -61,7 +61,7 @@ class Layout:
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "Layout":
-        """Return a layout with neighbours in a file joined to runs, each at a multiple of ALIGNED."""
+        """Return a layout: tensors close together in a file form a run, aligned to ALIGNED bytes."""
         runs: list[_Run] = []
         starts: dict[str, int] = {}
         size = 0
@@ -130,7 +130,7 @@ class Transfer:
         weakref.finalize(self, _close, self._files)
 
     def fetch(self, layout: Layout) -> Fetched:
-        """Copy tensors to the device; on a GPU they are complete for later work of the current stream.
+        """Copy tensors to the device; on a GPU, later work of the current stream finds them complete.
 
         Raise ResourceError if a file cannot be read, and InputError if it ends inside a tensor.
         """
@@ -228,7 +228,7 @@ def _registered(owner: object, handle: int, device: torch.device) -> Tensor | No
 
 
 def pinned_until(owner: object, tensor: Tensor, device: torch.device, flags: int = 0) -> bool:
-    """Register a host tensor's memory with the driver until `owner` is gone; return if that worked."""
+    """Let the driver pin a host tensor's memory until `owner` is gone; return whether that worked."""
     if (runtime := _cuda_runtime()) is None:
         return False
     memory = tensor.untyped_storage()

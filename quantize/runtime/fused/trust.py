@@ -1,12 +1,13 @@
 """Tests a GPU's kernels before a model is opened there, once for each GPU and version.
 
-    a kernel that computes wrong   instead
-    of FP4 units (W4A4)            rows are rounded as W4A4 does, and multiplied in bf16 (`inputs`)
-    Hopper's of NVFP4, of W4A8     the plain one, FP8's
-    a plain one                    the GPU is refused
+    the kernel that computes wrong   what is done instead
+    W4A4's on FP4 units              rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
+    Hopper's own for NVFP4           the plain kernel of NVFP4 multiplies
+    W4A8's (the mode `fp8`)          the kernel of FP8 multiplies
+    any other                        the GPU is refused
 
-What was found is remembered in the user's cache folder; a line asks for a report each time a plainer
-kernel is taken.
+What was found is remembered in the user's cache folder. Whenever a plainer kernel is taken, a printed
+line asks for a report.
 """
 
 import hashlib
@@ -41,9 +42,9 @@ ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
     """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
-    `schemes` are `Scheme.kernel`s, for the mode `activations`; a CPU has no kernels. Return
-    whether NVFP4 products with calibrated inputs run on FP4 units. Raise ResourceError if the GPU
-    cannot run a scheme, or computes wrong numbers with its plain kernel.
+    `schemes` are the weights' `Scheme.kernel`s, `activations` the mode of their products. Return
+    whether NVFP4 products with calibrated inputs run on FP4 units, False for a CPU. Raise
+    ResourceError if the GPU cannot run a scheme, or computes wrong numbers with its plain kernel.
     """
     if device.type != "cuda":
         return False
@@ -59,12 +60,12 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
-    """Return whether a mode packs weights on a device in a way that other modes cannot use."""
+    """Return whether the weights that `mode` packs on `device` can serve no other mode."""
     return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
 
 
 def schemes_of(folder: Path) -> set[str]:
-    """Return the `Scheme.kernel`s of a folder's checkpoint, from its config.json alone."""
+    """Return `Scheme.kernel` of every scheme in a folder's checkpoint; only config.json is read."""
     stated = stated_schemes(read_config(folder))
     return {scheme.kernel for scheme in (stated.used if stated else ())}
 
@@ -72,7 +73,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return what else scores depend on, to be noted with them: FP4 units in use, failed kernels."""
+    """Return facts that scores depend on, to store with them: FP4 units in use, failed kernels."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}

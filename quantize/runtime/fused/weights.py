@@ -31,7 +31,7 @@ OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over la
 
 @dataclass(frozen=True)
 class SelfConditioning:
-    """The decoder's feed-forward block over the soft embedding, bf16."""
+    """The decoder's feed-forward block that takes the soft embedding of the step before, in bf16."""
 
     pre_norm: Tensor
     gate_up: Weight
@@ -40,11 +40,11 @@ class SelfConditioning:
 
 @dataclass(frozen=True)
 class TextWeights:
-    """The text stack, on one device."""
+    """The weights of the text stack, on one device; layers that do not fit there are streamed."""
 
     config: Any  # transformers' configuration of the whole model
     embedding: Tensor  # bf16 [V, H], lm_head as well
-    norm: Tensor
+    norm: Tensor  # bf16 [H], behind the last layer
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
     tower: Tower | None = None  # None for random weights, which take no pictures
@@ -58,24 +58,24 @@ class TextWeights:
 
     @property
     def streamed(self) -> bool:
-        """Whether layers come from the files in every pass, which no CUDA graph can hold."""
+        """Whether some layers are read from the files in every pass; then no pass is a CUDA graph."""
         return isinstance(self.layers, StreamedLayers)
 
     @cached_property
     def entrances(self) -> tuple[Entrance, ...]:
-        """Each layer's input norm, and how its input is read."""
+        """Each layer's input norm, and how the normed input is quantized."""
         if isinstance(self.layers, StreamedLayers):
             return self.layers.entrances
         return tuple(layer.entrance for layer in self.layers)
 
     def close(self) -> None:
-        """Wait for streamed layers that are on their way; a later pass sends for them again."""
+        """Wait for streamed layers that are on their way; a later pass fetches them again."""
         if isinstance(self.layers, StreamedLayers):
             self.layers.close()
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of the products' weights and the embedding."""
+        """Bytes that the embedding and the products' weights take on the device."""
         total = self.embedding.numel() * 2
         if isinstance(self.layers, StreamedLayers):
             return total + self.layers.nbytes
@@ -96,8 +96,8 @@ def load_packed(
     Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
     torch references. `resident` layers stay on the device and the others are streamed; None keeps all.
     `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. The device must run the schemes (`trust`). Raise InputError if a tensor is missing,
-    unexpected, misshapen or not finite.
+    progress. The device must run the schemes, which `trust` tests. Raise InputError if a tensor is
+    missing, unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -117,7 +117,7 @@ def load_packed(
 
 
 def load_in_turns(folder: Path, device: str) -> TextWeights:
-    """Load a BF16 text stack of which two layers at a time are on the device, and no vocabulary.
+    """Load a BF16 text stack without its embedding; two layers at a time are on the device.
 
     Errors are those of `load_packed`, but layers are not read beforehand: a value that is not finite
     is an error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
@@ -141,7 +141,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return `base`, all on the device, with `layers` from another checkpoint (see `Packer`)."""
+    """Return a copy of resident `base`, `layers` (indices) replaced by a checkpoint's; see `Packer`."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:
@@ -187,7 +187,7 @@ def _streamed(
 
 
 def in_memory_of_its_own(weight: Weight) -> Weight:
-    """Return a GPU's experts' weights in a memory block of their own, other weights as they are.
+    """Return experts' weights on a GPU in a memory block of their own, and other weights as they are.
 
     On an H200 an FP8 layer's experts took 225 us inside a larger block and 210 us in one of their own.
     """

@@ -5,14 +5,14 @@ An NVFP4 module's activations share one calibrated number, input_global_scale = 
 decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
 loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping.
 
-An engine's `watching` shows every module's inputs. Encoder and decoder share names, as both are one
-backbone in vLLM; an expert sees only the tokens routed to it. An expert with fewer than
-`min_tokens_per_expert` takes the largest amax of its layer, and is listed.
+Observers of an engine (`watching`) see every module's inputs. Encoder and decoder share names, as both
+are one backbone in vLLM; an expert sees only the tokens routed to it. An expert with fewer than
+`min_tokens_per_expert` takes the largest amax of its layer, and coverage.json lists it.
 
 llm-compressor's oneshot, with which the tests compare, lacks this loop: its `basic` pipeline shows the
 decoder one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales,
 no error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
-The scales are the same: FP32 quotients of the same maxima (oneshot divides in BF16 on a GPU).
+From the same maxima both make the same scales, FP32 quotients (on a GPU oneshot divides in BF16).
 
 Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each; maxima are pooled
 exactly, so the files are those of one process.
@@ -113,7 +113,7 @@ def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
 def fall_back(
     scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Give an expert with fewer than `minimum` tokens its layer's smallest scale, of the largest amax.
+    """Give experts with fewer than `minimum` tokens their layer's smallest scale (the largest amax).
 
     `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> tokens of each expert. Return
     all scales, and the names `<layer>.experts.<expert>` of those experts.
@@ -138,7 +138,7 @@ def fall_back(
 
 
 def check_scales(scales: Mapping[str, Tensor]) -> None:
-    """Check that scales are finite and above 0, and the same where a server fuses modules.
+    """Check that scales are finite and above 0, and equal among modules that a server fuses.
 
     Raises:
         QuantizeError: a scale breaks one of these rules; the message names the module.

@@ -17,11 +17,11 @@ class Coverage:
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """Tokens of each expert, by layer (`model.decoder.layers.N.experts`)."""
+        """The tokens that reached each expert; keys are layers (`model.decoder.layers.N.experts`)."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Count the tokens of one module's input (see `Engine.watching`)."""
+        """Count how often each expert occurs in `experts` [N, k], if `name` is a gate_up_proj."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
             each = torch.arange(self._experts, device=experts.device)

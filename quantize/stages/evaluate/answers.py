@@ -1,4 +1,4 @@
-"""Answers of models to an evaluation's tasks: asked for, scored, kept on disk, and counted."""
+"""Asks models for their answers to an evaluation's tasks, and scores, keeps and counts these."""
 
 import shutil
 import time
@@ -41,7 +41,7 @@ DONE = "done.json"
 class Answers:
     """Holds the scores so far, by model and task, and asks models for more answers.
 
-    They are written to `folder`, which is a copy of a finished evaluation, if any, until `finish`.
+    Scores are written to `folder`: the run's evaluation/ or, if that is finished, a copy of it.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
@@ -56,7 +56,7 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Write each task's looks (`done`), move the scores to their place, remove their samples."""
+        """Write `done` (task -> interim looks taken), move scores to evaluation/, remove samples."""
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
         left = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": left, "looks": looks}
@@ -84,7 +84,7 @@ class Answers:
                 )
 
     def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
-        """Return `models`, the one that is loaded first."""
+        """Return `models` with the one that is in memory, if any, moved to the front."""
         return sorted(models, key=lambda model: model.backend is not self._there)
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class Answers:
         self._there = None
 
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
-        """Return a task's scores under this run's conditions, None if missing or not in process 0."""
+        """Return a task's scores under this run's conditions, or None; only process 0 has scores."""
         found = None if self._processes.rank else self._standing(model, task)
         return found if found and found.made_with == made_with(model, task) else None
 
@@ -107,7 +107,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many looks the baseline and a candidate (`judged`) share, and what these show."""
+        """Return how many interim looks both `judged` models reached, and their comparison or None."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -120,10 +120,10 @@ class Answers:
     def ask(
         self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
     ) -> None:
-        """Let models answer each task's first looks, as many as `looks` says; progress shows `title`.
+        """Let models answer what each task's first `looks[task]` interim looks need.
 
-        Answers that exist are not asked again. A task without answers takes all parts at once: so
-        fewer slots wait for the last of a part.
+        Answers that exist are not asked again. A task without any answers is asked all its questions up
+        to that look at once, so that slots need not wait at every look. The progress shows `title`.
         """
         for model in self.there_first(models):
             for task, number in looks.items():
@@ -166,7 +166,7 @@ class Answers:
                 self._whole.append(store)
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
-        """Print what look number `looks` at a task shows, and the most time that the rest takes."""
+        """Print what interim look number `looks` at a task shows, and the most time that is left."""
         outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
         low, high = found.difference_bounds.low, found.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]
@@ -232,7 +232,7 @@ class Rates:
         task: Task,
         look: str,
     ) -> Iterator[Finished]:
-        """Yield the finished samples unchanged; show how many of `samples` are done, and tokens."""
+        """Yield `finished`, and show how many of `samples` are done; `look` is part of the title."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
         title = ", ".join(filter(None, (task.name, look, model.name)))

@@ -1,13 +1,13 @@
 """A baseline that travels: BF16's answers in one file, made on one machine and used on others.
 
 BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack has
-the answers to a run's tasks as gzip of JSON lines, like the store `.bf16/`. Its first line has the
-origin, what each task's answers were made with, and a sha256 over everything. An answer is known by the
-hash of its request; private tasks keep the extracted answer alone, and no pack has a question.
+the answers to a run's tasks as JSON lines, like the store `.bf16/`, in gzip. The file's first line has
+the origin, what each task's answers were made with, and a sha256 over everything. An answer is found by
+the hash of its request. Of a private task only extracted answers are kept; no pack has a question.
 
-Answers are used where everything that they depend on is equal but for MAY_DIFFER: what changes the
-order of sums and so the last bits, what only reads files, and how much was planned. A pack is trusted
-as its giver is: the sha256 finds damage, not forgery.
+A run uses an answer only if all that the answer depends on is equal, except MAY_DIFFER: what only
+changes the order of sums, packages that only read files, and how much was planned. A pack is trusted as
+its giver is: the sha256 finds damage, not forgery.
 """
 
 import gzip
@@ -60,7 +60,7 @@ class _Answer(BaseModel):
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack's content: by task what its answers were made with, and answers by their request's key."""
+    """A pack's content: `made_with`, task -> conditions; `answers`, task -> request's key -> answer."""
 
     path: Path
     sha256: str
@@ -113,7 +113,7 @@ def key_of(made_with: Mapping[str, Any]) -> str:
 
 
 def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
-    """Return where runs share a local BF16's samples of a task."""
+    """Return the file of a local BF16 model's samples of a task, which the runs in one folder share."""
     return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
 
 
@@ -121,10 +121,10 @@ def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
 def held(
     path: Path, made_with: Mapping[str, Any], share: Share | None = None
 ) -> Generator[SampleStore]:
-    """Hold a store of samples while the block runs.
+    """Lock and yield the store of samples at `path` while the block runs.
 
     Raises:
-        InputError: the store was changed. ResourceError: another process holds it.
+        InputError: the store or the block raises ValueError. ResourceError: another process holds it.
     """
     with locked(path.with_name(f".{path.stem}.lock"), str(path)):
         try:
@@ -142,7 +142,7 @@ def export_pack(run: RunDir, out: Path) -> Pack:
     """Write BF16's answers of a run's tasks, and what they were made with, to `out`.
 
     Raises:
-        InputError: the run has no scores, or BF16's answers are not this machine's.
+        InputError: the run has no scores, or the answers were served, imported or removed.
     """
     tasks: dict[str, Any] = {}
     lines: list[str] = []

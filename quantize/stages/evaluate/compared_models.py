@@ -25,7 +25,7 @@ from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
 
 
 class Backend(Protocol):
-    """A model that answers batches, and what its samples depend on."""
+    """A model that answers batches of requests; `made_with` says what its samples depend on."""
 
     sampler_settings: dict[str, Any]
     made_with: dict[str, Any]  # everything besides their requests that its samples depend on
@@ -43,11 +43,11 @@ class Backend(Protocol):
 class ServedModel:
     """A model behind servers; requests go to whichever is free, `in_flight` to each at once.
 
-    `digest` is the fingerprint of the checkpoint that they should serve, `revision` the user's name of
-    what servers without a fingerprint serve.
+    `digest` is the fingerprint of the checkpoint that they should serve. `revision` is the user's name
+    for the weights, where servers report no fingerprint.
 
     Raises:
-        InputError: a server has other weights than `digest` or differs from the first, or neither the
+        InputError: a server has other weights than `digest` or than the first server, or neither the
             server nor `revision` says which weights it serves.
     """
 
@@ -94,7 +94,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One model that is scored: its scores' folder name, the backend that answers, its noise's seed."""
+    """One model that is scored: its scores' folder, the backend that answers, its noise's seed."""
 
     name: str
     backend: Backend
@@ -111,7 +111,7 @@ def candidates(
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The models that are asked for, and where they run."""
+    """Which models an evaluation scores beside baseline and candidate, and where all of them run."""
 
     modes: Sequence[ActivationMode] = ()  # activation modes to score besides the recipe's
     noise_floor: bool = False  # whether BF16 is scored once more, with another seed
@@ -130,7 +130,7 @@ class ModelOptions:
         """Check that the options go together, before anything is read.
 
         Raises:
-            InputError: one of two options is missing, or two exclude each other.
+            InputError: an option is given without another that it needs, or with one that excludes it.
         """
         if bool(self.servers) != bool(self.base_servers):
             raise InputError("--server and --base-server go together: both models are served alike")

@@ -1,18 +1,18 @@
 """Scores baseline and candidate alike (harness, prompts, seeds, sampler) until a verdict is certain.
 
 Tasks come one after the other, the cheapest first. Each is asked in at most five parts, and after each
-part the two are compared (`recovery.sequential`): a task that passes is asked no further, a run that
-fails ends. What was planned is a condition of every score, noted before the first answer. Ungated
-models answer the same questions.
+part the two are compared (`recovery.sequential`). A task that passes is asked no further, and a run
+that has failed ends. What is planned is fixed before the first answer and noted with every score.
+Models that the gate does not judge answer the same questions.
 
-A part is done when a model's rows have its answers and its conditions file names the model and the
-settings of this run. A finished evaluation stays as it is until what is scored beside it is whole, and
-scores that other conditions replace are kept in evaluation-earlier/. The baseline's scores do not
-depend on the recipe, so runs share its samples in `.bf16/` beside the runs. One model is loaded at a
-time; the one that is loaded goes first.
+A model skips a part whose answers it has already given under this run's conditions. New scores go to a
+copy of a finished evaluation; once complete, the copy replaces it. Scores made under other conditions
+move to evaluation-earlier/. The baseline's scores do not depend on the recipe, so runs share its
+samples in `.bf16/` beside the runs. One model is in memory at a time, and answers a whole part before
+another is loaded.
 
-Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each, with the
-scores of one process (recovery.samples.Share). The first process writes them, and decides for all.
+Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each; the scores
+are those of one process (recovery.samples.Share). The first process writes and compares them.
 """
 
 from collections.abc import Sequence

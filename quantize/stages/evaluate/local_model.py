@@ -34,9 +34,9 @@ class Answerer:
     """The checkpoint in `folder`, with the fingerprint `digest`, as a `Backend`.
 
     `place` says where it runs and how activations are rounded; its `max_context` counts the positions
-    of the longest prompt and answer, where that is known. `capacity` is the most samples of a pass,
-    None for `recipe.AT_ONCE`; streamed weights serve several passes in lockstep. `announce` is called
-    with numbers of samples and tokens made before their batch is finished.
+    of the longest prompt and answer, where that is known. `capacity` is the most samples of a pass;
+    None stands for AT_ONCE (16). Where weights are streamed, each layer serves several passes. While a
+    batch runs, `announce` is called with the numbers of samples and tokens made since its last call.
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -84,14 +84,14 @@ class Answerer:
 
     @property
     def capacity(self) -> int:
-        """Samples of a pass: fewer than asked for where they do not fit."""
+        """The most samples of a pass: as many as were asked for, or fewer if those do not fit."""
         return self._place.capacity
 
     def engine(self, context: int) -> Engine:
         """Return the engine, loaded when it is first needed, with room for `context` positions.
 
         Raises:
-            ResourceError: so long a context leaves room for fewer samples at once than was planned.
+            ResourceError: with so long a context fewer samples fit at once than were planned.
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()
@@ -147,9 +147,9 @@ class Answerer:
         The first requests are recorded, as many as are denoised together.
 
         Returns:
-            `vocabulary`, id -> text of every token that occurs; `samples`, one entry a request: its
-            prompt, the text it ended with, and its steps, each with the canvas' index, the most
-            probable `ids` at every position ("7 105 9") and which of them were `accepted` ("101").
+            `vocabulary`, id -> text of every token that occurs, and `samples`: the prompt, final text
+            and steps of each request. A step has its canvas' index, the most probable `ids` at every
+            position ("7 105 9"), and which of them were `accepted` ("101").
         """
         requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
@@ -179,8 +179,8 @@ class Answerer:
 class ExportedAnswerer:
     """A GGUF file in llama.cpp, with the prompts, noise and sampler of the baseline `base`.
 
-    `folder` is the checkpoint with the fingerprint `digest` that `quantize export` made `file` from,
-    `program` llama.cpp's `llama-diffusion-gemma-server`.
+    `quantize export` made `file` from the checkpoint in `folder`, whose fingerprint is `digest`.
+    `program` is llama.cpp's `llama-diffusion-gemma-server`.
 
     Raises:
         InputError: the file was made from another checkpoint, or there is no such program.
@@ -221,7 +221,7 @@ class ExportedAnswerer:
             yield request, _completion(self.tokenizer, sample)
 
     def release(self) -> None:
-        """End the process until it is asked again."""
+        """End llama.cpp's process; the next requests start another."""
         if self._running is not None:
             self._running.close()
         self._running = None

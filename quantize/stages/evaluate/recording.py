@@ -1,8 +1,8 @@
 """Writes questions, and canvases of answers that differ, for the report's table and viewer.
 
 Both models answer a question once more to show its canvases, from the seed of the answer that was
-scored. On a CPU that is another batch, whose sums may round to another answer: each recording holds the
-answer that it ended with, and the report says whether that was scored. A private task leaves nothing.
+scored. Recorded prompts are padded, so sums may round to another answer: each recording holds its own
+answer, and the report says whether it is the one that was scored. A private task leaves nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record how `models` denoised a public task's differing answers; where none differ, an equal one.
+    """Record how `models` denoised a public task's answers that differ, or one answer if none differs.
 
     `folder` has the scores of both models, `requests` each question's request.
     """
@@ -62,7 +62,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return BF16's answers to record: RECORDED that differ, both wrong last; else its first one."""
+    """Return up to RECORDED of BF16's differing answers, changed scores first, or an equal answer."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -45,7 +45,7 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
     """Load every data set before any model; return the tasks, the cheapest first.
 
     Raises:
-        InputError: a task's own file cannot be read, or a task has one question alone.
+        InputError: a task's own file cannot be read, or a task has only one question.
         ResourceError: a data set cannot be read.
     """
     found: list[Task] = []
@@ -88,7 +88,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
 
 
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
-    """Return what a task's samples depend on; `backend` has what those of every task depend on."""
+    """Return what a task's samples depend on: the conditions of its `backend`, and the task's own."""
     found = dict(backend) | {
         "task": task.name,
         "data": sha256_of(task.data)[:16] if task.data else None,

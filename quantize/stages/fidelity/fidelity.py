@@ -1,30 +1,30 @@
 """Measures how far the quantized model is from BF16 on the same denoising steps.
 
-It replays recorded BF16 trajectories, teacher-forced: at every step both models read the canvas BF16
-read, behind the tokens BF16 committed, with the self-conditioning logits BF16 computed; each encodes
-the prefix itself. So a step's distance has no sampling noise and no errors of earlier steps.
+It replays recorded BF16 trajectories, teacher-forced: at every step both models get BF16's canvas,
+BF16's committed tokens and BF16's self-conditioning logits. Each model encodes the committed tokens
+itself. So a step's distance has no sampling noise and no errors of earlier steps.
 
-    KL      sum_v p log(p / q), nats per canvas position; p BF16, q quantized, both of the
-            temperature-divided logits the sampler draws from
+    KL      sum_v p log(p / q), nats per canvas position; p is BF16's distribution and q the quantized
+            model's, both from the temperature-divided logits that the sampler draws from
     top-1   share of positions with equal argmax
     Jaccard |A and B| / |A or B| of the positions the entropy bound accepts
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
     routing share of the top-k experts that both routers choose, by layer
 
-Every quantized Linear is also compared alone, on the inputs that BF16 gives it, and every router's
-tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell sound from damaged:
-on the bundled model sound NVFP4 keeps 0.90 of the experts in its worst layer (0.93 with BF16
-activations), two experts swapped leave 0.92, and two rows of a router swapped 0.90.
+Every quantized Linear is also compared by itself, on the inputs that BF16 gives it, and every router's
+tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell sound models from
+damaged ones. In the bundled model's worst layer, routing's share is 0.90 for sound NVFP4 (0.93 with
+BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a router swapped.
 
 A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
-BF16 runs first and alone, and what it found stays on the host (`reference_cache`): the models need not
-fit together. Modes that share weights are replayed side by side; `fp8` has its own and is alone.
+BF16 runs first and alone, and its results stay on the host (`reference_cache`), so the models need not
+fit a GPU together. Modes that share weights are replayed side by side, `fp8` by itself.
 
-Intervals: percentile bootstrap over trajectories (positions and steps of one sample are not
-independent), fixed seed. A mean KL above the recipe's `gate.max_kl_nats` of its mode, or a Linear that
-is not what BF16's rounded would be, is a fault, and ends a run before anything is scored.
+Intervals are percentile bootstraps over trajectories, as positions and steps of one sample are not
+independent; their seed is fixed. Two faults end a run before anything is scored: a mean KL above the
+recipe's `gate.max_kl_nats` of its mode, and a Linear whose weights cannot be BF16's after rounding.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,10 +83,11 @@ def fidelity(
 
     The folder `calibration` has recorded trajectories; where there is none, they are recorded anew.
     The modes replayed are `none`, that of serving (`activations`), those of `limits` and of `more`.
-    `limits`, mode -> largest mean KL in nats, are judged. Batches of REPLAYED shrink to fit memory.
+    `limits` is mode -> largest mean KL allowed, in nats. Batches have REPLAYED trajectories, or fewer
+    where memory is short.
 
     Raises:
-        InputError: a mode means nothing to the checkpoint.
+        InputError: the checkpoint cannot run in one of the modes.
     """
     named: tuple[ActivationMode, ...] = ("none", activations, *limits, *more)
     modes = list(dict.fromkeys(named))
@@ -181,7 +182,7 @@ def _compared(
 def held_out_trajectories(
     source: Path, calibration: Path, place: Placement, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
-    """Load the recorded trajectories that calibration did not observe, or record fresh ones."""
+    """Return trajectories that calibration did not observe, recorded or made anew, and the sampler."""
     if calibration.is_dir():
         trajectories, sampler = load_trajectories(calibration)
         return [item for item in trajectories if item.held_out], sampler

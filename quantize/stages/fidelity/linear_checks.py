@@ -1,16 +1,16 @@
-"""Checks every quantized Linear and input range alone, on what really flows into it.
+"""Checks each quantized Linear and each input range by itself, on the inputs that BF16 gives it.
 
 The logits of a replay average over all experts and layers; one expert in another's place moves them
-less than rounding does. Here BF16 denoises held-out trajectories and each of its inputs x also meets
-the quantized weight W' of that Linear:
+less than rounding does. Here BF16 denoises held-out trajectories, and each Linear's input x is also
+multiplied by its quantized weight W':
 
-    error    |x W^T - x W'^T| / |x W^T| over all tokens of a first canvas that reached it
+    error    |x W^T - x W'^T| / |x W^T| over those tokens of the first canvas that reached the Linear
     range    largest |x| in prompts and canvas, over the calibrated range 6 * 448 / input_global_scale
     clipped  share of the values beyond that range
 
-Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8),
-another expert's weights one of about 1.4. A range is at fault only beyond a factor of 8 in either
-direction, since held-out activations are not those that calibration saw, and an expert that few tokens
+Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8). The
+weights of another expert have an error of about 1.4. A range is at fault only if it is off by more than
+a factor of 8: held-out activations are not those that calibration saw, and an expert that few tokens
 reached has its layer's range.
 
 The router's tensors, which stay BF16, are compared as well: equal ones choose equal experts.
@@ -70,19 +70,20 @@ def check_linears(
 
 
 class Errors:
-    """Compares the products of BF16 and quantized weights with the same inputs, on their device."""
+    """Finds how far quantized weights take each Linear's products from BF16's, on BF16's inputs."""
 
     def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
         self.source, self.artifact = source, artifact
         self.schemes = schemes_by_module(artifact.config)
         self._found: dict[str, Tensor] = {}
-        cores = len(
-            os.sched_getaffinity(0)
-        )  # all of them read: the 26B model has 11,520 experts' Linears
+        cores = len(os.sched_getaffinity(0))  # all read: the 26B model has 11,520 experts' Linears
         self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note the errors of Linears on one input (see `Engine.watching`)."""
+        """Note the errors of the Linears that read `name`'s input `rows` [N, in].
+
+        `experts` [N, k] has the indices of each row's experts, None where no expert reads the rows.
+        """
         x = rows.flatten(0, -2)
         if experts is None:
             self._compare(name, x, self.source.read(f"{name}.weight"))
@@ -114,7 +115,7 @@ class Errors:
         return dict(zip(names, errors, strict=True))
 
     def summary(self) -> dict[str, float]:
-        """Return the largest error by Linear, for a layer's experts by kind of projection."""
+        """Return each Linear's error; of a layer's experts only the largest for each projection."""
         largest: dict[str, float] = {}
         for module, error in self.found.items():
             name = EXPERT.sub(r"\1.\3_proj", module)
@@ -132,7 +133,7 @@ class Errors:
 
 
 class InputRanges:
-    """Compares the inputs of each calibrated Linear with the range its input scale stands for."""
+    """Compares each calibrated Linear's inputs with its range, 6 * 448 / input_global_scale."""
 
     def __init__(self, artifact: Checkpoint) -> None:
         scales = read_input_schemes(artifact).items()
@@ -144,7 +145,7 @@ class InputRanges:
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note how far one input reaches, and what is clipped (see `Engine.watching`)."""
+        """Note the largest |x| and values out of range in `rows` [N, in]; row n goes to experts[n]."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))
@@ -170,7 +171,7 @@ class InputRanges:
             clipped.index_add_(0, own, beyond.sum(-1).double())
 
     def faults(self) -> list[str]:
-        """Return one sentence for every range that clips too much or is far from the inputs'."""
+        """Return one sentence for every range that clips too much, or is far from the largest |x|."""
         seen = {
             module: values
             for modules, found in self._found.items()

@@ -1,8 +1,8 @@
 """Keeps on the host what a model decoded along trajectories, so that its weights can leave the GPU.
 
-A canvas' step leaves the rows that logits are made of, 1.4 MB for the 26B model, and the chosen
-experts, 0.25 MB; the model leaves its vocabulary. `Remembered` stands for the model in a replay, with
-the same logits, bit for bit.
+It keeps the last hidden states of each step of a canvas (1.4 MB for the 26B model) and the chosen
+experts (0.25 MB), and for all steps one lm_head, which makes logits of such states. `Remembered` then
+takes the model's place in a replay, with the same logits, bit for bit.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from quantize.runtime.images import Images
 
 @dataclass
 class Noted:
-    """`Passes` of one batch that return the steps noted before, each once and in order."""
+    """`Passes` of one batch that give back the results in `noted`, one a step, and compute nothing."""
 
     device: torch.device
     canvas_length: int
@@ -30,7 +30,7 @@ class Noted:
         """Do nothing: the results of the next steps are noted already."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Return the next step."""
+        """Return the next of the noted steps."""
         return self.noted.popleft().to(self.device)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Noted:
 
 
 class Remembered:
-    """Stands for a model in replays of the batches that were noted, one replay after the other."""
+    """Takes a model's place in replays; gives back `batches` in turn, and begins again at the end."""
 
     def __init__(self, batches: Sequence[Noted]) -> None:
         self._batches = cycle(batches)

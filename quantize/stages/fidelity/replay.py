@@ -22,7 +22,7 @@ from quantize.stages.fidelity.reference_cache import Noted, Remembered
 
 @dataclass(frozen=True)
 class StepDistance:
-    """Distance at one step of one trajectory; tensors are [L], one value a position."""
+    """Distance at one step of one trajectory; `kl`, `agrees` and `entropy` are [L], by position."""
 
     trajectory: int  # index into the replayed trajectories
     canvas: int  # index of the canvas, from 0
@@ -55,8 +55,8 @@ def replay(
     """Replay `trajectories` of `reference` through other models.
 
     The reference, the BF16 model that made them, runs once for all models; it may be what `remember`
-    returned for the same trajectories and batches. A batch is at most the engines' capacity. Processes
-    share the batches as one process makes them; all return all distances.
+    returned for the same trajectories and batches. `batch_size` may not exceed the engines' capacity.
+    The `processes` share the batches, and each returns all distances.
 
     Returns:
         For each of `compared` its distances in the order of trajectory, canvas and step.
@@ -82,7 +82,7 @@ def remember(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> Remembered:
-    """Run the reference alone; return what stands for it when the same trajectories are replayed."""
+    """Run the reference alone; return what it computed, for `replay` to take in its place."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
         found: list[Noted] = []

@@ -1,9 +1,9 @@
 """Estimates what every stage of a run takes on a GPU: seconds, memory, bytes that are streamed, disk.
 
-    seconds = passes x floor x factor,  or  STREAMED x bytes over the link / its rate, if that is more
+    seconds = the larger of  passes x floor x factor  and  STREAMED x streamed bytes / rate of the link
 
-The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`); the factors,
-seconds over the floor, were measured on one H200 at the 26B shape, and are taken to hold elsewhere.
+The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`). The factors
+over it, and STREAMED, were measured on one H200 at the 26B shape, and are taken to hold elsewhere.
 Calibrating counts all steps of each canvas, so its time is an upper bound. Evaluation is a range: from
 answers of typical length that end when the verdict is certain, to all answers at their limits.
 """
@@ -106,7 +106,7 @@ def planned(
     targets: Sequence[Target],
     machine: Machine,
 ) -> list[Row]:
-    """Return a row for each stage; `config` and `tensors` are BF16's, `targets` the plan of them."""
+    """Return a row for each stage; `config` and `tensors` are BF16's, `targets` is their plan."""
     stages = _Stages(recipe, config, targets, machine)
     return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
 
@@ -237,7 +237,7 @@ class _Stages:
 
 
 def least_of(error: ResourceError) -> str:
-    """Return the least memory that a stage needs, from the message that says so."""
+    """Return a stage's least memory, as text, from the message of the error that states it."""
     return str(error).partition(" needs ")[2].partition(";")[0]
 
 
@@ -248,7 +248,7 @@ def calibration_steps(recipe: Recipe) -> int:
 
 
 def tokens_by_task(recipe: Recipe) -> dict[str, int]:
-    """Return task -> most tokens of a model's planned answers, for the tasks of `known_sizes`."""
+    """Return task -> most tokens of a model's planned answers, where the data set's size is known."""
     settings = recipe.evaluation
     return {
         task: questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return an H200's seconds of evaluation, if answers have typical length and a verdict ends it."""
+    """Return evaluation's seconds on an H200 for answers of typical length and an early verdict."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return module class -> its kernels' scheme, "bf16" if unquantized; `units` are as in `floor`."""
+    """Return module class -> its kernels' scheme or "bf16"; with `units`, NVFP4 runs on FP4 units."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
@@ -50,10 +50,10 @@ def floor(
     bf16: bool = False,
     units: bool = False,
 ) -> dict[str, float]:
-    """Return the least seconds of one denoising step by part, every expert hit, from stated rates.
+    """Return part of the model -> least seconds of one denoising step in which every expert is used.
 
-    `batch` canvases have `context` positions before each. With `bf16` the BF16 model takes the step;
-    with `units` FP4 units multiply NVFP4 whose inputs are calibrated.
+    The seconds follow from the GPU's stated `rates`. Each of `batch` canvases has `context` positions
+    before it. `bf16`: all weights are BF16. `units`: FP4 units multiply NVFP4 with calibrated inputs.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]

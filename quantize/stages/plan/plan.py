@@ -28,7 +28,7 @@ from quantize.runs.folder import RunDir
 
 
 def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
-    """Write recipe.yaml, and targets.csv: a row a source tensor, what becomes of it, why, its bytes."""
+    """Write recipe.yaml, and targets.csv: what becomes of each source tensor, why, and its bytes."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     heads = ("class", "scheme", "reason_kept", "shape", "modules", "bytes", "bytes_after")
@@ -44,10 +44,10 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config and tensors of a checkpoint, a config.json, or a known model without weights.
+    """Return config and tensors of a checkpoint, a config.json, or a model whose config we package.
 
     Raises:
-        InputError, ResourceError: as `resolve` and `Checkpoint.open`.
+        InputError, ResourceError: the model cannot be found, or its checkpoint cannot be read.
     """
     if model and revision is None and not Path(model).is_dir():
         is_file = model.endswith(".json")
@@ -67,7 +67,7 @@ def tensors_from_config(config: dict[str, Any]) -> dict[str, TensorInfo]:
 
 
 def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
-    """Return what every shipped recipe would do to these tensors, by its name."""
+    """Return the plan of every shipped recipe for these tensors: the recipe's name -> its targets."""
     return {
         name: plan_targets(tensors, load_recipe(name).quantization) for name in shipped_recipes()
     }
@@ -85,7 +85,7 @@ def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]
 
 
 def plan_table(targets: list[Target], title: str) -> Table:
-    """Return the plan as a table for the terminal: a row a class, scheme and reason, largest first."""
+    """Return the plan as a table; targets of equal class, scheme and reason share a row."""
     groups: dict[tuple[str, str, str], list[Target]] = {}
     for target in targets:
         key = target.module_class, str(target.scheme or "BF16"), target.reason

@@ -86,7 +86,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return a table that splits an evaluation's `seconds` over tasks by the most tokens of each."""
+    """Return a table of tasks; each gets a share of `seconds` (least, most) by its most tokens."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)
@@ -134,7 +134,7 @@ def ending(found: Sequence[Row]) -> list[str]:
 def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
-    """Return a table of every shipped recipe's size and time for `tensors`; its caption recommends."""
+    """Return a table of each shipped recipe's size and time; its caption says which one to take."""
     numbers = ("size", "of BF16")
     table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
     able: dict[str, str] = {}

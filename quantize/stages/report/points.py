@@ -21,7 +21,7 @@ def judged_points(
     verdict: Verdict,
     speeds: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """Return the operating points, the fastest first, each with whether it may be used."""
+    """Return what is known of each operating point, and whether it passes; the fastest comes first."""
     asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
     whole = {
         name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
@@ -52,7 +52,7 @@ def judged_points(
 
 
 def measured_speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
-    """Return evaluation/speeds.json, device and tokens/s by model; None unless it has all `models`."""
+    """Return evaluation/speeds.json (device, tokens/s by model); None if it lacks one of `models`."""
     path = run.evaluation / "speeds.json"
     found = read_json(path, "device", "tokens_a_second") if path.exists() else None
     return found if found and found["tokens_a_second"].keys() >= set(models) else None
@@ -64,8 +64,8 @@ def settings_served(
     """Compare the settings that a checkpoint states with those that were judged.
 
     Returns:
-        The name of the operating point that the checkpoint states, None for the model's own settings;
-        and a fault, None unless it states neither these nor those of a point that passes.
+        (name, fault). `name` is that of the passing operating point with these settings, or None.
+        `fault` says that neither such a point nor the candidate was judged under them, or is None.
     """
     path = checkpoint / GENERATION
     stated = read_json(path) if path.is_file() else {}

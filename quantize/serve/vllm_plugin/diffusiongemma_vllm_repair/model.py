@@ -1,6 +1,6 @@
 """vLLM's DiffusionGemma with the commit pass repaired.
 
-vLLM 0.24 to 0.33, `prepare_inputs` of the model's state: every row with logits goes through
+In vLLM 0.24 to 0.33, `prepare_inputs` of the model's state sends every row with logits through
 
     embeddings = post_norm(embeddings + mlp(pre_norm(signal)))        (`_apply_self_conditioning`)
 
@@ -54,7 +54,7 @@ if (_found := sources()) not in KNOWN:
 
 
 class RepairedModelState(theirs.DiffusionGemmaModelState):
-    """vLLM's state of a batch, whose committing rows keep plain embeddings."""
+    """vLLM's state of a batch, repaired: rows that commit a canvas enter with plain embeddings."""
 
     def _apply_self_conditioning(
         self, slots: Any, rows: Any, starts: Any, embeddings: torch.Tensor, signals: torch.Tensor
