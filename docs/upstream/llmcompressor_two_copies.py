@@ -1,10 +1,10 @@
-"""llm-compressor quantizes DiffusionGemma's tied encoder and decoder apart, and saves both.
+"""llm-compressor quantizes DiffusionGemma's tied encoder and decoder separately, and saves both.
 
     pip install -e . && python docs/upstream/llmcompressor_two_copies.py
 
-transformers ties the encoder's text layers to the decoder's: one tensor in the file, two modules in
-the model. The small model that ships is quantized without data (FP8_DYNAMIC) and saved; the program
-counts the tensors of its first layer under both names, and compares one weight of each with the source.
+transformers ties the encoder's text layers to the decoder's: two modules of the model share a tensor of
+the file. The program quantizes the bundled model without data (FP8_DYNAMIC) and saves it. In the result
+it counts the first layer's tensors in encoder and decoder, and compares one of each with the source.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ from quantize.bundled import CHECKPOINT
 
 
 def error(right: torch.Tensor, name: str) -> str:
-    """How far a saved weight is from the source, in parts of its norm; FP8 rounding alone is 0.03."""
+    """Return |saved weight - source| / |source| as text; rounding to FP8 alone gives 0.03."""
     if f"{name}.weight" not in after:
         return "not in the file"
     found = after[f"{name}.weight"].float() * after[f"{name}.weight_scale"].float()

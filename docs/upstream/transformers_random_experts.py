@@ -2,8 +2,8 @@
 
     pip install -e . && python docs/upstream/transformers_random_experts.py
 
-It writes the small model that ships in FP8 (compressed-tensors, one Linear an expert, as llm-compressor
-writes experts too), loads it by the Auto class, and compares each tensor with the dequantized file.
+The program writes the bundled model in FP8 as llm-compressor would, with Linears for each expert. It
+loads the folder by the Auto class, and compares each tensor with the dequantized file.
 """
 
 import tempfile

@@ -1,5 +1,6 @@
 """What a stage took is its own: no peak of what ran before, and the time of tries that failed."""
 
+import gc
 import time
 from pathlib import Path
 
@@ -16,8 +17,29 @@ from quantize.pipeline.stages import STAGES, Run
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest, tool
+from quantize.runtime.placement import free_unused
 
 LARGE = 300_000_000  # bytes, far over what moves by itself
+
+
+def test_what_was_there_before_a_stage_is_left_out_of_its_collections(tmp_path: Path) -> None:
+    """Until a model's memory is to be freed, and when the stage has ended."""
+    seen: list[int] = []
+
+    def look(_: Run) -> None:
+        seen.append(gc.get_freeze_count())
+        free_unused("cpu")
+        seen.append(gc.get_freeze_count())
+        gc.freeze()
+        raise ZeroDivisionError
+
+    recipe, source = load_recipe("fp8_dynamic"), Checkpoint.open(CHECKPOINT)
+    run = Run(RunDir(tmp_path), recipe, source, [], is_bundled=True, instead={"convert": look})
+    write_json(run.folder.manifest_json, new_manifest(source, "0", recipe.name, None))
+    with pytest.raises(ZeroDivisionError):
+        work(run, next(stage for stage in STAGES if stage.name == "convert"))
+    assert seen[0] > 10_000
+    assert seen[1] == gc.get_freeze_count() == 0
 
 
 def test_the_peak_of_a_block_is_not_that_of_the_one_before() -> None:
