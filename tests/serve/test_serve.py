@@ -151,26 +151,31 @@ def batch_sizes(server: Running) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("control", "value"),
+    ("control", "value", "others"),  # with `others` the control decides, whatever a CPU's roundings
     [
-        ("num_inference_steps", 3),
-        ("entropy_bound", 1e-6),
-        ("t_max", 3.0),
-        ("t_min", 0.01),
-        ("confidence_threshold", 2.0),
-        ("stability_threshold", 4),
+        ("num_inference_steps", 1, {}),
+        ("entropy_bound", 1e-6, {}),
+        ("t_max", 10.0, {}),
+        ("t_min", 9.0, {"t_max": 10.0}),
+        ("confidence_threshold", 2.0, {"stability_threshold": 0}),
+        ("stability_threshold", 4, {}),
     ],
 )
-def test_diffusion_controls_reach_the_sampler(server: Running, control: str, value: float) -> None:
-    few = replace(SAMPLER, max_denoising_steps=12)  # so that the temperature falls fast
+def test_diffusion_controls_reach_the_sampler(
+    server: Running, control: str, value: float, others: dict[str, float]
+) -> None:
+    few = replace(SAMPLER, max_denoising_steps=12, **others)  # the temperature falls fast
     setting = "max_denoising_steps" if control == "num_inference_steps" else control
     reply = server.ask(
-        seed=7, max_tokens=64, extra_body={"num_inference_steps": 12, control: value}
+        seed=7, max_tokens=64, extra_body={"num_inference_steps": 12, **others, control: value}
     )
-    sample = in_process(QUESTION, 7, max_tokens=64, sampler=replace(few, **{setting: value}))
-    assert reply.choices[0].message.content == text_of(sample)
-    assert reply.usage.denoising_steps == sample.denoising_steps
-    assert sample != in_process(QUESTION, 7, max_tokens=64, sampler=few)
+    sample, without = (
+        in_process(QUESTION, 7, max_tokens=64, sampler=each)
+        for each in (replace(few, **{setting: value}), few)
+    )
+    answer = (reply.choices[0].message.content, reply.usage.denoising_steps)
+    assert answer == (text_of(sample), sample.denoising_steps)
+    assert answer != (text_of(without), without.denoising_steps)
 
 
 def test_a_stop_string_ends_the_answer_before_it(server: Running) -> None:
