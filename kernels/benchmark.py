@@ -54,7 +54,7 @@ class Row:
     error: float
 
     def line(self, rates: Rates) -> str:
-        """Return the row as a line of a Markdown table; the GPU's `rates` give share and floor."""
+        """Return the row as a line of the table; share and floor follow from the GPU's `rates`."""
         speed = self.bytes / self.microseconds * 1e6
         floor = rates.seconds(self.bytes, self.flop, self.format) * 1e6
         cells = (
@@ -118,7 +118,7 @@ def grouped_mm_time(ids: Tensor) -> float:
 
 
 def linear_rows() -> Iterator[Row]:
-    """Time the model's dense projections; FP8's tokens come quantized, as from a fused norm."""
+    """Time the model's dense projections; FP8 tokens are quantized beforehand, as a fused norm does."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
         weight = cases.random_weight(scheme, 1, N, K, DEVICE)
         x = cases.random_tokens(M, K, DEVICE)

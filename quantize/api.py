@@ -43,7 +43,7 @@ def run(
         out: the folder that holds the runs.
         resume: whether to continue a run that exists; a complete one is returned as it is.
         until: the name of the last stage to run.
-        options: `tasks` to score, `limit` of the problems of each, `revision` of a Hub model,
+        options: `tasks` to score, `limit` on the questions of each, `revision` of a Hub model,
             `gpu_memory` in bytes, and those of `quantize.pipeline.stages.evaluate_more`.
 
     Raises:
@@ -108,7 +108,7 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    Activation modes `modes` are replayed beside the recipe's. The one option is `gpu_memory`, in bytes.
+    `modes` are activation modes to replay besides the recipe's. The only option is `gpu_memory`, bytes.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")

@@ -54,17 +54,17 @@ ALL = (*DENSE, "experts.gate_up_proj", "experts.down_proj")
 
 @dataclass(frozen=True)
 class Learn:
-    """What learns BF16's logits by gradients straight through every rounding, and how fast.
+    """Which parameters learn BF16's logits, by straight-through gradients, and at which rates.
 
     Attributes:
-        codes: as `learning.Arm.learn`; None where codes and scales stay.
-        gains: whether norms, routers and scalars learn, which lie in BF16.
-        steps: of Adam.
-        rates: of log scales; of what is rounded, in steps; of gains, over their root mean square.
-        copies: noise seeds a prompt that are learned from.
-        looks: at the set that arms are chosen on; what was best there stays.
-        batch: trajectories of a step.
-        drawn: denoising steps of each trajectory that are drawn; 0 for all, about 5.
+        codes: as `learning.Arm.learn`; None leaves codes and scales as they are.
+        gains: whether norms, routers and scalars learn; they are stored in BF16.
+        steps: number of Adam's steps.
+        rates: Adam's, for log scales, unrounded values (in code steps) and gains (over their RMS).
+        copies: number of noise seeds per prompt in the training set.
+        looks: evaluations of KL on CHOOSE, besides the one at the end; the best parameters are kept.
+        batch: number of trajectories in one step of Adam.
+        drawn: how many denoising steps are drawn from each trajectory; 0 takes all, about 5.
     """
 
     codes: Literal["scales", "kept", "both"] | None = "both"
@@ -83,13 +83,13 @@ class Arm:
 
     Attributes:
         attention: scheme of attention.
-        how: rows and targets of GPTQ; None for rounding to nearest.
-        prompts: to calibrate on.
-        copies: noise seeds a prompt whose rows are summed.
-        fold: factors of channels that are folded into other weights: of down projections, of norms too,
-            or of both without rounding them to powers of two.
+        how: weights of rows, and targets, of GPTQ; None rounds to nearest.
+        prompts: number of calibration prompts.
+        copies: number of noise seeds per prompt; GPTQ sums the rows of all.
+        fold: Linears whose input channels are evened out by factors: down projections (`down`), those
+            behind norms too (`norms`), or both by factors not rounded to powers of two (`exact`).
         plain: names of inputs that stay in BF16.
-        learn: what learns from there.
+        learn: what learns after rounding; None for nothing.
     """
 
     attention: str = "NVFP4A16"
@@ -171,7 +171,7 @@ ARMS = {
 
 
 class Gains:
-    """A student's weights outside its units, with a gradient; the forward reads them in BF16."""
+    """A student's weights that no unit rounds, with a gradient; the forward reads them in BF16."""
 
     def __init__(self, student: Student) -> None:
         rounded = {key_of(target.name) for unit in student.units for target in unit.targets}
@@ -185,7 +185,7 @@ class Gains:
         self.moved = {k: torch.zeros_like(v, requires_grad=True) for k, v in self._start.items()}
 
     def install(self) -> None:
-        """Give the student what was learned so far."""
+        """Put the weights, as learned so far, into the student."""
         for (layer, name), start in self._start.items():
             wanted = start + self.moved[layer, name] * start.square().mean().sqrt()
             self._layers[layer][name] = wanted + (
@@ -201,10 +201,10 @@ def learned_by(
     until: float,
     stop: Rows | None = None,
 ) -> tuple[list[Done], list[float], list[float]]:
-    """Learn from rounded units on; return them, the course of the loss, and KL of looks at `stop`.
+    """Train rounded units and gains; return units, the loss per tenth of steps, KL per look at `stop`.
 
     Raises:
-        TimeoutError: at its pace it would end behind `until`.
+        TimeoutError: at its pace, training would end later than LAST seconds before `until`.
     """
     device = str(student.model.device)
     units = [Learning(own, dequantized(own), how.codes, device) for own in done if how.codes]
@@ -250,19 +250,19 @@ def learned_by(
 
 @torch.no_grad()
 def looked(student: Student, units: Sequence[Learning], gains: Gains | None, rows: Rows) -> float:
-    """Return the mean KL of what was learned so far, each trajectory counting once."""
+    """Install what was learned so far; return its KL on `rows`, as a mean over trajectories."""
     given(student, units, gains)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     return mean(distances(student.model, rows, sampler)["kl"])
 
 
 def foretold(began: float, share: float) -> float:
-    """Return when what began then and has done a share will end, at its pace."""
+    """Return the extrapolated end time of work: it began at `began`, and a `share` of it is done."""
     return began + (time.time() - began) / share
 
 
 def given(student: Student, units: Sequence[Learning], gains: Gains | None) -> None:
-    """Give a student what was learned so far."""
+    """Put units and gains, as learned so far, into a student."""
     for own in units:
         student.install(own.unit, own.weight())
     if gains is not None:
@@ -270,7 +270,7 @@ def given(student: Student, units: Sequence[Learning], gains: Gains | None) -> N
 
 
 def slowing(steps: int) -> Callable[[int], float]:
-    """Return the rate of a step: up in 10, then down along a cosine."""
+    """Return step -> factor of the rate, a warm-up of 10 steps times a cosine down to 0."""
     return lambda step: min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
@@ -279,7 +279,7 @@ def slowing(steps: int) -> Callable[[int], float]:
 
 @dataclass(frozen=True)
 class Work:
-    """What every process is told; `until` is a time of `time.time()`."""
+    """The arguments that every process gets; `until` is the deadline, a time of `time.time()`."""
 
     out: Path
     device: str
@@ -294,7 +294,7 @@ def stream(work: Work, *splits: Split) -> Stream:
 
 
 def fits_of(seed: int, copies: int) -> list[Split]:
-    """Return the sets that a seed is fitted on."""
+    """Return the sets of trajectories that arms of a seed are fitted on, one for each copy."""
     return [Split(f"fit-{seed}-{copy}", PROMPTS) for copy in range(copies)]
 
 
@@ -306,19 +306,19 @@ def fitted(work: Work, seed: int, arm: Arm) -> Stream:
 
 @lru_cache(2)
 def summed(work: Work, seed: int, arm: Arm) -> Pairs:
-    """Return what BF16 reads, for arms that differ in formats alone: they share one pass."""
+    """Return the sums of BF16's inputs; cached, since arms that differ only in formats share them."""
     bf16 = bf16_model(work.device)
     return paired(arm.how or Weighing(), bf16, bf16, fitted(work, seed, arm))
 
 
 @lru_cache(2)
 def measured(work: Work, split: Split) -> Rows:
-    """Return the trajectories that arms are measured on, or stopped on."""
+    """Return the trajectories of a set on which arms are measured, or their best look is chosen."""
     return stream(work, split).rows()
 
 
 def student_of(work: Work, arm: Arm, scales: dict[tuple[int, str], float]) -> Student:
-    """Return BF16 with inputs rounded on scales as an arm rounds them."""
+    """Return a student with BF16 weights and input `scales`; `arm` says what inputs it rounds."""
     recipe = recipe_of(Variant(attention=arm.attention, rounding="gptq"), arm.prompts)
     units = units_of(plan_targets(Checkpoint.open(CHECKPOINT).tensors, recipe.quantization))
     student = Student(units, scales, work.device)
@@ -327,9 +327,9 @@ def student_of(work: Work, arm: Arm, scales: dict[tuple[int, str], float]) -> St
 
 
 def started(work: Work, arm: Arm, seed: int) -> tuple[Model, Student, Pairs | None]:
-    """Return BF16 with an arm's channels, the same with inputs rounded, and sums that are known.
+    """Return BF16 with the arm's factors folded in, a student with the same weights, and sums for GPTQ.
 
-    Inputs are rounded on scales of a layer.
+    The student's inputs are rounded, with one scale a layer. Sums are None if GPTQ must make its own.
     """
     bf16, alike = bf16_model(work.device), None
     if arm.fold is None and (arm.how is None or arm.how.aim is None):
@@ -383,7 +383,7 @@ def error_of(model: Model, done: Done) -> float:
 
 
 def kept(work: Work, name: str, arm: Arm, seed: int) -> tuple[Student, dict[str, Any]]:
-    """Return an arm's model as it lies in OUT/made, which it is made into first where it does not."""
+    """Return an arm's model from its file in OUT/made; if there is none, make and save it."""
     path = work.out / "made" / f"{name}-{seed}.pt"
     if path.exists():
         layers, scales, facts = torch.load(path, map_location=work.device)
@@ -421,7 +421,7 @@ def run(work: Work, name: str, arm: Arm, seed: int) -> dict[str, Any]:
 def all_run(
     work: Work, tasks: Iterable[tuple[ProcessPoolExecutor, str, int]], file: Path
 ) -> dict[str, float]:
-    """Run arms and seeds that are not in the file yet; return the KL of each arm, over its seeds."""
+    """Run and add each (pool, arm, seed) that `file` lacks; return arm -> mean KL over its seeds."""
     known = {(own["arm"], own["seed"]) for own in read(file)}
     waiting = dict[Future[dict[str, Any]], tuple[str, int]]()
     for pool, name, seed in tasks:
@@ -440,7 +440,7 @@ def all_run(
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file, none if it does not exist."""
+    """Return the results in a file, one from each line that is whole; [] if it does not exist."""
     found = list[dict[str, Any]]()
     for line in file.read_text().splitlines() if file.exists() else []:
         with suppress(json.JSONDecodeError):
@@ -449,7 +449,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def by_arm(found: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return what was measured by arm and seed."""
+    """Return arm -> seed -> its result."""
     by: dict[str, dict[int, dict[str, Any]]] = {}
     for own in found:
         by.setdefault(own["arm"], {})[own["seed"]] = own
@@ -457,7 +457,7 @@ def by_arm(found: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any
 
 
 def best(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the arms of least KL over their seeds, of each attention and each kind of MLP's inputs."""
+    """Return the arm of least KL for each pair of attention scheme and kind of MLP inputs."""
     kl = {name: mean(average(seeds)) for name, seeds in by_arm(found).items()}
     kl = {name: own for name, own in kl.items() if math.isfinite(own)}
     groups = [(own, plain) for own in ("NVFP4A16", "FP8_DYNAMIC") for plain in ((), DENSE)]
@@ -494,9 +494,9 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def compared(mine: Tensor, base: Tensor) -> tuple[str, str]:
-    """Return the ratio of means [seeds, trajectories] and 1000 x their difference, with intervals.
+    """Return mean(mine) / mean(base), and 1000 x their difference, as texts with 95 % intervals.
 
-    They are 95 % bootstrap intervals that draw both seeds and trajectories, alike for both.
+    `mine` and `base` are KL [seeds, trajectories]; each bootstrap draw takes the same ones of both.
     """
     both, noise = torch.stack([mine, base]).double(), torch.Generator().manual_seed(0)
     _, seeds, count = both.shape
@@ -520,7 +520,7 @@ def average(seeds: dict[int, dict[str, Any]]) -> list[float]:
 
 
 def record(out: Path, split: Split, at: int) -> None:
-    """Record a share of a split on one thread."""
+    """Record, on one thread, the share of a split that begins at trajectory `at`."""
     torch.set_num_threads(1)
     split.record(out, at)
 
@@ -544,7 +544,7 @@ def main(
     seeds: tuple[int, ...], until: float, workers: int, learners: int, results: Path | None,
     device: str,
 ) -> None:  # fmt: skip
-    """Record, make and measure; print a line an arm and seed, and a Markdown table."""
+    """Record, make and measure; print one line per arm and seed, then a Markdown table."""
     until += time.time()
     split = Split(f"tell-{commit}" if on == "tell" else "choose", trajectories)
     work, results = Work(out.resolve(), device, split, until), results or out

@@ -57,7 +57,7 @@ class Chosen:
 
     @classmethod
     def by(cls, routing: Tensor) -> "Chosen":
-        """Return what routing weights [T, E] choose, those that are not 0."""
+        """Return the pairs (token, expert) whose routing weight, in `routing` [T, E], is not 0."""
         experts, tokens = routing.T.nonzero(as_tuple=True)
         counts = (routing != 0).sum(0).tolist()
         return cls(tokens, counts, routing[tokens, experts], len(routing))
@@ -81,7 +81,7 @@ Reads = Callable[[int, str, Tensor, Chosen | None], Tensor]
 def read_rows(
     name: str, x: Tensor, weights: Tensor, chosen: Chosen | None
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the rows [P, K] of x that Linears read, their weights [P], and each expert's count."""
+    """Return the rows [P, K] of x that Linear `name` reads, their weights [P], and rows per expert."""
     if chosen is None:
         return x.flatten(0, -2), weights, [len(weights)]
     own = x if name == "experts.down_proj" else x[chosen.tokens]
@@ -90,19 +90,19 @@ def read_rows(
 
 @dataclass
 class Rows:
-    """N trajectories and their R denoising steps, each step by itself; C positions a canvas.
+    """N trajectories and their R denoising steps, which are independent; a canvas has C positions.
 
     Attributes:
-        tokens: [N, S] prompt and committed canvases but the last, padded on the right.
-        lengths: [N] tokens that are not padding.
-        of: [R] the trajectory of each step.
-        start: [R] tokens that the step sees.
-        canvas: [R, C] what the decoder reads.
-        soft: [R, C, H] soft embedding of BF16's logits of the step before; 0 at the first.
-        temperature: [R].
-        committed: [R, C] BF16's argmax after the canvas' last step.
-        last: [R] whether it was committed after this step.
-        progress: [R] step over the canvas' steps, in (0, 1].
+        tokens: [N, S] prompt and all committed canvases but the last one, padded on the right.
+        lengths: [N] number of tokens without padding.
+        of: [R] index of the step's trajectory.
+        start: [R] how many of the trajectory's `tokens` the step sees.
+        canvas: [R, C] token ids that the decoder reads.
+        soft: [R, C, H] soft embedding of BF16's logits at the step before; 0 at a canvas' first step.
+        temperature: [R] the sampler's at the step.
+        committed: [R, C] BF16's argmax at the last step of the same canvas.
+        last: [R] whether the step is the last one of its canvas.
+        progress: [R] number of the step divided by the canvas' number of steps, in (0, 1].
         target: [R, C, V] BF16's log-probabilities under the temperature; empty until known.
     """
 
@@ -119,7 +119,7 @@ class Rows:
     target: Tensor
 
     def members(self, trajectories: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which steps belong to some trajectories, and which of these each belongs to."""
+        """Return the steps of `trajectories`, and for each step its index into `trajectories`."""
         places = torch.full((len(self.tokens),), -1, device=self.of.device)
         places[trajectories] = torch.arange(len(trajectories), device=self.of.device)
         kept = (places[self.of] >= 0).nonzero().flatten()
@@ -128,7 +128,7 @@ class Rows:
     def select(
         self, trajectories: Tensor, count: int = 0, generator: torch.Generator | None = None
     ) -> "Rows":
-        """Return some trajectories, with all their steps or `count` of each that are drawn."""
+        """Return `trajectories` with all steps or, if `count` > 0, up to `count` random steps each."""
         kept, of = self.members(trajectories)
         if count:
             order = (of + torch.rand(len(of), generator=generator).to(of.device)).argsort()
@@ -142,7 +142,7 @@ class Rows:
         return Rows(**own | {"of": of, "tokens": tokens, "lengths": lengths})
 
     def chunks(self, size: int = CHUNK) -> Iterator["Rows"]:
-        """Yield all trajectories, some at a time."""
+        """Yield all trajectories in order, `size` at a time."""
         for each in torch.arange(len(self.tokens), device=self.of.device).split(size):
             yield self.select(each)
 
@@ -152,16 +152,16 @@ class Rows:
 
 
 class Model:
-    """The bundled model in float32, of a checkpoint whose weights may be replaced.
+    """The bundled model in float32, with a checkpoint's weights, which may be replaced.
 
     Args:
         folder: a checkpoint, BF16 or quantized.
         device: where it computes.
 
     Attributes:
-        layers: weights of every layer by name, such as `mlp.gate_proj.weight`.
-        roundings: what rounds an input, by (layer, name).
-        scales: input global scales by the same.
+        layers: for each layer, name -> weight; a name is, for example, `mlp.gate_proj.weight`.
+        roundings: (layer, first Linear that reads an input) -> function that rounds this input.
+        scales: input global scales, by the same keys.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -187,7 +187,7 @@ class Model:
         self.round(key, scheme, scale)
 
     def round(self, key: tuple[int, str], scheme: Scheme, scale: float | None) -> None:
-        """Round the input `key` as a scheme does, under an input global scale."""
+        """Make the model round the input `key` as `scheme` does, under input global scale `scale`."""
         if (own := scheme.round_activations) is None:
             return
         self.roundings[key] = (
@@ -195,7 +195,7 @@ class Model:
         )
 
     def reads(self, layer: int, name: str, x: Tensor, _: Chosen | None) -> Tensor:
-        """Return an input as its Linears read it; the gradient is that of x."""
+        """Return the input x rounded as its Linears read it; gradients pass straight through to x."""
         found = self.roundings.get((layer, name))
         return x if found is None else x + (found(x.detach()) - x.detach())
 
@@ -210,7 +210,7 @@ class Model:
     def encode_layer(
         self, index: int, x: Tensor, reads: Reads | None = None
     ) -> tuple[Tensor, KeysValues]:
-        """Take tokens [N, S, H] through a layer, causally."""
+        """Run tokens [N, S, H] causally through a layer; return its output, keys and values."""
         cos, sin = self._forward.rope[self.types[index]]
         rope = cos[None, : x.shape[1]], sin[None, : x.shape[1]]
         return self._layer(index, x, rope, None, None, reads)
@@ -218,7 +218,7 @@ class Model:
     def decode_layer(
         self, index: int, x: Tensor, rows: Rows, own: KeysValues, reads: Reads | None = None
     ) -> Tensor:
-        """Take canvases [R, C, H] through a layer, behind its keys and values of the prefixes."""
+        """Run canvases [R, C, H] through a layer; they also see `own`, keys and values of prefixes."""
         at = rows.start[:, None] + torch.arange(x.shape[1], device=x.device)
         cos, sin = self._forward.rope[self.types[index]]
         rope = cos[at], sin[at]
@@ -232,7 +232,7 @@ class Model:
         return self._forward.embed(tokens, self.outside)
 
     def entered(self, rows: Rows) -> Tensor:
-        """Return what enters the decoder's first layer, [R, C, H]."""
+        """Return the decoder's first input [R, C, H]: embedded canvases with self-conditioning."""
         return self._forward.condition(self.embed(rows.canvas), rows.soft, self.outside)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ class Model:
         return self.logits(x)
 
     def inner(self, index: int, x: Tensor, chosen: Chosen) -> Tensor:
-        """Return what a layer's experts' down projections read [P, I], x [T, H] being their input."""
+        """Return the down_proj input [P, I] of a layer's experts, given the experts' input x [T, H]."""
         gate_up = self.layers[index]["experts.gate_up_proj"]
         gate, up = chosen.linear(x[chosen.tokens], gate_up).chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
@@ -319,7 +319,7 @@ class Model:
 
 
 def rounding(scale: float, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return what rounds activations to NVFP4 under an input global scale."""
+    """Return a function that rounds activations to NVFP4 under the input global scale `scale`."""
     shared = torch.tensor([scale], dtype=torch.float32, device=device)
 
     def rounded(x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def rounding(scale: float, device: torch.device) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def rows_of(bf16: Model, trajectories: Sequence[Trajectory], sampler: Sampler) -> Rows:
-    """Lay out trajectories, and let BF16 say what each step is conditioned on and compared with."""
+    """Return the `Rows` of trajectories; BF16 is run to compute `soft`, `committed` and `target`."""
     prefixes = [[*t.prompt.ids, *t.committed[:-1].flatten().tolist()] for t in trajectories]
     lengths = torch.tensor([len(own) for own in prefixes])
     tokens = torch.zeros(len(prefixes), int(lengths.max()), dtype=torch.long)
@@ -396,14 +396,14 @@ def rows_of(bf16: Model, trajectories: Sequence[Trajectory], sampler: Sampler) -
 
 @dataclass(frozen=True)
 class Stream:
-    """Trajectories that are laid out some at a time: rows take 5 MB each."""
+    """Trajectories that become `Rows` one chunk at a time, since each denoising step takes 0.33 MB."""
 
     bf16: Model
     trajectories: Sequence[Trajectory]
     sampler: Sampler
 
     def chunks(self, size: int = CHUNK) -> Iterator[Rows]:
-        """Yield all trajectories, some at a time."""
+        """Yield all trajectories in order, `size` at a time."""
         for at in range(0, len(self.trajectories), size):
             yield rows_of(self.bf16, self.trajectories[at : at + size], self.sampler)
 
@@ -420,10 +420,10 @@ def kl_of(model: Model, rows: Rows) -> Tensor:
 
 @torch.no_grad()
 def distances(model: Model, rows: Rows, sampler: Sampler) -> dict[str, list[float]]:
-    """Return means over each trajectory's steps: kl, flips, jaccard; and commits, over its canvases.
+    """Return kl, flips, jaccard as means over each trajectory's steps, and commits over its canvases.
 
-    flips: share of positions whose argmax is another. jaccard: of the accepted positions. commits:
-    share of positions whose argmax at the last step is what BF16 committed.
+    flips: share of positions whose argmax differs from BF16's. jaccard: overlap of the accepted
+    positions with BF16's. commits: share of positions whose argmax at the last step is BF16's.
     """
     found: dict[str, list[float]] = {name: [] for name in ("kl", "flips", "jaccard", "commits")}
     for part in rows.chunks():

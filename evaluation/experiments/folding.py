@@ -30,9 +30,9 @@ DOWN = ("mlp.down_proj", "experts.down_proj")
 
 
 def factors(squares: Tensor, weight: Tensor, exact: bool = False) -> Tensor:
-    """Return the factors [..., K] of a weight's columns [..., out, K] by the inputs' mean squares.
+    """Return factors [..., K] for the columns of `weight` [..., out, K], from its inputs' mean squares.
 
-    Their geometric mean is 1 before they are rounded to powers of two, or kept `exact`.
+    Their geometric mean is 1; unless `exact`, they are then rounded to powers of two.
     """
     columns = weight.square().mean(-2)
     found = (squares.clamp(min=1e-20) / columns.clamp(min=1e-20)).log2() / 4
@@ -44,7 +44,7 @@ def folded(
     model: Model, sums: Mapping[Any, Tensor], counts: Mapping[Any, Tensor], *, down: bool = True,
     norms: bool = False, exact: bool = False,
 ) -> Model:  # fmt: skip
-    """Return a model with factors folded in, by the sums of x x^T of its inputs; weights are BF16's."""
+    """Return a copy of BF16's `model` with factors folded in; `sums` are its inputs' Hessians."""
     other = copy(model)
     other.layers, other.roundings = [dict(own) for own in model.layers], {}
     for index, w in enumerate(other.layers):

@@ -76,8 +76,8 @@ class BothInputs:
 
     Args:
         units: the units that are rounded.
-        experts: experts of a layer.
-        scales: input scale of each unit's input, by name.
+        experts: how many experts a layer has; E is 1 for inputs of dense Linears.
+        scales: input scale by name of the input.
     """
 
     def __init__(self, units: Sequence[Unit], experts: int, scales: Mapping[str, float]) -> None:
@@ -103,17 +103,17 @@ class BothInputs:
             self.tokens[name][expert] += len(own)
 
     def mean(self, name: str, row: int, column: int, at: slice = slice(None)) -> Tensor:
-        """Return the shrunk mean [E', in, in] of x (0) or x' (1) times x^T (0) or x'^T (1)."""
+        """Return shrunk means [E', in, in] of a b^T; `row` picks a, `column` b: 0 is x, 1 is x'."""
         found = self.sums[name].chunk(2, -2)[row].chunk(2, -1)[column]
         return shrunk(found.contiguous(), self.tokens[name], at)
 
     def half(self, which: int) -> Any:
-        """Return what `round_unit` asks of the Hessians of x (0) or of x' (1)."""
+        """Return the Hessians of x (`which` 0) or of x' (1), in the form that `round_unit` takes."""
         mean = partial(self.mean, row=which, column=which)
         return SimpleNamespace(tokens=self.tokens, mean=lambda name, at: mean(name, at=at))
 
     def aimed(self, name: str, weight: Tensor) -> Tensor:
-        """Return W' [..., out, in] BF16 of W, damped as the Hessian is."""
+        """Return W' [..., out, in] BF16 that makes W' x' closest to W x, damped as in GPTQ."""
         crossed, own = (self.mean(name, row, 1).double() for row in (0, 1))
         damping = gptq.DAMPING * own.diagonal(dim1=-2, dim2=-1).mean(-1)
         eye = damping[:, None, None] * torch.eye(own.shape[-1], dtype=own.dtype)
@@ -122,7 +122,7 @@ class BothInputs:
 
 
 def scale_of_layers(scales: Path, units: Sequence[Unit]) -> dict[str, float]:
-    """Return the input scale of every calibrated input, the smallest of a layer's experts."""
+    """Return input -> its scale, the smallest of a layer's experts; 0 if it is not calibrated."""
     found = load_file(scales)
     layers: dict[str, float] = {}
     for unit in units:
@@ -133,7 +133,7 @@ def scale_of_layers(scales: Path, units: Sequence[Unit]) -> dict[str, float]:
 
 
 def hessians_of(units: Sequence[Unit], scales: Mapping[str, float]) -> BothInputs:
-    """Show the denoising of the calibration prompts to Hessians."""
+    """Return the sums of the inputs that Linears read while BF16 denoises the calibration prompts."""
     settings = recipe_of(NVFP4, PROMPTS).calibration
     assert settings is not None
     hessians = BothInputs(units, SOURCE.config["text_config"]["num_experts"], scales)
@@ -148,7 +148,7 @@ def hessians_of(units: Sequence[Unit], scales: Mapping[str, float]) -> BothInput
 
 @contextmanager
 def settings_of(arm: str) -> Generator[None]:
-    """Change GPTQ's settings as an arm does."""
+    """Within the `with` block, give GPTQ the damping or the sweeps of an arm."""
     if arm not in CHANGED:
         yield
         return
@@ -157,7 +157,7 @@ def settings_of(arm: str) -> Generator[None]:
 
 
 def made(out: Path, arm: str, both: BothInputs | None) -> None:
-    """Write an arm's checkpoint to OUT/ARM/checkpoint; it is rounded to nearest without Hessians."""
+    """Write an arm's checkpoint to OUT/ARM/checkpoint, rounded to nearest if `both` is None."""
     variant = {"w4a4": VARIANTS["w4a4"], "nearest": VARIANTS["a16"]}.get(arm, NVFP4)
     recipe = recipe_of(variant, PROMPTS)
     targets = plan_targets(SOURCE.tensors, recipe.quantization)
@@ -182,7 +182,7 @@ def made(out: Path, arm: str, both: BothInputs | None) -> None:
 
 
 def weights_of(unit: Unit, both: BothInputs | None) -> list[Tensor]:
-    """Read a unit's weights, aimed at the outputs of its inputs as they were where `both` is given."""
+    """Return a unit's weights W, or W' (`aimed`) if `both` is given and the unit rounds its input."""
     weights = [SOURCE.read(target.name) for target in unit.targets]
     if both is None or unit.scheme.round_activations is None:
         return weights
@@ -190,7 +190,7 @@ def weights_of(unit: Unit, both: BothInputs | None) -> list[Tensor]:
 
 
 def own_scales(scales: Path, folder: Path, targets: Sequence[Target]) -> Path:
-    """Write the input scales of the modules that a plan calibrates to a folder."""
+    """Write a file to `folder` with the input scales of calibrated modules in `targets`; return it."""
     wanted = {m for t in targets if t.scheme and t.scheme.calibrated for m in t.modules}
     kept = {k: v for k, v in load_file(scales).items() if k.rpartition(".")[0] in wanted}
     save_file(kept, folder / SCALES)
@@ -211,7 +211,7 @@ def make_all(out: Path, arms: Sequence[str]) -> None:
 
 
 def replay_all(out: Path, pairs: Sequence[Pair], count: int, skip: int) -> None:
-    """Write the KL by trajectory of what has none yet, side by side."""
+    """Replay (arm, mode) pairs that have no file yet, all at once; write their KL by trajectory."""
     left = [pair for pair in pairs if not file_of(out, pair, skip).exists()]
     if not left:
         return

@@ -35,7 +35,7 @@ KINDS = 3
 
 
 def write_mix(folder: Path, each: int) -> Path:
-    """Write a jsonl file of `each` chats a kind, and their pictures; return its path."""
+    """Write a JSONL file of chats, `each` of every kind, and their pictures; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = HELDOUT.read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines[FIRST : FIRST + KINDS * each * (SOLVED + 1)]]
@@ -71,7 +71,7 @@ def write_mix(folder: Path, each: int) -> Path:
 def main(
     folder: Path, checkpoints: tuple[Path, ...], each: int, mode: ActivationMode, device: str
 ) -> None:
-    """Print a table: a row a checkpoint and kind."""
+    """Print a table of KL from BF16: one row for each checkpoint and kind of prompt."""
     mix = Calibration(
         datasets=[str(write_mix(folder, each))], prompts=KINDS * each, canvases=CANVASES,
         thinking=0.5, batch_size=BATCH, max_prompt_tokens=4096,

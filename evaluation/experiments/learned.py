@@ -111,7 +111,7 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Split:
-    """A set of trajectories: `fit-SEED-COPY`, `choose`, or `tell-HASH`."""
+    """A set of `count` trajectories; `name` is `fit-SEED-COPY`, `choose` or `tell-HASH`."""
 
     name: str
     count: int
@@ -142,15 +142,15 @@ class Split:
         return prompts, [draw.getrandbits(40) for _ in prompts]
 
     def shares(self) -> range:
-        """Return where each process' share begins."""
+        """Return the index of each share's first trajectory; a share has at most SHARE."""
         return range(0, self.count, SHARE)
 
     def file(self, out: Path, start: int) -> Path:
-        """Return where a share lies."""
+        """Return the path of the recorded share that begins at trajectory `start`."""
         return out / "trajectories" / f"{self.name}-{self.count}-{start:05}.pt"
 
     def record(self, out: Path, start: int) -> None:
-        """Let BF16 denoise a share in float32 on the CPU, so that every machine records alike."""
+        """Record BF16 denoising a share, on the CPU in float32: every machine then records the same."""
         path = self.file(out, start)
         if path.exists():
             return
@@ -164,7 +164,7 @@ class Split:
         partial_path.replace(path)
 
     def trajectories(self, out: Path) -> list[Trajectory]:
-        """Return what was recorded."""
+        """Return the recorded trajectories of all shares."""
         found = [each for start in self.shares() for each in torch.load(self.file(out, start))]
         return [Trajectory(Prompt(ids, False), 0, False, *rest) for ids, *rest in found]
 
@@ -185,7 +185,7 @@ def _rows(splits: tuple[Split, ...], out: Path, device: str) -> Rows:
 
 @dataclass(frozen=True)
 class Work:
-    """What every process is told."""
+    """The settings that every process gets."""
 
     out: Path
     device: str
@@ -194,7 +194,7 @@ class Work:
     threads: int
 
     def begin(self) -> None:
-        """Set a process up."""
+        """Set the process's threads, and turn TF32 off."""
         torch.set_num_threads(self.threads)
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -206,13 +206,13 @@ def plan_of(arm: Arm) -> tuple[Any, list[Any]]:
 
 
 def start_file(work: Work, arm: Arm, seed: int) -> Path:
-    """Return where codes and scales lie that an arm starts from."""
+    """Return the path of the codes and scales from which an arm starts."""
     name = f"{arm.attention}-{arm.rows}-{arm.mix:g}-{arm.prompts}.pt"
     return work.out / f"seed-{seed}" / "starts" / name
 
 
 def start(work: Work, arm: Arm, seed: int) -> None:
-    """Round to nearest, or by GPTQ; write tensors of every unit, and input scales."""
+    """Round every unit, to nearest or by GPTQ; write all units' tensors and the input scales."""
     work.begin()
     path = start_file(work, arm, seed)
     if path.exists():
@@ -302,7 +302,7 @@ def run(work: Work, name: str, arm: Arm, seed: int) -> None:
 
 
 def moved(before: Done, after: Done) -> float:
-    """Return the share of bytes of codes that learning changed."""
+    """Return the fraction of code bytes that learning changed."""
     (a, *_), (b, *_) = before.tensors.values(), after.tensors.values()
     return (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item()
 
@@ -317,7 +317,7 @@ def relative_error(done: Done) -> float:
 def search_inputs(
     student: Student, scales: dict[tuple[int, str], float], rows: Rows
 ) -> dict[str, float]:
-    """Multiply each input scale by the factor of least KL, one after the other, in place."""
+    """Multiply each input scale in turn, in place, by the factor of least KL; return factors not 1."""
     model, chosen = student.model, dict[str, float]()
     best = kl_of(model, rows).mean().item()
     for unit in student.units:
@@ -339,7 +339,7 @@ def write(
     recipe: Any,
     targets: Any,
 ) -> Path:
-    """Write the checkpoint of rounded units by the product's own `convert`."""
+    """Write rounded units as a checkpoint with the product's own `convert`; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     layers = folder / "layers"
     layers.mkdir(exist_ok=True)
@@ -360,7 +360,7 @@ def write(
 
 
 def generated(work: Work, name: str, seed: int, at: int) -> None:
-    """Let an arm's checkpoint denoise a share of the split by itself; write its steps and tokens."""
+    """Denoise a share with an arm's checkpoint, not as a replay; write steps and tokens by answer."""
     work.begin()
     path = work.out / work.split.name / "free" / f"{seed}-{name}-{at}.json"
     if path.exists():
@@ -382,9 +382,9 @@ def generated(work: Work, name: str, seed: int, at: int) -> None:
 
 
 def table(folder: Path, base: str = "w4a4", default: str = "nvfp4") -> list[str]:
-    """Return what is measured in a set as Markdown, the seeds of an arm together.
+    """Return a Markdown table of a set's measurements, one row for all seeds of an arm.
 
-    Differences are paired by trajectory, means over the seeds first.
+    Differences are paired by trajectory, after each trajectory is averaged over the seeds.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
@@ -410,18 +410,18 @@ def table(folder: Path, base: str = "w4a4", default: str = "nvfp4") -> list[str]
 
 
 def beside_kl(own: Sequence[dict[str, Any]]) -> str:
-    """Return the cells of flips in %, Jaccard, and equal commits in %."""
+    """Return three table cells, each a mean: flips in %, Jaccard, equal commits in %."""
     flips, jaccard, commits = (mean(averaged(own, key)) for key in ("flips", "jaccard", "commits"))
     return f"{100 * flips:.2f} | {jaccard:.3f} | {100 * commits:.2f}"
 
 
 def averaged(own: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Return a measure of each trajectory, its mean over the seeds."""
+    """Return the measure `key` of each trajectory, averaged over the seeds."""
     return [mean(each) for each in zip(*(found[key] for found in own), strict=True)]
 
 
 def share(mine: Sequence[float], base: Sequence[float]) -> str:
-    """Return the ratio of two means with its 95 % bootstrap interval, paired."""
+    """Return mean(mine) / mean(base) and its 95 % paired bootstrap interval, as text."""
     both = torch.tensor([mine, base], dtype=torch.float64)
     picks = torch.randint(
         both.shape[1], (10_000, both.shape[1]), generator=torch.Generator().manual_seed(0)
@@ -434,7 +434,7 @@ def share(mine: Sequence[float], base: Sequence[float]) -> str:
 
 
 def inflation(folder: Path, name: str) -> str:
-    """Return how many more steps a token an arm takes than BF16, over all shares and seeds."""
+    """Return an arm's step inflation over BF16 in %, of all shares and seeds; "" if not measured."""
 
     def rate(pattern: str) -> float:
         found = [read_json(path) for path in folder.glob(pattern)]
@@ -447,7 +447,7 @@ def inflation(folder: Path, name: str) -> str:
 
 
 def in_pool(pool: ProcessPoolExecutor, calls: Sequence[tuple[Any, ...]]) -> None:
-    """Run calls; one that fails is told and does not stop the others."""
+    """Run the calls in the pool; a call that fails is printed and does not stop the others."""
     waiting = {pool.submit(*call): call for call in calls}
     for future, call in waiting.items():
         try:

@@ -38,16 +38,16 @@ class Arm:
     """How a checkpoint is made.
 
     Attributes:
-        attention: scheme of attention.
-        rows: weights of rows in the Hessians of GPTQ; None for rounding to nearest.
-        mix: share of Hessians of inputs behind quantized layers.
-        prompts: to calibrate on.
-        learn: what learns: block scales under which codes are rounded again (`scales`), scales of fixed
-            codes (`kept`), or scales and what is rounded (`both`); None for nothing.
-        by: whether each layer learns BF16's output, or all of them the logits.
-        follow: of a layer that learns, share of inputs behind the learned layers.
-        copies: noise seeds a prompt that are learned from.
-        rate: of learning, relative to the arms' own.
+        attention: quantization scheme of the attention Linears.
+        rows: how GPTQ's Hessians weight rows (`weights_of`); None rounds to nearest, without GPTQ.
+        mix: share of each Hessian that is measured behind quantized layers; the rest is BF16's.
+        prompts: number of prompts to calibrate on and to learn from.
+        learn: what is trained: block scales, with codes rounded again under them (`scales`), scales of
+            fixed codes (`kept`), or scales and the values that are rounded (`both`); None for nothing.
+        by: `layer` trains each layer to match BF16's output, `end` all together to match its logits.
+        follow: in training by layer, share of the inputs from the trained layers; the rest is BF16's.
+        copies: number of recordings of each prompt, each under its own noise seed, to learn from.
+        rate: factor on the learning rates of `Learning.groups`.
         inputs: whether input scales are searched at the end.
     """
 
@@ -70,9 +70,9 @@ def bf16_model(device: str) -> Model:
 
 
 class Sums:
-    """Weighted sums of x x^T of every input, counts of rows and the largest |x|, by (layer, name).
+    """For each input, by (layer, name): weighted sums of x x^T, counts of rows, and the largest |x|.
 
-    Padding of the encoder has weight 0.
+    Rows of weight 0, such as padding of the encoder, count in none of them.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Sums:
         self.amax: dict[tuple[int, str], float] = {}
 
     def see(self, model: Model, weights: Sequence[Tensor]) -> Reads:
-        """Return who watches a pass whose rows have weights [T], one tensor a layer."""
+        """Return a callback that adds a pass' inputs; `weights` has its rows' weights, by layer."""
 
         def watch(layer: int, name: str, x: Tensor, chosen: Chosen | None) -> Tensor:
             own = read_rows(name, x.detach(), weights[layer].flatten(), chosen)
@@ -92,7 +92,7 @@ class Sums:
         return watch
 
     def add(self, key: tuple[int, str], x: Tensor, weights: Tensor, counts: list[int]) -> None:
-        """Add rows [P, K] of weights [P], an expert's `counts` after the other's."""
+        """Add rows x [P, K] with `weights` [P]; rows are ordered by expert, `counts[e]` of expert e."""
         found = {
             "sums": products(x, x, weights, counts),
             "counts": torch.stack([own.count_nonzero() for own in weights.split(counts)]),
@@ -105,7 +105,7 @@ class Sums:
         self.amax[key] = max(self.amax.get(key, 0.0), seen)
 
     def hessians(self, other: "Sums | None" = None, mix: float = 0.0) -> "Hessians":
-        """Return the mean Hessians, mixed with another's."""
+        """Return these sums as Hessians; with `other`, mixed as (1 - mix) * own + mix * other's."""
         found = {k: self._scaled(k).cpu() for k in self.sums}
         if other is not None:
             found = {
@@ -121,20 +121,20 @@ class Sums:
 
 
 def products(x: Tensor, y: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-    """Return sums w x y^T of rows [P, K] and [P, L], each expert's own [E, K, L]."""
+    """Return each expert's sum of w x y^T, [E, K, L], for x [P, K], y [P, L] and `weights` w [P]."""
     both = zip((x * weights[:, None]).split(counts), y.split(counts), strict=True)
     return torch.stack([own.T @ each for own, each in both])
 
 
 @dataclass(frozen=True)
 class Hessians:
-    """What `round_unit` asks of Hessians."""
+    """Hessians of weighted rows, with the two methods that `round_unit` calls."""
 
     _sums: dict[tuple[int, str], Tensor]
     _counts: dict[tuple[int, str], Tensor]
 
     def mean(self, name: str, at: slice) -> Tensor:
-        """Return the shrunk mean [E', in, in] of an input."""
+        """Return an input's mean Hessians [E', in, in] of the experts `at`, by `gptq.shrunk`."""
         return shrunk(self._sums[key_of(name)], self._counts[key_of(name)], at)
 
     def tokens(self, name: str) -> Tensor:
@@ -149,7 +149,7 @@ def key_of(name: str) -> tuple[int, str]:
 
 
 def weights_of(kind: Rowing, model: Model, rows: Rows) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of the encoder's rows [N, S] and the decoder's [R, C], one a layer."""
+    """Return row weights of `kind`, a tensor a layer, for encoder [N, S] and decoder [R, C]."""
     real = (
         torch.arange(rows.tokens.shape[1], device=rows.of.device) < rows.lengths[:, None]
     ).float()
@@ -176,7 +176,7 @@ def _either(chosen: Tensor) -> Tensor:
 
 
 def fisher(model: Model, rows: Rows) -> tuple[list[Tensor], list[Tensor]]:
-    """Return |gradient|^2 of what leaves each layer, of BF16's loss on tokens drawn from itself."""
+    """Return |gradient|^2 of each layer's output rows; the loss is BF16's on tokens it drew itself."""
     encoder, decoder, cache = list[Tensor](), list[Tensor](), list[Any]()
     with torch.enable_grad():
         x = model.embed(rows.tokens).requires_grad_()
@@ -203,7 +203,7 @@ def fisher(model: Model, rows: Rows) -> tuple[list[Tensor], list[Tensor]]:
 
 @torch.no_grad()
 def observed(model: Model, rows: Rows | Stream, kind: Rowing, only: int | None = None) -> Sums:
-    """Show what enters the Linears of a model, of all layers or one."""
+    """Return sums over a model's Linear inputs, weighted by `kind`, of all layers or only one."""
     sums, bf16 = Sums(), bf16_model(str(model.device))
     for part in rows.chunks(32):
         see = [sums.see(model, own) for own in weights_of(kind, bf16, part)]
@@ -220,7 +220,7 @@ def _one_layer(
 
 
 class Student:
-    """The bundled model with units that are rounded, and inputs rounded as its plan says."""
+    """The bundled model with inputs of its units rounded by their schemes; `install` sets weights."""
 
     def __init__(
         self, units: Sequence[Unit], scales: dict[tuple[int, str], float], device: str
@@ -232,7 +232,7 @@ class Student:
             self.model.round(key, unit.scheme, scales[key] if unit.scheme.calibrated else None)
 
     def install(self, unit: Unit, weight: Tensor) -> None:
-        """Give a unit the weight [E, out, in], cut into its tensors."""
+        """Replace a unit's weight by [E, out, in], which is cut along `out` into the unit's tensors."""
         own = self.model.layers[unit.layer]
         names = [key_of(target.name)[1] for target in unit.targets]
         heights = [own[name].shape[-2] for name in names]
@@ -248,15 +248,15 @@ def weight_of(unit: Unit) -> Tensor:
 
 
 def dequantized(done: Done) -> Tensor:
-    """Return what a rounded unit stands for, [E, out, in] float32."""
+    """Return a rounded unit's dequantized weight, float32 [E, out, in]."""
     return done.unit.scheme.dequantize(done.tensors).float()
 
 
 class Learning:
-    """A unit's codes and scales, with a gradient.
+    """A rounded unit whose scales and codes are trained, with a straight-through gradient.
 
-    Scales are the start's times exp(p), rounded to e4m3. What is rounded is the start's values plus d
-    steps of their blocks; where codes are kept, they multiply the scales. Rows in 8 bits keep scales.
+    Block scales are the start's times exp(p), rounded to e4m3; FP8 rows keep their scales. Codes are
+    rounded from base + d * step, where only `both` trains d; `kept` leaves them as at the start.
     """
 
     def __init__(self, done: Done, base: Tensor, kind: str, device: str) -> None:
@@ -277,12 +277,12 @@ class Learning:
         self.d = torch.zeros_like(self.base, requires_grad=kind == "both")
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
-        """Return what an optimizer moves, and how fast."""
+        """Return the optimizer's parameter groups; `rate` multiplies their learning rates."""
         found = [(self.p, 2e-3), (self.d, 1e-2)]
         return [{"params": [x], "lr": rate * lr} for x, lr in found if x.requires_grad]
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Return code values and their steps, whose product is the weight."""
+        """Return code values and step sizes; their product is the dequantized weight."""
         wanted = self.base + self.d * self.step
         if self.rows:
             codes = _through(
@@ -323,7 +323,7 @@ def learn(
     rate: float,
     loss: Callable[[Tensor], Tensor],
 ) -> list[float]:
-    """Lower a loss of some of `count` trajectories; return its course."""
+    """Train `learned` to lower `loss` of random trajectories out of `count`; return some losses."""
     device = student.model.device
     optimizer = torch.optim.Adam(
         [group for own in learned for group in own.groups(rate)], betas=(0.9, 0.98)
@@ -353,7 +353,7 @@ def learn(
 def learn_end(
     student: Student, learned: Sequence[Learning], rows: Rows, steps: int, rate: float
 ) -> list[float]:
-    """Learn BF16's logits, in all layers at once."""
+    """Train all layers together to lower KL(BF16 || student); return some losses."""
     return learn(
         student, learned, len(rows.tokens), steps, rate,
         lambda chosen: kl_of(student.model, rows.select(chosen)).mean(),
@@ -363,7 +363,7 @@ def learn_end(
 def learn_layers(
     student: Student, learned: Sequence[Learning], rows: Rows, steps: int, arm: Arm
 ) -> list[float]:
-    """Learn what leaves BF16's layers, one layer after the other."""
+    """Train one layer after the other to match BF16's outputs; return some losses of each."""
     bf16, model, course = bf16_model(str(student.model.device)), student.model, list[float]()
     with torch.no_grad():
         theirs = bf16.embed(rows.tokens), bf16.entered(rows)
@@ -395,7 +395,7 @@ def _unlike(ours: Tensor, theirs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def through(model: Model, index: int, x: tuple[Tensor, ...], rows: Rows) -> tuple[Tensor, Tensor]:
-    """Take all tokens and canvases through a layer."""
+    """Take x, the encoder's tokens and the decoder's canvases, through a layer; return both."""
     encoded, decoded = torch.zeros_like(x[0]), torch.empty_like(x[1])
     for each in torch.arange(len(rows.tokens), device=rows.of.device).split(64):
         part, (kept, _) = rows.select(each), rows.members(each)

@@ -40,14 +40,14 @@ OUTPUTS = {  # inputs by the Linear whose output is normalised before it is adde
 
 @dataclass(frozen=True)
 class Weighing:
-    """Which rows count how much, and what weights are aimed at.
+    """How much each row counts in the sums, and which weights W' GPTQ rounds.
 
     Attributes:
-        rows: weights of positions.
-        gates: whether an expert's row counts by its squared routing weight, not as one.
-        relative: whether a row counts by the inverse square of the block's output, which is normalised.
-        aim: share of BF16's x in the input that W is to meet, x' being the rest; None for x' = x.
-        follow: whether x' lies behind quantized layers, or is x rounded.
+        rows: the rule that weights positions (`learning.weights_of`).
+        gates: True to weight an expert's row by its squared routing weight, False by 1.
+        relative: True to divide its weight by the mean square of the block's output before the norm.
+        aim: share s for which W' x' approximates W (s x + (1 - s) x'); None rounds W itself.
+        follow: True for x' behind quantized layers, False for x rounded (unrounded if `aim` is None).
     """
 
     rows: Rowing = "plain"
@@ -58,19 +58,19 @@ class Weighing:
 
 
 class Pairs:
-    """Sums of every input by (layer, name): of x' as `own`, and C where x' is not x."""
+    """Sums by (layer, name of an input): `own` has S of x', and `crossed` has C if there is an aim."""
 
     def __init__(self) -> None:
         self.own, self.crossed = Sums(), dict[Key, Tensor]()
 
     def cross(self, key: Key, x: Tensor, seen: Tensor, weights: Tensor, counts: list[int]) -> None:
-        """Add rows x and x' [P, K] of weights [P], an expert's `counts` after the other's."""
+        """Add rows x and x' (`seen`) [P, K] with `weights` [P], `counts` rows for each expert."""
         self.own.add(key, seen, weights, counts)
         found = products(x, seen, weights, counts)
         self.crossed[key] = self.crossed[key] + found if key in self.crossed else found
 
     def aimed(self, name: str, weight: Tensor, share: float) -> Tensor:
-        """Return W' [..., out, in] BF16 that meets W (share x + (1 - share) x'), damped as GPTQ is."""
+        """Return damped BF16 W' [..., out, in]: W' x' is nearest W (share x + (1 - share) x')."""
         key = key_of(name)
         counts = self.own.counts[key]
         scale = counts.sum() / self.own.weights[key].sum()
@@ -84,7 +84,7 @@ class Pairs:
 
 
 def inputs_of(model: Model, rows: Rows, only: int | None = None) -> Seen:
-    """Return what enters the Linears of a model as it reads it, of all layers or one."""
+    """Run `model` on `rows`; return its Linears' inputs as rounded, of all layers or layer `only`."""
     found: Seen = {}
 
     def watching(phase: int) -> Any:
@@ -101,7 +101,7 @@ def inputs_of(model: Model, rows: Rows, only: int | None = None) -> Seen:
 
 
 def relative_weights(model: Model, seen: Seen) -> dict[tuple[int, int, str], Tensor]:
-    """Return the inverse mean square [T] of the output that each input leads to."""
+    """Return, for each input in OUTPUTS, 1 / mean square [T] of its block's output before the norm."""
     found = dict[tuple[int, int, str], Tensor]()
     for (phase, layer, name), (x, chosen) in seen.items():
         if name not in OUTPUTS:
@@ -120,7 +120,7 @@ def relative_weights(model: Model, seen: Seen) -> dict[tuple[int, int, str], Ten
 def paired(
     how: Weighing, bf16: Model, model: Model, rows: Rows | Stream, only: int | None = None
 ) -> Pairs:
-    """Show trajectories to BF16, and to a model whose inputs are x', of all layers or one."""
+    """Return sums over `rows` of BF16's inputs x and `model`'s x', of all layers or layer `only`."""
     sums = Pairs()
     for part in rows.chunks(CHUNK):
         theirs = inputs_of(bf16, part, only)
@@ -150,9 +150,9 @@ def paired(
 def rounded_by(
     how: Weighing, bf16: Model, student: Student, rows: Rows | Stream, sums: Pairs | None = None
 ) -> list[Done]:
-    """Round a model's weights by GPTQ, layer after layer, and install them in the student.
+    """Round the weights of `bf16` with GPTQ, layer by layer; install them in the student; return them.
 
-    `sums` are what `paired` found, if it was asked already.
+    `sums` is what `paired` returned; None calls it here, with `how.follow` before each layer.
     """
     done, model = list[Done](), student.model
     if sums is None and not how.follow:
@@ -177,12 +177,12 @@ def weights_in(model: Model, unit: Unit) -> list[Tensor]:
 
 
 def install(student: Student, done: Sequence[Done]) -> None:
-    """Give the student rounded units."""
+    """Replace the student's weights of the units `done` by the rounded ones, dequantized."""
     for own in done:
         student.install(own.unit, dequantized(own).to(student.model.device))
 
 
 def forget(student: Student, names: Sequence[str]) -> None:
-    """Leave inputs of these names in BF16, in every layer."""
+    """Stop the student from rounding the inputs called `names`, in every layer."""
     roundings: Mapping[Key, Any] = student.model.roundings
     student.model.roundings = {k: v for k, v in roundings.items() if k[1] not in names}

@@ -112,7 +112,7 @@ def recipe_of(variant: Variant, prompts: int) -> Recipe:
 
 
 def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
-    """Write a variant's checkpoint to OUT/checkpoint, and what it was calibrated to beside it."""
+    """Write a variant to OUT/checkpoint, its calibration and rounded weights to folders beside it."""
     recipe = recipe_of(variant, prompts)
     source = Checkpoint.open(CHECKPOINT)
     targets = plan_targets(source.tensors, recipe.quantization)
@@ -129,7 +129,7 @@ def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
 
 
 def recorded(reference: Engine, count: int) -> list[Trajectory]:
-    """Let BF16 denoise held-out problems that nothing is calibrated on."""
+    """Return BF16's trajectories on `count` held-out problems, which no variant is calibrated on."""
     prompts, sampler = heldout(count), Sampler.from_checkpoint(CHECKPOINT)
     made: list[Trajectory] = []
     for start in range(0, count, BATCH):
@@ -142,7 +142,7 @@ def recorded(reference: Engine, count: int) -> list[Trajectory]:
 def replay_all(
     out: Path, names: Sequence[str], modes: Sequence[ActivationMode], count: int, device: str
 ) -> None:
-    """Write the KL by trajectory of every variant and mode that has none yet, side by side."""
+    """Replay (variant, mode) pairs that have no file yet, all at once; write their KL by trajectory."""
     left: list[tuple[str, ActivationMode]] = [
         (name, mode)
         for name in names
@@ -168,7 +168,7 @@ def replay_all(
 def answer(
     out: Path, name: str, mode: ActivationMode, problems: int, repeats: int, device: str
 ) -> None:
-    """Write which answers of a model are right: OUT/answers/NAME-MODE.json."""
+    """Let a model answer problems; write which answers are right to OUT/answers/NAME-MODE.json."""
     path = out / "answers" / f"{name}-{mode}.json"
     if path.exists():
         return
@@ -201,7 +201,7 @@ def per_problem(right: Sequence[Sequence[bool]]) -> list[float]:
 
 
 def differing(mine: Sequence[float], base: Sequence[float], scale: float) -> str:
-    """Return the mean of paired differences with its 95 % bootstrap interval."""
+    """Return the mean of scale x (mine - base) over pairs, and its 95 % bootstrap interval, as text."""
     differences = [scale * (a - b) for a, b in zip(mine, base, strict=True)]
     low, high = bootstrap_interval(differences)
     return f"{mean(differences):+.2f} [{low:+.2f}, {high:+.2f}]"
@@ -282,7 +282,7 @@ def main(
     repeats: int,
     device: str,
 ) -> None:
-    """Measure in the order make, replay, answers, table; without a name, all of them."""
+    """Do what `measures` names, in the order make, replay, answers, table; by default all of them."""
     chosen = set(measures or MEASURES)
     names = [name for name in VARIANTS if not only or name in only]
     out.mkdir(parents=True, exist_ok=True)

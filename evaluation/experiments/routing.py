@@ -43,10 +43,10 @@ Choice = tuple[Tensor, Tensor, Tensor]  # a router's probabilities, weights and 
 
 @contextmanager
 def routers_held(reference: nn.Module, model: nn.Module, held: str) -> Generator[None]:
-    """Make `model` route as `reference` did in the same pass, which must come before its own.
+    """Give `model`'s routers the choices of `reference`'s in the same pass; `reference` must run first.
 
     Raises:
-        RuntimeError: a router was not asked as often in both models.
+        RuntimeError: a router of `reference` ran more often than that of `model`.
     """
     waiting: dict[str, deque[Choice]] = {}
     hooks: list[Any] = []
@@ -74,7 +74,7 @@ def routers_held(reference: nn.Module, model: nn.Module, held: str) -> Generator
 
 
 def held_choice(own: Choice, theirs: Choice, scale: Tensor, held: str) -> Choice:
-    """Return `own` with the experts of `theirs`, and with their weights too where `held` says so."""
+    """Return `own` with the experts of `theirs`, and with `theirs`' weights if `held` is `weighted`."""
     probabilities, experts = own[0], theirs[2]
     if held == "weighted":
         return probabilities, theirs[1], experts
@@ -84,7 +84,7 @@ def held_choice(own: Choice, theirs: Choice, scale: Tensor, held: str) -> Choice
 
 
 def heldout(count: int) -> list[Prompt]:
-    """Return held-out problems as chats; every second one is asked to think."""
+    """Return `count` held-out problems as prompts; every second prompt turns thinking on."""
     tokenizer = load_tokenizer(CHECKPOINT)
     lines = HELDOUT.read_text("utf-8").splitlines()[FIRST : FIRST + count]
     return [
@@ -109,7 +109,7 @@ def damage(
     held: str,
     trajectories: Sequence[Trajectory],
 ) -> list[float]:
-    """Return the mean KL from BF16 of every trajectory, nats."""
+    """Replay `trajectories` with a checkpoint; return each one's mean KL from BF16, in nats."""
     model = load_rounding(folder, mode, dtype=torch.float32)
     engine = ModelEngine(model, BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)

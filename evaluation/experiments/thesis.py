@@ -97,7 +97,7 @@ def prompt_of(row: dict[str, Any], thinking: bool) -> list[int]:
 
 
 def shuffled(seed: int) -> list[dict[str, Any]]:
-    """Return the calibration problems in an order of the seed; every second one is asked to think."""
+    """Return the calibration problems in a random order that `seed` determines."""
     problems = [json.loads(line) for line in CALIBRATION.read_text("utf-8").splitlines()]
     order = torch.randperm(len(problems), generator=torch.Generator().manual_seed(seed)).tolist()
     return [problems[i] for i in order]
@@ -120,7 +120,7 @@ def clean_text(model: Model, seed: int, budget: int, _: int) -> None:
 
 
 def random_canvas(model: Model, seed: int, budget: int, _: int) -> None:
-    """Decode one random canvas behind each prompt, until `budget` is reached (within one sample)."""
+    """Encode a prompt, decode a random canvas after it, and so on until `budget` tokens were read."""
     problems = shuffled(seed)
     length, vocab = canvas_length(model), text_config(model).vocab_size
     for index, row in enumerate(problems):
@@ -134,7 +134,7 @@ def random_canvas(model: Model, seed: int, budget: int, _: int) -> None:
 
 
 def trajectories(model: Model, seed: int, _: int, prompts: int) -> None:
-    """Denoise the prompts; the tokens seen are the budget of the other sources."""
+    """Denoise `prompts` problems; the number of tokens read becomes the other sources' budget."""
     chosen = [
         Prompt(tuple(prompt_of(row, i % 2 == 1)), i % 2 == 1)
         for i, row in enumerate(shuffled(seed)[:prompts])
@@ -155,7 +155,7 @@ SHOW: dict[str, Callable[[Model, int, int, int], None]] = {
 
 
 def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, device: str) -> int:
-    """Write a source's scales and GPTQ's codes to `folder`; return the tokens that were seen."""
+    """Write scales, GPTQ codes and two models from a source to `folder`; return its token count."""
     model = load(CHECKPOINT, device=device)
     experts: int = text_config(model).num_experts
     checkpoint = Checkpoint.open(CHECKPOINT)
@@ -184,7 +184,7 @@ def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, d
 
 
 def arms() -> Iterator[tuple[str, str, int]]:
-    """Yield what is made, source and seed of every model that is compared with BF16."""
+    """Yield (key of MADE, source, seed) for every model that is compared with BF16."""
     for what in MADE:
         for source in SOURCES:
             for seed in SEEDS:
@@ -210,7 +210,7 @@ def calibrate_all(out: Path, prompts: int, device: str) -> None:
 
 
 def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
-    """Return the KL by trajectory, nats, of every model: 'both/clean text/0' and so on."""
+    """Return each model's KL in nats on every trajectory; a model's key is like 'both/clean text/0'."""
     path = out / "kl.json"
     if path.exists():
         return read_json(path)
@@ -230,7 +230,7 @@ def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
 
 
 def over_seeds(kl: dict[str, list[float]], what: str, source: str) -> list[float]:
-    """Return the mean over seeds, by trajectory."""
+    """Return each trajectory's KL from BF16, averaged over the seeds; `what` is a key of MADE."""
     by_seed = [kl[f"{what}/{source}/{seed}"] for seed in SEEDS]
     return [mean(values) for values in zip(*by_seed, strict=True)]
 
@@ -242,7 +242,7 @@ def interval(values: Sequence[float], confidence: float = 0.95, digits: int = 2)
 
 
 def table(kl: dict[str, list[float]]) -> list[str]:
-    """Return Markdown: a row for what is made and its source; differences are paired."""
+    """Return Markdown with a row for each key of MADE and source; differences are paired."""
     strict = 1 - 0.05 / COMPARISONS
     lines = [
         f"| made | source | KL x 1000 | trajectories minus this, 95 % | {100 * strict:.2f} % | "
@@ -271,7 +271,7 @@ def table(kl: dict[str, list[float]]) -> list[str]:
 
 
 def seen_table(out: Path) -> list[str]:
-    """Return Markdown: tokens and fallbacks of every source."""
+    """Return Markdown: how many tokens each source had, and how many experts fell back, by seed."""
     lines = ["| source | tokens | experts that fell back |", "|---|---|---|"]
     for source in SOURCES:
         facts = [read_json(folder_of(out, source, seed) / "seen.json") for seed in SEEDS]

@@ -10,10 +10,10 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 def quantize_rows(
     x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
 ) -> Activation:
-    """Quantize rows bf16 [M, K] to what products with weights of `scheme` read: 8 bits, or NVFP4.
+    """Quantize rows bf16 [M, K] for products with weights of `scheme`: to 8 bits, or to NVFP4.
 
     `shared` f32 [1] is the global scale of NVFP4 rows, else None. With `gelu_mul` x is [M, 2K], gate
-    first, and gelu_tanh(gate) * up is quantized. Raise ValueError if the scheme's rows stay bf16.
+    first, and gelu_tanh(gate) * up is quantized. Raise ValueError if such products read bf16.
     """
     if scheme not in EIGHT_BIT and shared is None:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
@@ -36,7 +36,7 @@ def in_torch(x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None) -
 
 
 def values(x: Activation) -> torch.Tensor:
-    """Return the values of an activation, f32 [M, K]; NVFP4's are not divided by its global scale."""
+    """Return an activation dequantized, f32 [M, K]; NVFP4's is still multiplied by its global scale."""
     rows, scale = x
     if scale is None:
         return rows.float()

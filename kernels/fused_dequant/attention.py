@@ -52,7 +52,7 @@ COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 @triton.jit
 def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Load heads at x + offset; return halves (low, high) bf16 [HEADS, D / 2] of their RMS norms."""
+    """Load heads at x + offset and RMS-normalize them; return their two halves bf16 [HEADS, D / 2]."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)[None, :]
     at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
@@ -95,7 +95,7 @@ def heads_kernel(
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
     CHAINED: tl.constexpr,
 ):
-    """Program (m, kind) handles row m's heads: queries if `kind` is 0, keys if 1, values if 2."""
+    """Program (m, kind) normalizes and stores row m's queries (kind 0), keys (1) or values (2)."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -168,9 +168,9 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) takes queries i * BQ .. of sequence b, for key head h.
+    """Program (i, b * KV_HEADS + h, split): the i-th BQ queries of sequence b attend to key head h.
 
-    `rows` = B * n. keys, values [slots * capacity, kv_heads * D] are pointers, or if BOXED descriptors.
+    `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: pointers, or descriptors if BOXED.
     """
     follow(CHAINED)
     b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -225,7 +225,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Return lines (query heads of rows) joined from parts: f32 [LINES, D]; largest = max * log2(e)."""
+    """Join the parts of each line (a row's query head): f32 [LINES, D]; `largest` is max * log2(e)."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -250,7 +250,7 @@ def combine_kernel(
     parts, largest, total, out, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """A program joins LINES lines, query heads of rows, from their parts, and stores them as bf16."""
+    """A program joins the parts of LINES lines (a line is a row's query head) and stores bf16."""
     follow(CHAINED)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
@@ -367,7 +367,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Join parts to rows [M, q_heads * D] as `scheme`'s products read them; `shared` is for NVFP4."""
+    """Join parts to rows [M, q_heads * D], quantized if `scheme` is 8-bit, or in NVFP4 by `shared`."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)

@@ -42,11 +42,11 @@ def visible_run(
     first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return begin, end, blocks, clear, blurred: the positions begin .. end - 1 that a program reads.
+    """Return begin, end, blocks, clear, blurred: a program reads the positions in [begin, end).
 
-    They are in `blocks` blocks, at least one. Every row sees clear .. blurred - 1, so no score there
-    needs a mask. The program has the queries `query` .. `query` + SHARE - 1, of which those below n
-    exist; `row` is the first row of their sequence.
+    They form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need no mask, as
+    every row sees these. The program computes SHARE queries from `query` on; a sequence has n queries,
+    and any beyond these are skipped. `row` is the sequence's first row.
     """
     # Every warp holds all queries: nothing passes between warps.
     each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
@@ -65,7 +65,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Return (exponentials of scores from `start` on, decay of earlier sums, new top, new sums)."""
+    """Return (exponentials of scores from `start` on, factor for earlier results, new top, sums)."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
@@ -80,7 +80,7 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
 
 @gluon.jit
 def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted):
-    """Start copying block `block` of BN positions to its place in the ring, which must be free."""
+    """Start copying block `block`, if `wanted`, to its place in the ring, which must be free."""
     stage = block % STAGES
     mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
     place, cell = ring.index(stage), base + (begin + block * BN) % capacity
@@ -89,7 +89,7 @@ def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted)
 
 @gluon.jit
 def refill(keys, values, smem, begin, blocks, base, capacity, column):
-    """Copy keys and values of blocks from STAGES on; each waits until the block it replaces is read."""
+    """Copy keys and values of block STAGES and later, each once the block that it replaces was read."""
     _, held_keys, held_values, _, keys_ready, values_ready, keys_free, values_free = smem
     for block in range(STAGES, blocks):
         stage = block % STAGES
@@ -106,7 +106,7 @@ def attend_rows(
     begin, end, blocks, clear, blurred,
     GROUP: gl.constexpr, Q_HEADS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Compute a program's rows 64 * part ..: row r is query r % SHARE of its query head r // SHARE."""
+    """Compute 64 of a program's rows, from 64 * part on; row r has query r % SHARE, head r // SHARE."""
     queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free = (
         smem
     )
@@ -199,9 +199,9 @@ def attend_hopper_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) does what `attention.attend_kernel`'s program does.
+    """Program (i, b * KV_HEADS + h, split) does the same as in `attention.attend_kernel`.
 
-    q too is a descriptor, of [rows, q_heads * D] with boxes [ROWS / group, D].
+    q, keys and values are descriptors; q's is [rows, q_heads * D], with boxes [ROWS / group, D].
     """
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS

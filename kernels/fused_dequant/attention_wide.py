@@ -34,7 +34,7 @@ BN = gl.constexpr(64)
 
 @gluon.jit
 def fetch(source, place, ready, base, position, capacity, column, wanted):
-    """Start copying BN positions, from `position` on, to `place`, once all warps have arrived here."""
+    """Wait for all warps; if `wanted`, start copying BN positions, from `position` on, to `place`."""
     mbarrier.expect(ready, source.block_type.nbytes, pred=wanted)
     thread_barrier()
     cell = base + position % capacity

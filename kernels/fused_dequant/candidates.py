@@ -32,7 +32,7 @@ class Product:
 
     @property
     def table_verb(self) -> str:
-        """Return the verb under which tables list the product: "experts" for both experts' products."""
+        """Return the verb in the product's table key: "experts" for experts_up and experts_down."""
         return "experts" if self.verb.startswith("experts") else self.verb
 
     @property
@@ -66,7 +66,7 @@ def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:
 
 
 def candidates(product: Product, target: Capability) -> Iterator[Config]:
-    """Yield `tuning.default`, then others worth timing: those whose accumulators fit the registers."""
+    """Yield `tuning.default`'s choice, then others to time, whose accumulators fit the registers."""
     first = tuning.default(product.table_verb, product.scheme, product.M, product.N, product.K)
     yield first
     if product.verb == "lm_head" and target == HOPPER:  # a kernel whose tiles are fixed

@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Two limits in nats: which tokens `accepted` accepts, and at which mean entropy a canvas stops."""
+    """Limits in nats: the bound of `accepted`, and the mean entropy below which a canvas may stop."""
 
     entropy_bound: float
     confidence_threshold: float
@@ -46,8 +46,8 @@ class Rules(NamedTuple):
 class Probabilities:
     """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
-    p is bf16 [M, V], total f32 [M]. `statistics` is f32 [M, 4, tiles of V], but `look` fills its memory
-    as [4, M, tiles of V], for `sparse_soft_embedding` to read. It is None where that is not used.
+    p is bf16 [M, V], total f32 [M]. `statistics` is allocated as f32 [M, 4, tiles of V], but `look`
+    writes it as [4, M, tiles of V]. Only `sparse_soft_embedding` reads it; without that it is None.
     """
 
     p: Tensor
@@ -148,10 +148,10 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 
 
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
-    """Return which sequences stop, bool [B]: those of stable argmax and low mean entropy.
+    """Return which sequences stop, bool [B]: those with a stable argmax and a low mean entropy.
 
-    argmax int64 [B, L] is stable if it equals `history` [S, B, L], the argmax of each of the S steps
-    before; if S is 0 it always is. The mean `entropy` [B, L] must be below `confidence`, both in nats.
+    `argmax` int64 [B, L] is stable if it equals that of each of the S steps before, `history` [S, B, L]
+    (if S is 0, always). The mean of `entropy` [B, L] must be below `confidence`; both are in nats.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)

@@ -19,7 +19,7 @@ def random_weight(
 ) -> Weight:
     """Make a random weight [experts, rows, columns] of a scheme of `layouts`; blank on "meta".
 
-    A weight of nvfp4_e2m1 is made for rows under the global scale SHARED.
+    A product with an nvfp4_e2m1 weight quantizes its rows under the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
@@ -46,7 +46,7 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return rows x [..., K] in float64, rounded as products of `scheme` round them."""
+    """Round x [..., K] as a matmul of `scheme` rounds its input; return the result in float64."""
     if scheme == FOUR_BIT:
         shared = torch.full((1,), SHARED, device=x.device)
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)
@@ -66,10 +66,10 @@ def random_routing(
     spread: float = 0.0,
     seed: int = 2,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw `topk` distinct experts for each token, among the first `used` (None: among all).
+    """Draw `topk` distinct experts for each token, from the first `used` experts (None: from all).
 
-    The logarithm of an expert's popularity has the standard deviation `spread`, 0 if all are alike.
-    Return expert_ids int32 [tokens, topk], and routing weights f32 [tokens, topk] of row sum 1.
+    `spread` is the standard deviation of log(popularity) over the experts; 0: all equally popular.
+    Return expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk]; each row sums to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)

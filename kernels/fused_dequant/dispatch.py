@@ -58,7 +58,7 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return the count by which a launch for `count` rows, slots or sequences is configured."""
+    """Return the count to configure a launch by: `count` rows, slots or sequences, or a sequence's."""
     return count // _HERE.sequences
 
 

@@ -56,7 +56,7 @@ BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
 def blocks(weight: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices that cut a weight [..., out, in] into parts of about BLOCK_VALUES values."""
+    """Yield indices that cut a weight [..., out, in] into parts of about (GPU_)BLOCK_VALUES values."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
 
@@ -89,11 +89,11 @@ def _magic(magnitude: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return the codes 0..15 (uint8) of FP32 x in -6..6; overwrites x and `room`, FP32 of its shape.
+    """Return e2m1 codes 0..15 (uint8) of FP32 x in -6..6; overwrites x and `room`, a buffer like it.
 
-    The last byte of |x| + `_magic` counts grid steps from 0. The code is that count plus 2 e; 2^e is
-    the largest power of two <= max(1, |x|). Here `magic` is `_magic` plus 214 steps. Its bits >> 22 are
-    2 (127 + 22 + e), in a byte 2 e - 214, so the sum of both is the code. 214 is even: ties stay right.
+    Without sign, a code is n + 2 e: 2^e is the largest power of two <= max(1, |x|), and n the last byte
+    of |x| + `_magic`, which is |x| in grid steps. Here `magic` is `_magic` plus 214 steps: the byte is
+    n + 214, plus `magic` >> 22, in a byte 2 (127 + 22 + e) = 2 e - 214. 214 is even: ties stay right.
     """
     bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
     sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
@@ -139,7 +139,7 @@ def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """Round x [..., K] to NVFP4; return e2m1 values [..., K/16, 16] and block scales [..., K/16].
 
     Both are held in FP32. `shared`, the FP32 global scale, broadcasts over the block scales. Values too
-    large for it saturate; a block with NaN becomes NaN.
+    large for the global scale saturate; a block with NaN becomes NaN.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = block_scale(groups.abs().amax(-1), shared)

@@ -22,7 +22,7 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes TILES fragments of rows 64 i .. 64 i + 63, from column tile j * TILES on.
+    """Program (i, j) makes the fragments of row tile i (64 rows) and TILES column tiles from j * TILES.
 
     packed uint8 [rows, HALF]; scale uint8 [rows, HALF / 8]; words int64 [tiles, columns, 256]; scales
     int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `w4a16`'s tables.

@@ -51,7 +51,7 @@ def joined(vectors, ROWS: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def clamp(v, least, most):
-    """Return v within least .. most."""
+    """Return v limited to the range from least to most."""
     return tl.minimum(tl.maximum(v, least), most)
 
 
@@ -70,14 +70,14 @@ def nearest(v, CODES: tl.constexpr):
 
 @triton.jit
 def bits_of(s):
-    """Return the e4m3 code of s, int32: s > 0 is an e4m3 number in float32, below 2^-6 subnormal."""
+    """Return the e4m3 code, int32, of s > 0, an e4m3 number in float32; below 2^-6 it is subnormal."""
     bits = s.to(tl.int32, bitcast=True)
     return tl.where(s < 0.015625, (s * 512.0).to(tl.int32), (bits >> 20) - 960)
 
 
 @triton.jit
 def neighbour(bits, offset):
-    """Return the float32 value of the e4m3 code `bits` + `offset`, limited to the codes 1 .. 126."""
+    """Return the float32 value of the e4m3 code `bits` + `offset`, limited to codes from 1 to 126."""
     bits = tl.minimum(tl.maximum(bits + offset, 1), 126)
     normal = ((bits + 960) << 20).to(tl.float32, bitcast=True)
     return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
@@ -85,7 +85,7 @@ def neighbour(bits, offset):
 
 @triton.jit
 def scale_of(largest, g):
-    """Return a block's usual scale, e4m3(g * largest / 6), where largest and largest / 6 are bf16."""
+    """Return a block's usual scale, e4m3(g * bf16(bf16(largest) / 6)), or 0.125 if that is 0."""
     sixth = tl.div_rn(largest.to(tl.bfloat16).to(tl.float32), 6.0)
     scale = round_e4m3(tl.minimum(g * sixth.to(tl.bfloat16).to(tl.float32), 448.0))
     return tl.where(scale == 0.0, 0.125, scale)
@@ -93,7 +93,7 @@ def scale_of(largest, g):
 
 @triton.jit
 def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
-    """Round 16 inputs in order; return the loss sum (error / U_ii)^2, the codes, each error / U_ii."""
+    """Round 16 inputs in order; return the loss (sum of error_i^2), the 16 q_i and the 16 error_i."""
     loss = tl.zeros_like(step)
     codes, errors = (), ()
     for i in tl.static_range(16):

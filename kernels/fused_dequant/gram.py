@@ -24,7 +24,7 @@ def gram_kernel(
     x, order, starts, tiles, K, COUNT,
     TOPK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j, e) adds to tile (i, j) of expert e; entry c of `order` is row c // TOPK of x."""
+    """Program (i, j, e) adds x x^T to expert e's tile (i, j); choice c in `order` is row c // TOPK."""
     i, j = tl.program_id(0), tl.program_id(1)
     e = tl.program_id(2).to(tl.int64)
     begin, end = tl.load(starts + e), tl.load(starts + e + 1)
@@ -52,10 +52,10 @@ def gram_kernel(
 def add(
     tiles: torch.Tensor, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, topk: int
 ) -> None:
-    """Add the sum of x x^T over each expert's rows, x bf16 [M, K], to its `tiles`, in place.
+    """Add to each expert's `tiles`, in place, the sum of x x^T over its rows of x bf16 [M, K].
 
-    `tiles` f32 [E, tiles, 128, 128] and x are contiguous. Choice c is one of the topk experts of row
-    c // topk; expert e's are order[starts[e] : starts[e + 1]], int64 order [M * topk], starts [E + 1].
+    `tiles` f32 [E, tiles, 128, 128] and x are contiguous. order[starts[e] : starts[e + 1]] are the
+    choices that fell on expert e, int64 order [M * topk], starts [E + 1]; choice c is of row c // topk.
     """
     K = x.shape[1]
     blocks = triton.cdiv(K, TILE)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def round_e4m3(s):
-    """Round 0 <= s <= 448 to e4m3, half to even: adding 1.5 * 2^23 grid steps drops fractions."""
+    """Round 0 <= s <= 448 to e4m3, half to even, by adding and subtracting 1.5 * 2^23 grid steps."""
     exponent = tl.maximum(s.to(tl.int32, bitcast=True) >> 23, 121)  # 2^-6: subnormals below
     magic = (((exponent + 20) << 23) | 0x400000).to(tl.float32, bitcast=True)
     return (s + magic) - magic
@@ -34,7 +34,7 @@ def round_e2m1(v):
 
 @triton.jit
 def scaled_blocks(h, g):
-    """Return block scales s [n] of blocks h f32 [n, 16] under g, and h / (s / g) within -6 .. 6."""
+    """Return scales s [n] of blocks h f32 [n, 16], and h / (s / g) limited to +-6; g: global scale."""
     s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
     s = tl.where(s == 0.0, 0.125, s)
     v = tl.div_rn(h, tl.div_rn(s, g)[:, None])
@@ -45,7 +45,7 @@ def scaled_blocks(h, g):
 def round_nvfp4_kernel(
     x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (m, i) rounds GROUPS blocks of row m of y, which is row m // TOPK of x."""
+    """Program (m, i) rounds the i-th run of GROUPS blocks of x's row m // TOPK into row m of y."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]

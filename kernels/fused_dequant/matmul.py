@@ -55,7 +55,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows' activation scales and routing weights, f32: 0 for padding, or if there are none."""
+    """Return rows' activation scales and routing weights, f32: 0 for padding, all 0 if not in use."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -96,9 +96,9 @@ def compute_block(
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BM + MORE rows from `first` on by channels n [BN]; `weights` points at columns k [BK].
+    """Multiply the BM + MORE rows from `first` on by output channels n [BN], and store the results.
 
-    Every factor of the results is loaded before the products and arrives while they run.
+    `weights` points at columns k [BK]. Scales are loaded before the products and arrive while they run.
     """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
@@ -143,7 +143,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` on a block narrowed up to NARROWER times, while it holds the real `rows`."""
+    """Run `compute_block` on a block narrowed as far as its real `rows` fit, at most NARROWER times."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -221,7 +221,7 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by a weight: in a dense product, or with `routing` in one of the experts' two.
+    """Multiply rows by a weight: a dense product, or with `routing` the experts' gate_up or down.
 
     x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale is f32 [rows], None for bf16.
     `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots] are

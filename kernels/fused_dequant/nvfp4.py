@@ -67,9 +67,9 @@ def nvfp4_kernel(
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N].
+    """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N], or [slots, N/2] if GELU_MUL.
 
-    Scale bytes are [E, N, K/GROUP], of e4m3 for 16 columns and of e8m0 for 32; factors f32 [E, 2].
+    Scale bytes [E, N, K/GROUP] are e4m3 if GROUP is 16, e8m0 if it is 32. `factor` is f32 [E, 2].
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)

@@ -17,10 +17,10 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 
 
 def decode_assembly() -> str:
-    """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 .. $7 of two bf16 each.
+    """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 to $7, two bf16 in each.
 
-    $10 has four scales: byte 2 * step + row // 8 is that of a step and row. As bf16 it is (byte << 4) +
-    0x7380. ptxas folds the moves that double each half into the multiply (HMUL2 .H0_H0 and .H1_H1).
+    $10 has four scales: byte 2 * step + row // 8 is that of a step and row, its bf16 bits (byte << 4) +
+    0x7380. ptxas folds the moves that copy it to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
@@ -81,7 +81,7 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Lay out words [row tile, column tile, warp, row%8, lane%4, 2, 2]; a thread has the last 2 x 2."""
+    """Return a layout of words [row tile, column tile, warp, row%8, lane%4, 2, 2]; 2 x 2 per thread."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]
@@ -97,7 +97,7 @@ def fragment_layout(row_tiles, warpgroups):
 
 @gluon.jit
 def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [row tiles, 1, 4, 8, 4, 2, 2], int16 scales [.., 4] to e4m3 [64 * row tiles, 64]."""
+    """Decode words [T=ROW_TILES, 1, 4, 8, 4, 2, 2], int16 scales [T, 1, 4, 8, 4] to e4m3 [64T, 64]."""
     scales = gl.expand_dims(gl.expand_dims(scales.to(gl.int32), 5), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
 
 @gluon.jit
 def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [row tiles, 1, 4, 8, 4, 2, 2], scale words [.., 2] to bf16 [64 * row tiles, 64]."""
+    """Decode words [T=ROW_TILES, 1, 4, 8, 4, 2, 2], scale words [T, 1, 4, 8, 2] to bf16 [64T, 64]."""
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(

@@ -84,7 +84,7 @@ def rows_of(
     slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return slots [COUNT] of a block's rows from `first` on, and their routing weights, 0 if none."""
+    """Return slots [COUNT] of rows from `first` on, and their routing weights, 0 unless WEIGHTED."""
     slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
     if GROUPED:
         slot = gl.load(slots + slot)
@@ -99,7 +99,7 @@ def scales_of(
     x_scale, slots, first, total, COUNT: gl.constexpr, TOPK: gl.constexpr, E4M3: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return token scales [COUNT] as columns of an accumulator, 0 for padding; 0.0 if not E4M3."""
+    """Return token scales [COUNT] for accumulator columns, 0 for padding; 0.0 unless E4M3."""
     K: gl.constexpr = 32 if E4M3 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COUNT, K])
     scale = 0.0
@@ -115,7 +115,7 @@ def store_rows(
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Store acc [BN, COUNT], scaled, activated, times `weight`, as rows `slot` of y [.., width]."""
+    """Store acc [BN, COUNT], scaled, activated and weighted, as rows `slot` of y [total, width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if E4M3:
         acc *= scale[None, :]
@@ -156,7 +156,7 @@ def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate the stages in shared memory: words, scales, tokens, and a barrier for tokens by TMA."""
+    """Allocate words, scales, tokens and TMA barriers of all stages in shared memory."""
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
@@ -187,7 +187,7 @@ def weights_of(
     words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Decode columns 64 * part .. 64 * part + 63 of a step's weights into `wgmma`'s operand A."""
+    """Decode 64 columns of a step's weights, from column 64 * part on, into `wgmma`'s operand A."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
@@ -210,7 +210,7 @@ def multiply(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return sums over steps begin .. end - 1: f32 [BN, BM] and [BN, MORE], unused if MORE is 0."""
+    """Multiply steps `begin` to `end` - 1; return sums f32 [BN, BM] and, if MORE > 0, [BN, MORE]."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -337,7 +337,7 @@ def multiply_aside(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `multiply` in a second set of warps; store its sums in the shared memory of its tokens."""
+    """Run `multiply` in a second set of warps; store the sums in `smem`, in place of the tokens."""
     acc, acc_more = multiply(
         x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
         CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
@@ -390,7 +390,7 @@ def compute_rows(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the least of NARROWER + 1 heights, up to BM + MORE, that holds `rows`."""
+    """Run `compute_block` at the least height, of BM + MORE and NARROWER smaller, that holds `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -443,9 +443,9 @@ def nvfp4_hopper_kernel(
     """Multiply x bf16 [rows, K] by `to_fragments`' words and scales into y [slots, N or N/2].
 
     A block has BM + MORE rows. If MORE > 0, it has two accumulators: for 96 rows, say, the tensor core
-    then computes 96 and not 128, with weights decoded once. An expert's block of few tokens has one of
-    NARROWER lesser heights: 64, 48, 32 or 16 rows for BM = 64, MORE = 16 and NARROWER = 4. With
-    PARTS = 2 a second set of warps multiplies the second half of K of a dense product.
+    then computes 96 and not 128, with weights decoded once. An expert's block of few tokens is cut to
+    one of NARROWER smaller heights: 64, 48, 32 or 16 rows for BM = 64, MORE = 16 and NARROWER = 4. In
+    a dense product with PARTS = 2, a second set of warps multiplies the second half of K.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     follow(CHAINED and GROUPED)  # the blocks may come from the kernel before

@@ -56,12 +56,12 @@ R = TypeVar("R")
 
 
 def kernels_of(module: str, device: torch.device) -> Any:
-    """Return the module `module` of kernels if operations on `device` launch them, else None."""
+    """Return the module of kernels named `module`, or None for a device on which torch computes."""
     return import_module(f"fused_dequant.{module}") if launches(device) else None
 
 
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: on a GPU, the function of the same name in `module` is called instead."""
+    """Return a decorator that, on a GPU, calls `module`'s function of the same name instead."""
 
     def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
         @wraps(in_torch)
@@ -78,9 +78,9 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T, bf16 [..., N], of x bf16 [..., K] and a dense weight (E = 1).
+    """Return x @ weight.T, bf16 [..., N], of x [..., K] and a dense weight (E = 1).
 
-    If the scheme multiplies quantized rows, x is quantized first; with `scale` it is quantized already.
+    A bf16 x is quantized here if the scheme reads quantized rows; with `scale` x is quantized already.
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -96,12 +96,12 @@ def routed_experts(
     down: Weight,
     between: Callable[[Tensor], Activation] | None = None,
 ) -> Tensor:
-    """Return the output of each token's experts times routing weight, [M, topk, H], not yet summed.
+    """Return each chosen expert's output times its routing weight, [M, topk, H], not summed over topk.
 
     Output and hidden rows are bf16 on a GPU, float32 elsewhere. x and `scale` are as in `linear`; x is
     [M, H], or [M * topk, H] with a row for each of a token's choices. `expert_ids` int and
-    `routing_weights` are [M, topk]. An id outside 0..E-1 gives a row of 0; a GPU does not
-    write it. gate_up [E, 2I, H], interleaved, and down [E, H, I] must have one scheme, else ValueError.
+    `routing_weights` are [M, topk]. For an id not in 0..E-1 a GPU leaves the row unwritten, a CPU
+    writes 0. gate_up [E, 2I, H], interleaved, and down [E, H, I] must have one scheme, else ValueError.
     `between` makes the input of `down` from hidden rows [M * topk, I]; None means `down.reads`.
     """
     if gate_up.scheme != down.scheme:
@@ -149,7 +149,7 @@ def soft_embedding(
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:
-    """Return whether `look` can run on a device, with `softcap`, at temperatures from `coldest` up."""
+    """Return whether `look` works on this device, with this `softcap` and temperatures >= `coldest`."""
     if not is_hopper(device):
         return False
     from fused_dequant import vocabulary_hopper
@@ -168,7 +168,7 @@ def look(
 ) -> Draw:
     """Run `lm_head` on x [B * L, H], then `sample`; write `logits`, `probabilities`; return the draw.
 
-    Call it only where `looks` is True. It sums in another order than `sample`, so tokens may differ.
+    Call it only if `looks` is True. It sums in another order than `sample`; a draw may differ.
     """
     from fused_dequant import vocabulary
 
@@ -180,7 +180,7 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return `soft_embedding` of the logits and temperatures for which `look` wrote `probabilities`."""
+    """Return what `soft_embedding` does, bf16 [M, H], from the `probabilities` that `look` wrote."""
     from fused_dequant import vocabulary
 
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
@@ -195,8 +195,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
-    A row reads its likeliest tokens until they hold 0.999 of the probability; if 64 hold less, all.
-    `left` are the `probabilities`, with statistics, that `look` wrote for these logits, or None.
+    A row sums its likeliest tokens, which hold 0.999 of the probability, or all if those are over 64.
+    `left` is the `probabilities`, with statistics, that `look` wrote for these logits; else None.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -218,11 +218,11 @@ def begin(
     eps: float = 1e-6,
     shared: Tensor | None = None,
 ) -> tuple[Tensor, Activation]:
-    """Embed tokens [M]; return the residual h bf16 [M, H], and its norm as the first product reads it.
+    """Embed tokens [M]; return the residual h bf16 [M, H], and norm(h) as the first product's input.
 
-    h is embedding[token] * factor. Then `update` bf16 [decoded, H], if given, is added to the first
-    `decoded` rows, which are the decoder's, and these are divided by their root mean square. w_next [H]
-    is the norm's weight, `scheme` the product's; `shared` f32 [1] is the global scale of rows in NVFP4.
+    h is embedding[token] * factor. The first `decoded` rows are the decoder's: `update` bf16
+    [decoded, H], if given, is added to them, and they are divided by their root mean square. w_next [H]
+    is the norm's weight, `scheme` the product's. `shared` f32 [1] is the global scale of NVFP4 rows.
     """
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -241,12 +241,12 @@ def attention_heads(
     q_heads: int,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Apply norms and rope to the heads in qkv; return q bf16 [M, q_heads, D], and cache k and v.
+    """Apply norms and rope to the heads in qkv; return q bf16 [M, q_heads, D]; write k, v to the cache.
 
-    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; if v is k before its norm, v heads are absent. Weights
-    are [D]; cos and sin [M, D / 2]. Each of B sequences has M / B rows and one of `slots` int32 [B] of
-    the cache, keys and values bf16 [slots, capacity, kv_heads, D]. A row of `positions` int32 [M] is
-    cached at position % capacity; capacity is a multiple of CELLS. Raise ValueError for other shapes.
+    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; without v heads, v is made from k before its norm.
+    Weights are [D]; cos, sin [M, D / 2]; keys and values, the cache, bf16 [slots, capacity, kv_heads,
+    D]; slots int32 [B], one for each sequence of M / B rows; positions int32 [M]. Row m is written at
+    positions[m] % capacity. Raise ValueError for other shapes, or a capacity not a multiple of CELLS.
     """
     _, capacity, kv_heads, D = keys.shape
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
@@ -277,7 +277,7 @@ def attend(
 
     q is bf16 [M, q_heads, D]; first and last are int32 [M], inclusive; first > last gives a row of
     zeros. keys, values and slots are as in `attention_heads`. The result [M, q_heads * D] is rounded to
-    bf16, then quantized if products of `scheme` read it so; `shared` is as in `begin`. Values must be
+    bf16, then quantized if `scheme` reads quantized rows; `shared` is as in `begin`. Values must be
     below 65,504, since programs that share a row store partial results in float16.
     """
     _check_cells(q, keys, slots)
@@ -320,7 +320,7 @@ def after_attention(
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return expert ids int32, ascending, and routing weights f32, both [M, topk].
+    """Return each row's topk experts, ids int32 in ascending order, and routing weights f32: [M, topk].
 
     x bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
     """
@@ -341,10 +341,10 @@ def after_experts(
 ) -> tuple[Tensor, Activation]:
     """Add the norms of the dense MLP's and experts' outputs to h; return h and the next layer's input.
 
-    h and dense are bf16 [M, H]; routed [M, topk, H] is from `routed_experts`. `norms` are the weights
-    [H] for the dense output, the experts' sum, both added, and the next layer's input. At its end
-    a layer multiplies the first `decoded` rows, the decoder's, by the first of `scalars`, both [1], and
-    the rest, the encoder's, by the second. `scheme` and `shared` are for the next input, as in `begin`.
+    h and dense are bf16 [M, H]; routed [M, topk, H] is from `routed_experts`. `norms` are weights [H]
+    of the norms of the dense output, of the experts' sum, of these two added, and of the next input.
+    Before the last norm, the first `decoded` rows of h (the decoder's) are multiplied by scalars[0],
+    the rest (the encoder's) by scalars[1], both [1]. `scheme`, `shared` are as in `begin`.
     """
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -369,8 +369,8 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
     """Draw the tokens of one denoising step from logits [B, L, V]: bf16 or f32, not divided by T.
 
     `schedule` f32 [N] has the temperature T of each step, step 1 first. A GPU sums the CDF in another
-    order than torch. So if a random number lies within rounding of the boundary between two tokens, the
-    other of them may be drawn.
+    order than torch. So they may draw different tokens if a random number lies within rounding of the
+    boundary between two tokens.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(

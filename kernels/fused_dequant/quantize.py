@@ -28,13 +28,13 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """Return the int32 bits of |h|, which sort as |h| with NaN on top; a warp reduces them at once."""
+    """Return |h|'s int32 bits, which sort like |h|, NaN last: one instruction can reduce a warp's."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """Return a row's scale from its largest `magnitude`: 1 for a zero row, NaN if it is not finite."""
+    """Return a row's scale from its largest `magnitude`: 1 for a zero row, NaN for a non-finite one."""
     s = tl.where(largest > 0, tl.div_rn(largest.to(tl.float32, bitcast=True), LARGEST), 1.0)
     return tl.where(largest < 0x7F800000, s, float("nan"))
 
@@ -52,7 +52,7 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
-    """Store h f32 [COUNT * 16] as NVFP4 under g, in blocks number `block` where `there` is true."""
+    """Store h f32 [COUNT * 16] as NVFP4 with global scale g: block i at index block[i] if there[i]."""
     h = h.reshape(COUNT, 16)
     s, v = scaled_blocks(h, g)
     s = tl.where(tl.max(magnitude(h), 1) > 0x7F800000, float("nan"), s)
@@ -68,7 +68,7 @@ def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
 
 @triton.jit
 def place(k):
-    """Return column k's place in `w4a8`'s order: of each 64, 16 t + 4 q + j goes to 16 q + 4 t + j."""
+    """Return where `w4a8` stores column k: in each run of 64, 16t + 4q + j moves to 16q + 4t + j."""
     moved = (k & -64) | (k & 48) >> 2 | (k & 12) << 2 | (k & 3)
     return tl.max_contiguous(tl.multiple_of(moved, 4), 4)
 
@@ -130,7 +130,7 @@ def quantize_blocks_kernel(
 def room(
     M: int, K: int, scheme: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate memory for rows [M, K] and scales (None for bf16) as `scheme`'s products read them."""
+    """Allocate empty rows [M, K] and their scales (None for bf16), as `scheme` stores activations."""
     if scheme == FOUR_BIT:
         scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
         return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale

@@ -186,8 +186,8 @@ def after_attention(h, o, norms, eps):
 def after_experts(h, dense, routed, norms, scalars, decoded, eps):
     """Return the next h and the next layer's input norm(h) * w_next, both bf16 [M, H].
 
-    The next h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar: scalars[0] in
-    the first `decoded` rows, scalars[1] in others. routed [M, topk, H] is summed over topk in float32.
+    The next h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar, where `norms`
+    is (w_1, w_2, w, w_next); the first `decoded` rows take scalars[0], the others scalars[1].
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
@@ -198,7 +198,7 @@ def after_experts(h, dense, routed, norms, scalars, decoded, eps):
 
 
 def begin(tokens, embedding, factor, update, w_next, decoded, eps):
-    """Return what `operations.begin` returns, h and the first product's input, but quantize nothing."""
+    """Return h and the first product's input, as `operations.begin` does, but quantize nothing."""
     h = embedding.index_select(0, tokens.long()) * factor
     first = h[:decoded] if update is None else h[:decoded] + update
     h = torch.cat([_norm(first, None, eps), h[decoded:]])

@@ -54,7 +54,7 @@ def weighted(x, weight):
 
 @triton.jit
 def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Store row m as bf16 if LARGEST is 0, as NVFP4 if 6, else in 8 bits with a scale, NaN for NaN."""
+    """Store row m: bf16 if LARGEST is 0, NVFP4 if 6, else 8 bits and a scale (NaN if not finite)."""
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     elif LARGEST == 6.0:
@@ -140,7 +140,7 @@ def after_attention_kernel(
 ):
     """Program m handles row m in halves; DENSE, EXPERTS choose formats as LARGEST in `store_row` does.
 
-    If MOVED, the experts' columns are stored where `quantize.place` puts them.
+    If MOVED, the columns of x_experts are stored in the order of `quantize.place`.
     """
     m = tl.program_id(0).to(tl.int64)
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)

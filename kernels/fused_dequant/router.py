@@ -39,7 +39,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Program (i, s) stores rows i * BM .. of x @ w.T over split s of K: partial f32 [splits, M, E]."""
+    """Program (i, s) stores BM rows, from i * BM, of x @ w.T over split s of K: f32 [splits, M, E]."""
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
@@ -59,13 +59,13 @@ def logits_kernel(
 
 @triton.jit
 def ordered(bits):
-    """Turn bf16 bits, sign-extended to int32, into an integer that sorts as the bf16 does, or back."""
+    """Map bf16 bits, sign-extended to int32, to integers that sort as the values; its own inverse."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
 @triton.jit
 def score_of(key):
-    """Return the float32 score in a key of `choose_kernel`, whose upper 16 bits hold it."""
+    """Return the float32 score that the upper 16 bits of a key of `choose_kernel` hold."""
     return (ordered(key >> 16) << 16).to(tl.float32, bitcast=True)
 
 

@@ -90,7 +90,7 @@ def route_kernel(
     PADDING: tl.constexpr,  # BLOCK rounded up to a power of two
     CHUNK: tl.constexpr,
 ):
-    """Program e writes the slots and the blocks of expert e."""
+    """Program e writes the `slots` of expert e in blocks of BLOCK, and what these blocks hold."""
     follow(CHAINED)
     e = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)

@@ -40,7 +40,7 @@ RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43, 8,192 with f
 
 @triton.jit
 def finite(logits):
-    """Return float32 with minus infinity replaced, so that no difference is NaN; NaN stays."""
+    """Return logits in float32, minus infinity as LOWEST, so that no difference is NaN; NaN stays."""
     return tl.maximum(logits.to(tl.float32), LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -114,7 +114,7 @@ def draw_kernel(
     RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
     RANGE: tl.constexpr,
 ):
-    """Program `row` combines its ranges, draws a token and, if SURVEYED, adds up their `rounded`."""
+    """Program `row` combines its ranges and draws a token; if SURVEYED, it sums `rounded` over them."""
     follow(CHAINED)
     row = tl.program_id(0)
     b, position = row // L, row % L

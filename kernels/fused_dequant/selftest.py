@@ -15,7 +15,7 @@ PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:
-    """Return the relative error of a dense product or of routed experts, whichever is larger.
+    """Return the larger of two relative errors: of a dense product, and of routed experts.
 
     NaN counts as infinite. Two of the experts get no token.
     """

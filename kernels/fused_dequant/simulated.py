@@ -55,7 +55,7 @@ def scaled(weight: Weight, global_scale: Tensor) -> Weight:
 
 
 def plain(weight: Weight) -> Weight:
-    """Return an 8-bit weight in bf16, whose products do not round their inputs; return others as given.
+    """Return an 8-bit weight as a bf16 one, for rows that are not rounded; return others as given.
 
     A few experts at a time go through float32: all of a layer's at once would take 4 GB.
     """

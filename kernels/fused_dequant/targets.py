@@ -16,7 +16,7 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """What a GPU of one compute capability has; `TARGETS` lists them."""
+    """Properties of the GPUs of one compute capability, which is the key in `TARGETS`."""
 
     example: str  # a GPU of it
     shared: int  # KiB of shared memory that a block may have
@@ -56,13 +56,13 @@ def forced() -> Capability | None:
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the capability that launches on `device` are made for; "meta" means the current GPU."""
+    """Return the capability to compile for: the `forced` one, else `device`'s ("meta": current GPU)."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
 
 
 def fp4_units(device: torch.device) -> bool:
-    """Return whether `device` has tensor cores that multiply NVFP4; on a CPU Triton interprets them."""
+    """Return whether `device` has tensor cores for NVFP4; True on a CPU, where Triton interprets."""
     if device.type == "cpu":
         return True
     own = capability(device)
@@ -72,8 +72,8 @@ def fp4_units(device: torch.device) -> bool:
 def lowering(device: torch.device) -> dict[str, str]:
     """Return launch arguments that make Triton use `device`'s tensor cores; only sm_121 needs any.
 
-    For sm_121 Triton 3.7 generates Ampere's products: FP8 would be multiplied in half precision, NVFP4
-    not at all. So code is generated for sm_120, whose products sm_121 has, and assembled for sm_121.
+    For sm_121 Triton 3.7 would emit Ampere's instructions: they multiply FP8 in half precision, NVFP4
+    not at all. So it emits sm_120's instructions, which sm_121 also has, and assembles for sm_121.
     """
     return {"arch": "sm120"} if device.type != "cpu" and capability(device) == (12, 1) else {}
 

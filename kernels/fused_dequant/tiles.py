@@ -36,7 +36,7 @@ def gelu_mul(gate, up):
 def tanh(x, HARDWARE: tl.constexpr):
     """Return the tanh of x; 1 - 2 / (exp(2x) + 1) has no overflow.
 
-    HARDWARE takes one instruction instead of an exponential and a division. Its relative error is at
+    If HARDWARE is true, one instruction replaces that formula. The instruction's relative error is at
     most 2^-11 (PTX manual), an eighth of bf16's spacing. Triton's interpreter cannot run it.
     """
     if HARDWARE:
@@ -50,7 +50,7 @@ def tanh(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
-    """Split acc [ROWS, BM], 8 gate rows and 8 up rows in turn, into gate and up, each [ROWS/2, BM]."""
+    """Split acc [ROWS, BM], in which 8 gate and 8 up rows alternate, into gate and up [ROWS/2, BM]."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
 
@@ -60,7 +60,7 @@ def store_nvfp4(
     result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Multiply result f32 [BN, BM] by `factor`, activate and weight it, and store it as rows of y."""
+    """Store result f32 [BN, BM] * `factor` in rows of y, after gelu_mul and row weights if asked."""
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:

@@ -13,7 +13,7 @@ import torch
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
     """Capture what the block launches; `options` are those of `torch.cuda.graph`.
 
-    Python's garbage collector rests meanwhile: freeing an older graph would invalidate the capture.
+    Python's garbage collector is off meanwhile: freeing an older graph would invalidate the capture.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -28,9 +28,9 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
     """Return the median microseconds of a call.
 
-    `calls` do the same work on different buffers, in all several times as large as the L2. One CUDA
-    graph captures them in turn, and again until there are `least` launches, so that gaps between
-    launches are those of a real step. It is replayed `replays` times.
+    `calls` do the same work on different buffers, which together are several times as large as the L2
+    cache. One CUDA graph captures whole rounds of them, with at least `least` calls in all, so that
+    gaps between launches are those of a real step. The graph is replayed `replays` times.
     """
     rounds = -(-least // len(calls))
     for call in calls:

@@ -105,7 +105,7 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
-    """Compile products with configurations into Triton's cache, a process a core; log failures."""
+    """Compile (product, configuration) jobs into Triton's cache, one process per core; log failures."""
     # One job for each kernel: all shapes share it, but those whose K leaves a remainder.
     own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
@@ -115,7 +115,7 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
 
 
 class BrokenCandidateError(Exception):
-    """The candidate `args[0]` ended in a CUDA error, so this process can run no kernel any more."""
+    """The configuration `args[0]` caused a CUDA error, so this process can run no more kernels."""
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
@@ -173,7 +173,7 @@ def _child() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's chosen configuration; a launch's microseconds with it, and with what ran before."""
+    """A product's chosen configuration; a launch's microseconds with it, and with the earlier one."""
 
     product: Product
     config: Config
@@ -188,9 +188,9 @@ def tuned(
 ) -> Iterator[Choice]:
     """Time the candidates of products, and yield the fastest for each.
 
-    experts_up must be followed by experts_down: the two share a block's rows. `now` returns the
-    configuration that is launched without the new table. `timer` returns a product's timed candidates;
-    None stands for a `Timer` on this GPU.
+    Each experts_up must be followed by its experts_down: the pair is chosen together, with equal block
+    rows. `now` returns the configuration in use, which the new table would replace. `timer` returns a
+    product's timed candidates; None stands for a `Timer` on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)
@@ -210,7 +210,7 @@ def tuned(
 def write_table(
     path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
 ) -> None:
-    """Add choices to the table at `path`, made if missing; the file is replaced whole or not at all."""
+    """Add choices to the table at `path`, or create it; the file is replaced atomically."""
     kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for choice in choices:
         kernels.setdefault(choice.product.key, {})[str(choice.product.M)] = choice.config

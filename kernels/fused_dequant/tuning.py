@@ -81,7 +81,7 @@ def table(device_name: str | None, target: str) -> Table:
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
     """Return the configuration for a launch on `device`; "meta" stands for the current GPU.
 
-    Where QUANTIZE_TARGET forces a target, the device's own tables do not come before others.
+    If QUANTIZE_TARGET forces a target, the device's own tables have no precedence over others.
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
@@ -95,7 +95,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the tables' entry for verb, scheme, K and the nearest N and M; `default` without one."""
+    """Return the entry for the nearest N, and its least size >= M, else its largest; or `default`."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}

@@ -54,7 +54,7 @@ def lm_head_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes [BM, BK], [BN, BK], [BM, BN/2]."""
+    """Write capped x [M, H] @ w [V, H].T to y [M, V]; TMA boxes [BM, BK], [BN, BK], [BM, BN/2]."""
     follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
@@ -76,9 +76,9 @@ def lm_head(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Launch lm_head for `operations.lm_head`; a `config` with STAGES selects the sm_90 kernel.
+    """Launch the kernel for `operations.lm_head`; a `config` with STAGES selects the one for sm_90.
 
-    If `config` is None, it is looked up. V and H are multiples of 8: rows are multiples of 16 bytes.
+    A `config` of None is looked up. V and H must be multiples of 8: TMA reads rows of 16-byte units.
     """
     (M, H), V = x.shape, len(w)
     config = config or tuning.choose("lm_head", "bf16", M, V, H, x.device)
@@ -98,10 +98,10 @@ def lm_head(
 
 @triton.jit
 def rounded_exponential(x, HARDWARE: tl.constexpr):
-    """Return 2^x as bf16, and that bf16 as float32; both are zero below 2^-126.
+    """Return 2^x rounded to bf16, as bf16 and as float32; results below 2^-126 are zero.
 
-    HARDWARE makes two values in 5 instructions. The compiler's own exponential rescales subnormal
-    results, and it converts to bf16 one value at a time, at the rate of the exponentials themselves.
+    If HARDWARE is true, 5 instructions make two values. The compiler's code would rescale subnormal
+    results and convert to bf16 one value at a time, as slowly as it computes an exponential.
     """
     if HARDWARE:
         p, p_wide = tl.inline_asm_elementwise(
@@ -148,10 +148,10 @@ def exponential_kernel(
     HARDWARE: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    """Program (m, s) handles row m's columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
+    """Program (m, s) stores p of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    The anchor, where p is 1, is the maximum of the first 8 * EIGHTS, so logits are read once. If a p of
-    the range exceeds 2^REACH, the range is done again with its own maximum as anchor.
+    The anchor (the logit where p is 1) is the maximum of these columns' first 8 * EIGHTS, so logits are
+    read once. If a p exceeds 2^REACH, all columns are done again with their own maximum as anchor.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
@@ -215,9 +215,9 @@ def reduce_kernel(
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """Combine the splits of row m, each weighted by exp((its anchor - the highest) / T).
+    """Sum row m's splits, each weighted by exp((split's anchor - highest anchor) / T), and normalise.
 
-    If not ANCHORED, all splits of a row have one anchor, `anchors` is not read, and `total` is [M].
+    If ANCHORED is false, the splits of a row share one anchor: `anchors` is not read, `total` is [M].
     """
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
@@ -272,7 +272,7 @@ def soft_embedding_of(probabilities, embedding, out=None):
 def exponentials(
     logits: torch.Tensor, inverse_temperature: torch.Tensor, splits: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return p bf16 [M, V]; for each range the logit where p is 1, and sum(p), both f32 [splits, M]."""
+    """Return p bf16 [M, V]; per range, the anchor (logit where p is 1) and sum(p), f32 [splits, M]."""
     (M, V), device = logits.shape, logits.device
     p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
@@ -309,7 +309,7 @@ def reduce(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Combine the ranges' products to bf16 [M, H], in `out` if given; `anchors` None: all are equal."""
+    """Combine the ranges' products to bf16 [M, H], in `out` if given; `anchors` None: one is shared."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)

@@ -71,7 +71,7 @@ def multiply_and_cap(
     M, V, H, L, N, cap, programs,
     SET: gl.constexpr, STAGES: gl.constexpr, SURVEYED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """Multiply and cap rows 64 * SET .. 64 * SET + 63 of every tile of this program."""
+    """Multiply, cap and store 64 rows, from row 64 * SET on, of every tile of this program."""
     BK: gl.constexpr = x_tiles.shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, BK // 4])
     rows, steps = gl.cdiv(M, BM), gl.cdiv(H, BK)
@@ -132,7 +132,7 @@ def capped(x, cap):
 
 @gluon.jit
 def send(values, to, results, m, n, BUFFER: gl.constexpr):
-    """Store bf16 values [64, 64] at rows m .., columns n .. through one of two buffers."""
+    """Copy bf16 `values` [64, 64] to shared memory results[BUFFER], and on to `to` at (m, n) by TMA."""
     buffer = results.index(BUFFER)
     tma.store_wait(1)  # the store before the last has left the buffer
     thread_barrier()
@@ -144,7 +144,7 @@ def send(values, to, results, m, n, BUFFER: gl.constexpr):
 
 @gluon.jit
 def store_capped(acc, y, results, m, n, cap):
-    """Store cap * tanh(acc [64, 256]) at rows m .., columns n .. of y, 64 columns at a time."""
+    """Store cap * tanh(acc [64, 256]) to y at row m, column n, 64 columns at a time."""
     pieces = quarters(acc)
     for i in gl.static_range(4):
         send(capped(pieces[i], cap).to(gl.bfloat16), y, results, m, n + PIECE * i, i % 2)
@@ -167,7 +167,7 @@ def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
 def survey_and_store(
     acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
 ):
-    """Store logits cap * tanh(acc) to y, p to `p`, and a tile's `statistics` f32 [4, M, tiles of V]."""
+    """Store a tile's logits cap * tanh(acc), p, and column of `statistics` f32 [4, M, tiles of V]."""
     first, second, third, fourth = quarters(acc)
     first, top = capped_inside(first, cap, n, V, EVEN)
     second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
@@ -222,10 +222,10 @@ def lm_head_hopper_kernel(
     SURVEYED: gl.constexpr,
     EVEN: gl.constexpr,
 ):
-    """Write logits of x [M, H], w [V, H] to y [M, V]; boxes: x [128, BK], w [256, BK], y, p [64, 64].
+    """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    If SURVEYED, it also writes p [M, V] and `statistics`. A row's temperature is in `schedule` [N], at
-    its sequence's step, `steps_taken` [M / L]. Without SURVEYED it touches none of these arguments.
+    Only if SURVEYED, also write p [M, V] (boxes like y's) and `statistics`; a row's temperature is then
+    read from `schedule` [N], at the step that `steps_taken` [M / L] gives for the row's sequence.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
@@ -289,7 +289,7 @@ def survey(
 
 
 def holds(cap: float, coldest: float) -> bool:
-    """Return whether `survey`'s p is normal in bf16 for logits within +-cap at T = `coldest`."""
+    """Return whether no p of `survey` is subnormal in bf16 for logits within +-cap at T = `coldest`."""
     return 2 * cap * LOG2_E.value / coldest <= REACH.value - LEAST
 
 

@@ -56,10 +56,10 @@ def choose_kernel(
     TILES: tl.constexpr,  # `tiles` rounded up to a power of two
     TILE: tl.constexpr,
 ):
-    """Program `row` stores the likeliest tokens, probabilities `weights`, and a count, 0 if over MOST.
+    """Program `row` stores its likeliest tokens, their probabilities, and their count (0 if over MOST).
 
-    `tops` [rows, tiles] has a tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
     Tokens are taken by falling logit, of equal ones the lowest id first, until they hold 1 - LEFT_OUT.
+    `tops` [rows, tiles] has a tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
     """
     follow(CHAINED)
     row = tl.program_id(0)
@@ -118,9 +118,9 @@ def some_rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply listed rows of p into their places in `partial`, as `vocabulary.split_k_kernel` does.
+    """Store only the listed rows of what `vocabulary.split_k_kernel` stores in `partial`.
 
-    p is [M, V], `embedding` a descriptor. Past the end of the list `rows` a tile repeats its first row.
+    p is [M, V], `embedding` a descriptor. A tile that ends past the list `rows` repeats its first row.
     """
     follow(CHAINED)
     count, first = tl.load(rows + M), tl.program_id(0) * BM
@@ -203,8 +203,8 @@ def choose(
     """Choose the tokens S of each row of logits [M, V]; return (counts, list, tokens, probabilities).
 
     `statistics` f32 [2 or more, M, tiles of 256] begin with max l and sum 2^x of `vocabulary_hopper`.
-    Counts int32 [M] are sizes of S, 0 for rows to be multiplied whole. The list int32 [M + 1] has those
-    rows in order, and in its last place their number. Tokens int32, probabilities f32 are [M, MOST].
+    Counts int32 [M] are sizes of S, 0 for a row to be multiplied whole. The list int32 [M + 1] begins
+    with the rows of count 0, and ends with their number. Tokens int32, probabilities f32: [M, MOST].
     """
     (M, V), device, MOST = logits.shape, logits.device, reference.MOST
     counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))

@@ -47,7 +47,7 @@ def _bit_table() -> torch.Tensor:
 
 @cache
 def scale_table() -> torch.Tensor:
-    """Return the fragments' scale byte (unsigned E5M3) of each e4m3 byte 0 .. 127: uint8 [128]."""
+    """Return the fragments' scale byte (unsigned E5M3) for each e4m3 byte 0 to 127: uint8 [128]."""
     values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     mantissa, exponent = torch.frexp(values)  # mantissa in [0.5, 1)
     byte = ((exponent + 14) << 3) + ((mantissa * 2 - 1) * 8).nan_to_num(0.0).to(torch.int32)
@@ -57,9 +57,9 @@ def scale_table() -> torch.Tensor:
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay NVFP4 weights out in fragments, in torch; on a GPU `fragments.to_fragments` does the same.
 
-    Of packed uint8 [E, N, K/2] and scale e4m3 [E, N, K/16] it makes words int32 [E, N/64, K/64, 512]
-    and scale bytes as int32 [E, N/64, K/64, 64]. Raise ValueError if N or K is no multiple of 64, or a
-    scale is negative or NaN. A few experts are done at a time, as temporaries take 4 bytes a weight.
+    Return words int32 [E, N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64], from packed
+    uint8 [E, N, K/2] and scale e4m3 [E, N, K/16]. Raise ValueError if N or K is no multiple of 64, or a
+    scale is negative or NaN. Temporaries take 4 bytes a weight, so few experts are done at a time.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -103,7 +103,7 @@ def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @cache
 def byte_table() -> torch.Tensor:
-    """Return the bits of a byte (two codes) at each of 8 places in a word pair: int64 [8, 256]."""
+    """Return which bits of a word pair each byte (two codes) sets, by register: int64 [8, 256]."""
     low, high = _bit_table().reshape(8, 2, 16, 2).unbind(1)  # the even and the odd input's code
     both = high[:, :, None] | low[:, None]  # [8, 16, 16, 2]
     return both.contiguous().view(torch.int64).reshape(8, 256)

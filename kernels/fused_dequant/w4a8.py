@@ -29,10 +29,10 @@ from fused_dequant.w4a16 import FRAGMENT, FRAGMENTED_AT_ONCE
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lay NVFP4 weights out in fragments for products in FP8; N and K are multiples of 64.
+    """Lay NVFP4 weights out in fragments for FP8 products; N and K are multiples of 64.
 
-    Of packed uint8 [E, N, K/2] and scale e4m3 [E, N, K/16] it makes words int32 [E, N/64, K/64, 512]
-    and scale bytes as int32 [E, N/64, K/64, 64].
+    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return words int32 [E, N/64, K/64, 512] of
+    codes, and scale bytes as int32 [E, N/64, K/64, 64].
     """
     experts, rows, half = packed.shape
     tiles, columns = rows // FRAGMENT, half // (FRAGMENT // 2)

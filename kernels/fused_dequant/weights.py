@@ -25,7 +25,7 @@ SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
 
 @dataclass(frozen=True)
 class Weight:
-    """The tensors of a weight; `layouts` tells which of them a scheme has, and their shapes."""
+    """The tensors of a weight; `layouts` lists those of each scheme, with dtypes and shapes."""
 
     scheme: str
     data: Tensor
@@ -47,7 +47,7 @@ class Weight:
 
     @property
     def shared(self) -> Tensor | None:
-        """Return the global scale f32 [1] of this weight's rows, None if rows are not in NVFP4."""
+        """Return the global scale f32 [1] of activations if products read them in NVFP4, else None."""
         return self.factor[0, 2:] if self.scheme == FOUR_BIT and self.factor is not None else None
 
     @property
@@ -59,15 +59,15 @@ class Weight:
         return partial(kernel.launch, self)
 
     def config(self, verb: str, tokens: int) -> tuning.Config:
-        """Return the configuration of `verb`, linear or experts, for `tokens`; raise as `require`."""
+        """Return the configuration of `verb` (linear, experts) for `tokens`; raise like `require`."""
         require(self.scheme, self.data.device)
         rows = launched_as(tokens)
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
     def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
-        """Return rows x [M, K] as this weight's products read them: bf16, 8 bits with scales, or NVFP4.
+        """Convert rows x [M, K] to what this weight multiplies: bf16, or 8 bits or NVFP4 with scales.
 
-        Rows with a `scale` are quantized already. Raise ValueError if rows do not fit the weight.
+        Rows given with a `scale` are already quantized. Raise ValueError if rows do not fit the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1
@@ -112,17 +112,17 @@ def build(
     in_fp8: bool = False,
     shared: Tensor | None = None,
 ) -> Weight:
-    """Return a weight of tensors as they are on disk, laid out for the device that holds them.
+    """Return a weight made from tensors as stored on disk, laid out for the device that holds them.
 
     Args:
         scheme: bf16, fp8, int8, nvfp4 or mxfp4.
         codes: [N, ...] of a dense weight, [E, N, ...] of experts.
         scale: of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
         factor: for NVFP4, 128 / global_scale, f32 [1], [E] or, for gate and up, [E, 2]; None for 1.
-        in_fp8: whether to lay NVFP4 out for products in FP8 (W4A8), which round weights to e4m3
-            (`formats.nvfp4_as_e4m3`) and read rows in FP8. On Hopper, experts' weights keep 4 bits;
-            all others become weights of scheme fp8.
-        shared: f32 [1], the global scale of rows, to lay NVFP4 out for FP4 units (W4A4); else None.
+        in_fp8: whether to lay NVFP4 out for products in FP8 (W4A8). These round weights to e4m3
+            (`formats.nvfp4_as_e4m3`) and read activations in FP8. On Hopper, experts' weights stay
+            in 4 bits; all other weights become scheme fp8.
+        shared: f32 [1], the activations' global scale, to lay NVFP4 out for FP4 units (W4A4); or None.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
     if scale is None:
@@ -162,7 +162,7 @@ def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
 
 
 def in_fragments(device: torch.device, scheme: str) -> bool:
-    """Return whether a device holds NVFP4 weights of fitting shapes in the fragment layout `scheme`."""
+    """Return whether `device` lays NVFP4 weights of fitting shapes out in fragments, as `scheme`."""
     return is_hopper(device) and scheme not in dispatch.distrusted
 
 

@@ -31,7 +31,7 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """The speed of a batch whose slots go on alone ("by step") or all together ("by canvas")."""
+    """The speed of a batch whose slots never wait ("by step") or wait for each other ("by canvas")."""
 
     batch: int
     slots_go_on: str  # "by step" or "by canvas"
@@ -63,8 +63,8 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time `prompts`, one a slot, with slots going on "by step" and then "by canvas"; return both rows.
 
-    The engine has room for two canvases behind a prompt; each prompt is asked REQUESTS times. Canvases
-    stop by the sampler, or take the numbers of steps in `stops` in turn. All slots are freed.
+    Each prompt is asked REQUESTS times, for two canvases each; the engine must have room for both. The
+    sampler stops canvases, or `stops` gives their numbers of steps in turn. All slots are freed first.
     """
     for slot in range(engine.capacity):
         engine.release(slot)

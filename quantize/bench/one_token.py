@@ -17,9 +17,9 @@ from quantize.runtime.fused.graphs import Replayed
 
 
 class Continuation:
-    """Texts in slots of an engine, each of which grows by one token a forward pass.
+    """Extends the texts in slots of an engine, each by one token a forward pass.
 
-    If the engine uses CUDA graphs, a pass replays one. These slots cannot denoise canvases afterwards.
+    If the engine uses CUDA graphs, each pass replays one. Afterwards the slots cannot denoise.
     """
 
     def __init__(self, engine: FusedEngine, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin new texts behind what `slots` hold, each with one of `tokens`; keep the CUDA graph."""
+        """Begin a text after each slot's context, with its token of `tokens`; keep the CUDA graph."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))

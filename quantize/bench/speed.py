@@ -61,10 +61,10 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size with one number of steps a canvas; times are medians over canvases.
+    """One batch size with one number of steps a canvas; a canvas' and a forward's times are medians.
 
-    With ONE_TOKEN as `steps`, each token takes a forward, `parts` are empty, and `floor_ms_a_step` is
-    that of one forward. A figure that the GPU does not report is None, and so is an unknown price.
+    If `steps` is ONE_TOKEN, each forward writes one token a sequence, a "step" is one forward, and
+    `parts` is empty. Figures that the GPU does not report, and an unknown price, are None.
     """
 
     batch: int

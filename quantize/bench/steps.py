@@ -15,9 +15,9 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 
 
 def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
-    """Return the mean milliseconds of TIMED denoising steps of `slots`, each on its next canvas.
+    """Return the milliseconds of one denoising step of `slots`, the mean over TIMED steps.
 
-    TIMED may exceed a canvas' steps: further ones take the same time. The canvases are thrown away.
+    Each slot's next canvas is begun and thrown away. Steps past a canvas' last take as long as others.
     """
     step, graphs = engine.begin_canvases(slots)
     seconds = seconds_of(lambda: step.take(graphs), TIMED)

@@ -77,7 +77,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """Linears, or other parameters, of one `kind` and `scheme`: how many there are, and their bytes."""
+    """How many Linears, or other parameters, have one `kind` and `scheme`, and their bytes."""
 
     kind: str
     scheme: str
@@ -107,7 +107,7 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """Inspect a DiffusionGemma checkpoint by its JSON files, headers, and global and input scales.
 
-    Raise InputError if config, index and headers contradict each other, or it is another model.
+    Raise InputError if config, index and headers disagree, or the model is no DiffusionGemma.
     """
     checkpoint = Checkpoint.open(folder)
     modules = _modules(checkpoint.tensors)
@@ -194,7 +194,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Count tensors by name, less the encoder's or decoder's prefix; layer scalars are left out."""
+    """Count tensors by their name once encoder and decoder are merged, without layer scalars."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors
@@ -219,7 +219,7 @@ def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[
 
 
 def refusal(look: Callable[[], object]) -> str:
-    """Call a check; return the message of the InputError that it raises, "" where it raises none."""
+    """Run the check `look`; return the message of its InputError, or "" if it raises none."""
     try:
         look()
     except InputError as error:

@@ -113,9 +113,9 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """Compare names, dtypes, shapes and bytes with what config.json and index say; return the layout.
+    """Compare tensors' names, dtypes, shapes with config.json, bytes with the index; return the layout.
 
-    Raise InputError if they differ; it names the first difference and counts those of its kind.
+    Raise InputError at the first difference, which it names; missing or unexpected names are counted.
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
@@ -145,7 +145,7 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
 
 
 def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:
-    """Return the names of a quantized Linear's tensors; `check_layout` must have found them all."""
+    """Return the names of a quantized Linear's tensors in a checkpoint that passed `check_layout`."""
     names = (f"{module}.{suffix}" for suffix in SUFFIXES)
     return [name for name in names if name in checkpoint.tensors]
 
@@ -156,9 +156,9 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
-    """Return an object that tells each Linear's scheme by config.json, None if nothing is quantized.
+    """Return an object whose `of` gives each Linear's scheme; None if there is no quantization_config.
 
-    Raise InputError if the quantization is another tool's, or of a scheme that is not read here.
+    Raise InputError if the quantization is of a method or a scheme that this package does not read.
     """
     stated = config.get("quantization_config")
     if stated is None:
@@ -176,7 +176,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Finds modules' schemes in a compressed-tensors quantization_config; `used` is their set."""
+    """Gives modules' schemes by a compressed-tensors config; `used`: the schemes of all its groups."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")

@@ -27,7 +27,7 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Finds modules' schemes in ModelOpt's quantization_config; `used` is the set of these schemes."""
+    """Finds a module's scheme in ModelOpt's quantization_config; `used` is the set of all it names."""
 
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # all that `of` returns have one
 

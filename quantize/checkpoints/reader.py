@@ -210,7 +210,7 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; without a quantization_config it gets that of hf_quant_config.json, if any.
+    """Read config.json; if it has no quantization_config, take that of hf_quant_config.json, if any.
 
     Raise InputError if there is no config.json, it is another model's, or a file is damaged.
     """
@@ -311,7 +311,7 @@ def check_total_size(checkpoint: Checkpoint) -> None:
 
 
 def known_config(model: str) -> dict[str, Any] | None:
-    """Return the config of a published model that ships with quantize, for planning offline."""
+    """Return a published model's config from the copies that ship with quantize, None if not there."""
     name = model.replace("/", "--") + ".json"
     path = importlib.resources.files("quantize.checkpoints").joinpath("known_models", name)
     return json.loads(path.read_text("utf-8")) if path.is_file() else None

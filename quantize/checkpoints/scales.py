@@ -54,7 +54,7 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Yield, in each group where some Linear has an input scale, whether each Linear has one.
+    """Yield, for each input scale that some Linear of a group has, whether each Linear has it.
 
     A group is the Linears that a server fuses, or the experts of one layer.
     """

@@ -52,7 +52,7 @@ SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard, so that 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that stand together in one shard, and the calls that produce their bytes in order."""
+    """Tensors that are adjacent in one shard, and the calls that return their bytes, in order."""
 
     layout: dict[str, TensorSpec]  # name -> spec, in writing order
     tasks: tuple[Task, ...]  # calls that return the bytes, each run on a thread
@@ -65,10 +65,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to be written, or a stretch of one that begins at byte `begin`.
+    """One file to be written, or a stretch of a file, which starts at byte `begin`.
 
-    `header` is everything before the first tensor. The stretches of a file come in order; when one
-    must be written again, so must the finished stretches behind it.
+    `header` is everything before the first tensor. The stretches of a file come in order. If one must
+    be written again, so must all that follow it, even finished ones.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Shard:
 
 
 def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
-    """Distribute pieces over shards in order; a shard exceeds the limit only if its one piece does.
+    """Distribute pieces over shards in order; only a shard of a single piece may exceed the limit.
 
     Pieces whose size is no multiple of 4 (layer scalars) go last, so that FP32 scales stay aligned.
     Raise InputError if a tensor would be written twice.
@@ -136,10 +136,10 @@ def write_shards(
 ) -> dict[str, str]:
     """Write all shards to `folder`, with an index if they are several files; return key -> sha256.
 
-    Finished shards of an earlier try with the same `identity` are kept; `identity` must differ where
-    the same plan gives other bytes (source, settings). `workers` threads, by default one a usable core,
-    produce blocks; `workers` / `workers_a_file` files are written side by side. `what` titles the
-    progress bar. Raise ResourceError if the disk is too small, or is full in the middle.
+    Shards that an earlier try with the same `identity` finished are kept, so `identity` must change if
+    the same plan gives other bytes (source, settings). `workers` threads produce blocks; the default is
+    one thread for each usable core. `workers` / `workers_a_file` files are written side by side. `what`
+    titles the progress bar. Raise ResourceError if the disk is too small or fails.
     """
     with _explained(folder):
         state = _State.open(folder, shards, identity)
@@ -329,7 +329,7 @@ def _write(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write one file from its first byte on, pieces of wide dtypes first, so that all are aligned."""
+    """Write `pieces` to one new file, those of wide dtypes first, so that all tensors are aligned."""
     # Other threads run meanwhile; safetensors' `save_file` holds Python's lock until all is written.
     ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
     with path.open("wb", buffering=0) as file:

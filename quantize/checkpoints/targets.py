@@ -74,9 +74,9 @@ class Target:
 
 
 def module_class(name: str) -> str:
-    """Return the class of an on-disk tensor, such as `experts`, by its name.
+    """Return the kind of an on-disk tensor by its name: "experts", "attention" or another of CLASSES.
 
-    Raise InputError if the name is not one of a DiffusionGemma.
+    Raise InputError if DiffusionGemma has no tensor of that name.
     """
     for kind, pattern in CLASSES:
         if re.fullmatch(pattern, name):
@@ -98,10 +98,10 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
-    """Return a `Target` for every tensor of a BF16 checkpoint by a recipe; tied copies are left out.
+    """Return what a recipe makes of each tensor of a BF16 checkpoint; tied copies are left out.
 
-    Raise InputError if a tensor is unknown, if a module is matched by two schemes or by one that it
-    cannot have, or if a target or scheme matches nothing.
+    Raise InputError if a tensor is unknown, if two schemes match a module, if a scheme cannot quantize
+    a module that it matches, or if a scheme or an entry (target or ignore) matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     chosen = _chosen_by(quantization)
@@ -161,7 +161,7 @@ def _target(info: TensorInfo, chosen: Chosen) -> Target:
 
 
 def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
-    """Return (out, in) of each of the Linears `modules` that a tensor of `shape` holds."""
+    """Return the shape (out, in) of one of the Linears `modules` in a tensor of `shape`."""
     if len(shape) == 2:
         return shape[0], shape[1]
     experts, rows, columns = shape
@@ -177,7 +177,7 @@ def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
 
 
 def fused_with(module: str) -> str:
-    """Return the key that Linears fused by servers share; for a Linear that stands alone, its name."""
+    """Return the key that `module` shares with Linears that servers fuse with it, else its name."""
     match = FUSED.fullmatch(module)
     return match[1] or match[2] if match else module
 

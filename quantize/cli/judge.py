@@ -111,11 +111,11 @@ def import_(pack: Path, out: Path) -> None:
 )  # fmt: skip
 @with_options("model", "revision", "out", "gpu-memory", "gpu")
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
-    """Search a scheme for every layer's attention, MLP and experts, and write the best as a recipe.
+    """Choose a scheme for every layer's attention, MLP and experts, and write the choice as a recipe.
 
-    Each of them is quantized alone and its KL from BF16 is measured. The choice of least KL within
-    --bytes, or of fewest bytes within --kl, is computed and measured as a whole. RECIPE gives all that
-    is not searched. A second search in the same folder measures nothing twice.
+    Each of these parts is quantized alone, and its KL from BF16 measured. Then the choice of least KL
+    within --bytes, or of fewest bytes within --kl, is computed, and measured as a whole. RECIPE gives
+    everything else. A second search in the same folder measures no part again.
     """
     from quantize.pipeline.search import search as search_schemes
 

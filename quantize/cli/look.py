@@ -36,9 +36,9 @@ def recipes(name: str | None) -> None:
 def tasks(recipe: str | None, rate: float | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
 
-    The cost is the most tokens that one model can need for all answers, and the hours that these
-    take. Each question is answered once, or as often as --recipe says. Most answers end earlier. A
-    question mark means that the size of the data set is not known beforehand.
+    The cost is the most tokens that one model can need for all answers, and the hours that they take
+    at --rate; most answers end before their limit. Each question is answered once, or as often as
+    --recipe says. A question mark means that the size of the data set is not known beforehand.
     """
     from quantize.recipe.sections import load_recipe
     from quantize.recovery.catalog import known_tasks, shipped

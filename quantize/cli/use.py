@@ -98,11 +98,11 @@ def bench(
     checkpoint: str | None, activations: ActivationMode | None, gpu_memory: float | None,
     sparse: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Measure how fast a checkpoint denoises on this GPU, and how far from the floor.
+    """Measure how fast a checkpoint denoises on this GPU, against the least time that is possible.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
     per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the driver
-    tells power and clock, each row takes at least 10 s and shows their means: W, J a forward, tokens a
+    reports energy, each row is measured for 10 s or more and also shows means: W, J a forward, tokens a
     joule, MHz, and how often the power limit held the clock down.
 
     \b

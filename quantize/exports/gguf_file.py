@@ -50,7 +50,7 @@ def export_gguf(
     """Write a checkpoint, BF16 or with NVFP4 Linears, as the new GGUF file `out`.
 
     Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
-    export goes on behind the last whole stretch of about `stretch` bytes.
+    export resumes after the last complete stretch; a stretch has about `stretch` bytes.
 
     Raise InputError if `out` exists or is no .gguf, if GGUF or llama.cpp cannot hold its schemes,
     widths, config or tokenizer, or if a weight is NaN or infinite. Raise ResourceError if the disk is

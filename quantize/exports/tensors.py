@@ -94,7 +94,7 @@ def _gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    The layout of `source` has been checked. Matrices that it has in BF16 become `kept_as` in the file.
+    The caller has checked the layout of `source`. BF16 matrices become `kept_as`, but routers' F32.
     Raise InputError if GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)

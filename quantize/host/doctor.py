@@ -30,7 +30,7 @@ NEEDED, WANTED = "needed", "wanted"
 class Finding:
     """One thing that was looked at: its name, what was found, and advice, which is None if all is well.
 
-    `level` is NEEDED if commands end with an error where the thing is missing, else WANTED.
+    `level` is NEEDED if commands fail without the thing, else WANTED.
     """
 
     what: str

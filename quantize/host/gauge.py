@@ -77,14 +77,14 @@ class Gauge:
 
 @dataclass
 class Watched:
-    """The steps of a GPU's energy counter, as (seconds, joules), and its clock at each step."""
+    """A GPU's energy counter each time it changed, as (seconds, joules), and the clock at that time."""
 
     steps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     clocks: list[Clock] = field(default_factory=list[Clock])
 
     @property
     def watts(self) -> float | None:
-        """Mean power in W between the first and the last step; None with fewer than two steps."""
+        """Mean power in W between the counter's first and last change; None with fewer than two."""
         if len(self.steps) < 2:
             return None
         (start, before), (end, after) = self.steps[0], self.steps[-1]

@@ -16,10 +16,10 @@ from quantize.host.processes import is_alone, is_first
 
 @contextmanager
 def locked(file: Path, what: str) -> Generator[None]:
-    """Hold the lock `file` while the block runs; of torchrun's processes only the first takes it.
+    """Hold the lock `file` while the block runs; under torchrun only the first process takes it.
 
     Raises:
-        ResourceError: another process holds the lock; the message begins with `what`. Nothing waits.
+        ResourceError: at once, if another process holds the lock; the message begins with `what`.
     """
     if not is_first():
         yield
@@ -51,7 +51,7 @@ def holder(file: Path) -> str | None:
 
 
 def refuse_several(what: str) -> None:
-    """Raise InputError if torchrun started several processes, since the command `what` takes one."""
+    """Raise InputError if torchrun started several processes, as the command `what` runs in one."""
     if not is_alone():
         raise InputError(
             f"`quantize {what}` is one process; torchrun is for `quantize calibrate RUN`, `quantize "

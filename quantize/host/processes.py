@@ -21,7 +21,7 @@ _distributed: Callable[[], Any] = partial(import_module, "torch.distributed")  #
 
 @dataclass(frozen=True)
 class Processes:
-    """Process number `rank` of `count`, counted from 0."""
+    """Process number `rank` (from 0) of a command's `count`; exchanges results with the others."""
 
     rank: int = 0
     count: int = 1
@@ -54,7 +54,7 @@ ALONE = Processes()
 
 @contextmanager
 def joined() -> Generator[Processes]:
-    """Yield the processes of this command, connected while the block runs."""
+    """Connect the processes of this command for a `with` block; yield this one's `Processes`."""
     if is_alone():
         yield ALONE
         return

@@ -58,7 +58,7 @@ class Meter:
         self.announce(-units, -tokens)
 
     def announce(self, units: int, tokens: int) -> None:
-        """Count units and tokens that are made already; `add` will count them as finished."""
+        """Show these units and tokens as made ahead of time; `add` will count them as finished."""
         self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
 
     @property
@@ -123,7 +123,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
-    """List a meter as under way while the block runs; yield whether no outer loop counts units."""
+    """List a meter as under way while the block runs; yield True if no outer one has total or unit."""
     is_outermost = all(each.total is None and not each.unit for each in _under_way)
     _under_way.append(meter)
     try:
@@ -139,7 +139,7 @@ def _inner(meter: Meter) -> list[str]:
 
 @contextmanager
 def noted(file: Path) -> Generator[None]:
-    """While the block runs, keep the loops under way and the last message of `say` in a JSON file."""
+    """While the block runs, write the running loops' status and `say`'s last message to a JSON file."""
     if not is_first():
         yield
         return

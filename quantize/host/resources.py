@@ -42,7 +42,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes of host memory that are free or cache files, within a container's limit."""
+    """Return bytes of host memory that are free or hold cached files, within a container's limit."""
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))

@@ -61,9 +61,9 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 
 @contextmanager
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
-    """Raise the block's errors as ours, unchained: the text of a cause may hold secrets.
+    """Raise the block's errors as QuantizeErrors, without a cause, whose text may hold secrets.
 
-    Errors begin with `where`. `except_transient` leaves those that `is_transient` names as they are.
+    Messages begin with `where`. With `except_transient`, transient errors are raised as they are.
     """
     try:
         yield

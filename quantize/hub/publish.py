@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would do to the repository `there`. `account` is None if the Hub was not asked."""
+    """The `changes` that a push would make to `there`; `account` is None if the Hub was not asked."""
 
     account: str | None
     there: Repository

@@ -64,8 +64,8 @@ class Request:
 class Release:
     """All files to publish from the run folder `name`; `override` is None if the gate passed.
 
-    `weights` are all files of the checkpoint folder except the card. `card` is the model card and the
-    scores and, in a signed release, evidence, bill of materials and signature.
+    `weights` are all files of the checkpoint folder except the card. `card` holds the model card and
+    scores; in a signed release, also evidence, bill of materials and signature.
     """
 
     name: str
@@ -81,9 +81,9 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     id; without it `find_base` does.
 
     Raises:
-        InputError: the checkpoint is not the one that was verified and scored.
-        GateError: verification, fidelity or the gate failed, or a file has changed since.
-        UndecidedError: the verdict is neither PASS nor FAIL.
+        InputError: the checkpoint, or its list of files, is not what was verified and scored.
+        GateError: verification or fidelity failed, a verified file changed, or FAIL is not overruled.
+        UndecidedError: the verdict is neither PASS nor FAIL, and is not overruled.
     """
     recipe = read_recipe(run.recipe_yaml)
     _check_artifact(run)

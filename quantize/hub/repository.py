@@ -109,7 +109,7 @@ class Hub:
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
-        """Return the number of `account`'s unmerged pull request of this title, or of a new draft."""
+        """Return the number of `account`'s draft or open pull request `title`, or of a new draft."""
         listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
         doing = "list pull requests"
         for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):
@@ -126,7 +126,7 @@ class Hub:
         self.check_tag(name, {ref.name: ref.target_commit for ref in refs.tags}[name], commit)
 
     def check_tag(self, name: str, standing: str, commit: str | None) -> None:
-        """Raise InputError if `commit` is not `standing`, to which the Hub's tag `name` points."""
+        """Raise InputError unless `standing`, the commit of the Hub's tag `name`, is `commit`."""
         if standing != commit:
             raise InputError(
                 f"{self.repo}: tag {name} exists and stands for another commit ({standing[:12]}); "

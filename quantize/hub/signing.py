@@ -63,7 +63,7 @@ def verify(
 ) -> int:
     """Check a folder's signature, and return how many files it covers.
 
-    The signer is known by a public `key`, or as the account `identity` at `issuer`.
+    The expected signer owns the public `key` or, if it is None, the account `identity` at `issuer`.
 
     Raises:
         GateError: there is no signature, somebody else signed, or a file differs from what was signed.

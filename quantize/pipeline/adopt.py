@@ -19,13 +19,13 @@ from quantize.runs.manifest import checksums
 
 
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
-    """Write the settings of an operating point, then verify and report again; return the exit code.
+    """Write an operating point's settings into the checkpoint, verify, report; return the exit code.
 
-    `path` is the folder of a run, `name` the point, None for the fastest that passes. With `own` the
-    model's own settings are written instead.
+    `path` is the folder of a run, `name` the point; None takes the fastest that passes. With `own` the
+    model's own settings are restored instead.
 
     Raises:
-        InputError: a result is stale, no such point was judged, or the run's activation mode differs.
+        InputError: a result is stale, the point was not judged, or not in the run's activation mode.
         GateError: the named point does not pass, or none does.
     """
     with opened(path) as run:

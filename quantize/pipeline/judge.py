@@ -47,9 +47,9 @@ def judging(
     fine_tuned: bool = False,
     **options: Any,
 ) -> Generator[Run]:
-    """Yield the run that judges a checkpoint, for `advance`; the run's folder is locked meanwhile.
+    """Yield a run for `advance` that judges a checkpoint; the `with` block locks the run's folder.
 
-    `name` and `against` are folders or Hub ids of the quantized checkpoint and of the BF16 model, None
+    `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model or None
     for the bundled one. `tasks`, `limit` and `options` are those of `started`.
 
     Raises:

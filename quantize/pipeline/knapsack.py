@@ -28,7 +28,7 @@ class Knapsack:
         self._most = int(np.maximum.reduceat(self._bytes, self._first).sum())
 
     def best(self, nbytes: int) -> list[int]:
-        """Return the index of each group's option for the choice of least damage within `nbytes`.
+        """Minimize damage within `nbytes` bytes; return the index of each group's chosen option.
 
         Raises:
             InputError: not even the smallest options fit.
@@ -42,7 +42,7 @@ class Knapsack:
         return self._options(found)
 
     def cheapest(self, damage: float) -> list[int]:
-        """Return the index of each group's option for the choice of fewest bytes with at most `damage`.
+        """Minimize bytes at no more than `damage`; return the index of each group's chosen option.
 
         Raises:
             InputError: every choice does more damage.

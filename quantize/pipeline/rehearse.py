@@ -46,7 +46,7 @@ Check = Callable[[], str]  # returns what it saw; raises what would end a run
 
 @dataclass(frozen=True)
 class Tried:
-    """One check or stage of a rehearsal: what it saw or measured, and what would end a run."""
+    """One check or stage of a rehearsal: what it `found`, and any `finding` that would end a run."""
 
     name: str
     found: str
@@ -57,7 +57,7 @@ class Tried:
 def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
     """Rehearse a run, from where an earlier try stopped; return 0, or the first finding's exit code.
 
-    `settings` are `revision`, `gpu_memory` and `data_dir` of `started`, whose errors end a rehearsal.
+    `settings` are `started`'s `revision`, `gpu_memory` and `data_dir`; errors of `started` are raised.
     """
     whole = resolved(recipe_name, bundled=model is None)
     with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
@@ -207,7 +207,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Measure bytes/s of disk and link; return both, and each stage's most seconds at these rates."""
+    """Return the measured bytes/s of disk and link, and each stage's longest seconds at these rates."""
     disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)

@@ -56,8 +56,8 @@ def started(
 ) -> Generator[Run]:
     """Make or continue the run of a recipe and a model; show its plan, and lock it during the block.
 
-    A str `recipe` names one, which is adapted to `model`, `tasks` and `limit`; a Recipe is
-    taken as it is. `options` are those of `Run`.
+    `recipe` is a Recipe, taken as it is, or the name of one, which is adapted to `model`, `tasks` and
+    `limit`. `options` are those of `Run`.
 
     Raises:
         InputError: the run exists and `resume` is off, recipe, model or folder are wrong, or torchrun
@@ -254,7 +254,7 @@ def run_alone(run: Run, stage: Stage) -> int:
 
 @contextmanager
 def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Yield folder and recipe of a run to publish, locked; its results and report are up to date.
+    """Lock a run that is to be published, check that its report is up to date; yield folder and recipe.
 
     Raises:
         InputError: a stage is stale or missing, or the report differs from what the scores give.
@@ -267,7 +267,7 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
 
 
 def work(run: Run, stage: Stage) -> None:
-    """Do a stage's work, or what `run.instead` has for it; record its time, memory, inputs and result.
+    """Do a stage's work, or its replacement in `run.instead`; record time, memory, inputs and result.
 
     Raises:
         InputError: torchrun started several processes, and the stage's work cannot be split.

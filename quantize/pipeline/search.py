@@ -91,16 +91,16 @@ def search(
     gpu: str | None = None,
     gpu_memory: float | None = None,
 ) -> Path:
-    """Search, measure the choice, write its recipe and the frontier; return the recipe's path.
+    """Choose groups' schemes and measure them; write recipe and frontier; return the recipe's path.
 
-    `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`. One
-    bound is given: the checkpoint's most bytes (`nbytes`) or the most predicted KL in nats (`kl`). A
-    group gets one of `schemes`, or stays BF16. Step times are estimated for `gpu`, None for the one
-    that is here. `gpu_memory` is in bytes, None for what is free.
+    `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`.
+    Give one bound: `nbytes`, the most bytes of the checkpoint, or `kl`, the most predicted KL in nats.
+    A group gets one of `schemes`, or stays in BF16. Step times are estimated for `gpu`, by default this
+    machine's. `gpu_memory` is in bytes, by default all that is free.
 
     Raises:
-        InputError: none or both of `nbytes` and `kl` are given, a scheme is unknown, no choice reaches
-            the bound, or a calibration that a scheme needs is missing.
+        InputError: none or both of `nbytes` and `kl` are given, a scheme is unknown, no choice keeps
+            within the bound, or a calibration that a scheme needs is missing.
     """
     if (nbytes is None) == (kl is None):
         raise InputError("name one bound: --bytes N, or --kl X")
@@ -244,7 +244,7 @@ def partly_quantized(
     recipe: Recipe,
     folder: Path,
 ) -> Checkpoint:
-    """Return `source` with only `targets` quantized, by rounding to nearest; they are whole groups.
+    """Return `source` with only `targets`, which are whole groups, quantized by rounding to nearest.
 
     Quantized tensors are written to `folder`. `scales` are input global scales by module.
     """

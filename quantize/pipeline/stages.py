@@ -69,7 +69,7 @@ class Run:
 
     @property
     def recording(self) -> "Path":
-        """Folder of the passes that calibrate records for GPTQ; round removes it when it is done."""
+        """Folder where calibrate records passes for GPTQ; the round stage removes it at its end."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
         return self.machine.scratch / f"{self.folder.path.name}-recording"
@@ -252,8 +252,8 @@ def evaluate_more(
 ) -> None:
     """Score the tasks that have no scores yet, in the recipe's activation mode and in `modes`.
 
-    With `operating_points`, the recipe's points are scored too, and one for each limit on denoising
-    steps in `steps`; on a GPU their tokens/s are measured. `batch_size` overrules the recipe's.
+    With `operating_points`, the recipe's points are scored too. Each limit on denoising steps
+    in `steps` adds one. On a GPU the points' tokens/s are measured. `batch_size` replaces the recipe's.
     `models` are other fields of `ModelOptions`; the rest is as in `quantize.stages.evaluate.evaluate`.
     """
     from quantize.recipe.sections import OperatingPoint

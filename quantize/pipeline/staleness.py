@@ -89,7 +89,7 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
 
 
 def forget(folder: RunDir, stage: Stage) -> None:
-    """Remove a stage's entry and files, but no folders, so that a failed stage does not look done."""
+    """Remove a stage's entry and files (no folders) before it runs, lest a failed one look done."""
     if not is_first() or stage.adds:  # what a stage adds to stays whole
         return
     records = _records(folder)
@@ -109,7 +109,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
-    """Record a stage's changed result; the stages `unconcerned`, which read it too, stay fresh."""
+    """Record a stage's changed result; the stages `unconcerned` read it, but do not become stale."""
     records, result = _records(folder), result_digest(folder, stage)
     records[stage.name]["result"] = result
     for name in unconcerned:

@@ -60,13 +60,13 @@ REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTR
 
 
 def bounds_of(name: str) -> tuple[int, int]:
-    """Return the least and the largest value of a control that is an integer with both bounds."""
+    """Return the least and the largest value of control `name`, an integer that has both bounds."""
     bounds = CONTROLS[name].metadata["bounds"]
     return bounds["ge"], bounds["le"]
 
 
 def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
-    """Return name -> optional pydantic field, by a control's `bounds` or those `asked` of requests."""
+    """Return control -> optional pydantic field with its own bounds, or those for requests (asked)."""
     from pydantic import Field  # help of the command line does without it
 
     made: dict[str, Any] = {}

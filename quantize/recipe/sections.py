@@ -82,7 +82,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def counted(self) -> dict[str, Any]:
-        """Return what digests of the recipe and of its tasks cover, as a JSON object."""
+        """Return the fields that digests of the recipe and of its tasks hash, as a JSON object."""
         stated = self.model_dump(mode="json", exclude_defaults=True)
         return _counted(self.model_dump(mode="json"), stated)
 
@@ -107,11 +107,11 @@ class Model(Section):
 class Quantization(Section):
     """The modules that are quantized, and the scheme that each of them gets.
 
-    `scheme` is one scheme for all `targets`, or a mapping scheme -> targets of its own. A target or
+    `scheme` is one scheme for all `targets`, or maps each scheme to its own targets. A target or
     ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
     matches from the start of the name; one that matches nothing is an error, except in `ignore` with
-    `optional:` before it. `rounding: gptq` rounds weights by GPTQ and chooses their scales itself; its
-    Hessians are summed while the calibration prompts are denoised. `nearest` reads no activations.
+    `optional:` before it. With `rounding: gptq` GPTQ rounds the weights and chooses their scales, from
+    Hessians summed while the calibration prompts are denoised. `nearest` uses no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -134,9 +134,9 @@ class Quantization(Section):
 class Calibration(Section):
     """The prompts on which the BF16 model denoises while input ranges are measured.
 
-    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` of
-    them are answered with `canvases` canvases each, `batch_size` at a time. `thinking` is the share of
-    prompts with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
+    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` chats
+    are answered, `batch_size` at a time, in `canvases` canvases each. `thinking` is the share of chats
+    with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
     tokens takes its layer's widest range. Chats of more than `max_prompt_tokens` are skipped.
     """
 
@@ -210,10 +210,10 @@ class OwnTask(Section):
 
 # pyrefly: ignore[invalid-inheritance]
 class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
-    """Sampler settings under which the candidate is judged too; those left out are the model's own.
+    """Sampler settings under which the candidate is also judged; a field left out keeps the model's.
 
-    `max_denoising_steps` is the most steps of a canvas (T); with `fixed` every canvas takes all of
-    them. The other settings of the sampler are in docs/runtime.md; `activations` is an activation mode.
+    `max_denoising_steps` (T) is the most steps of a canvas; if `fixed`, every canvas takes T steps.
+    The other settings of the sampler are in docs/runtime.md; `activations` is an activation mode.
     """
 
     fixed: bool = False
@@ -244,7 +244,7 @@ class Evaluation(Section):
     rounds activations while it is scored: `none` not at all; `per_expert` and `per_layer` to NVFP4,
     with one input scale an expert or a layer; `fp8` to FP8, so that NVFP4's products are W4A8, which
     vLLM does not do. `operating_points` are scored with --operating-points; the report names the
-    fastest whose loss, by format and settings together, fits the margin.
+    fastest whose total loss, from the format and its settings, fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -301,10 +301,10 @@ class Gate(Section):
     means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task;
     tasks that ship, SVAMP apart, have a default in their file (`recovery/tasks`). `max_kl_nats` is the
     largest mean KL from BF16 on replayed trajectories, by activation mode; a mode without one is not
-    judged. `max_step_inflation` fails the run when denoising steps a token are shown to exceed BF16's
-    by more than this share (0.1 is 10 %). With null it is not judged; a served run needs null, since
+    judged. `max_step_inflation` is the share by which denoising steps a token may exceed BF16's (0.1 is
+    10 %); a run that is shown to exceed it fails. Null turns this off, as a served run must, since
     servers report no steps. `health_pp` is the allowed increase over BF16's answers, in points, of each
-    sign of ill health (`recovery.health` has the signs and defaults); null does not judge a sign.
+    sign of ill health (`recovery.health` has the signs and defaults); a sign set to null is not judged.
     """
 
     estimand: Estimand

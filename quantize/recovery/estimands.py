@@ -54,7 +54,7 @@ Number: TypeAlias = Any  # a float, or an array with one a round
 
 @dataclass(frozen=True)
 class Total:
-    """A sum of scores or differences over the units of one estimand."""
+    """A sum of scores or differences over the units (answers or questions) of one estimand."""
 
     units: int  # answers, or questions
     value: Number  # the sum, in units
@@ -68,7 +68,7 @@ class Total:
         return self.value / self.units
 
     def p(self, gap: Number) -> Number:
-        """Return the one-sided p-value of the hypothesis that the true sum is `gap` units away."""
+        """Return the one-sided p-value of a true sum at least `gap` units from the observed one."""
         shape = self.variance / self.jump**2
         gamma = gammaincc(shape + 1, np.maximum(0.0, shape + gap / self.jump))
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -76,13 +76,13 @@ class Total:
         return np.where(self.variance == 0, gamma, np.maximum(gamma, students))[()]
 
     def reach(self, level: float) -> Number:
-        """Return the gap, in units, whose p-value is 1 - level."""
+        """Return how far, in units, a true sum is from the observed one at p-value 1 - level."""
         shape = self.variance / self.jump**2
         gamma = self.jump * (gammainccinv(shape + 1, 1 - level) - shape)
         return np.maximum(gamma, stdtrit(self.freedom, level) * np.sqrt(self.variance))
 
     def times(self, factor: float) -> "Total":
-        """Return the sum that `factor` times as many units would give, all like those observed."""
+        """Return the sum expected of `factor` times as many units, if they are like those observed."""
         units, freedom = (math.ceil(each * factor) for each in (self.units, self.freedom))
         return Total(units, self.value * factor, self.variance * factor, self.jump, freedom)
 
@@ -93,7 +93,7 @@ def units(estimand: Estimand, questions: int, repeats: int) -> int:
 
 
 def total(values: Floats, estimand: Estimand) -> Total:
-    """Sum values [..., n questions, k answers], each about -1..1, over an estimand's units."""
+    """Sum values [..., n questions, k answers], each in about [-1, 1], over the units of `estimand`."""
     n, k = values.shape[-2:]
     largest = np.maximum(1.0, np.abs(values).max((-2, -1)))  # more where a ratio scales one side
     if estimand == "these_questions" and k > 1:
@@ -116,12 +116,12 @@ def margin_p_values(difference: Total, margin_pp: float) -> tuple[Number, Number
 
 
 def unseen_loss_p(units: int, share_pp: Number) -> Number:
-    """Return how likely `units` show no loss when `share_pp` per cent of all are lost outright."""
+    """Return the probability that `units` show no loss if `share_pp` % of all are lost outright."""
     return np.exp(-units * np.maximum(0.0, share_pp) / 100)
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return how many times as many units of the same kind would give a verdict; None above 1e6."""
+    """Return the multiple of the observed units, all alike, that gives a verdict; None above 2^19."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING
@@ -138,7 +138,7 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
 
 
 def limits(difference: Total, level: float) -> tuple[Number, Number]:
-    """Return a mean difference's one-sided limits at `level`; the lower allows for unseen losses."""
+    """Return the mean's one-sided limits (low, high) at `level`; the lower allows for unseen losses."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
     low = (difference.value - np.maximum(reach, unseen)) / difference.units
     return low, (difference.value + reach) / difference.units
@@ -147,6 +147,6 @@ def limits(difference: Total, level: float) -> tuple[Number, Number]:
 def ratio_limits(
     base: Floats, quantized: Floats, ratio: float, estimand: Estimand, level: float
 ) -> tuple[Number, Number]:
-    """Return limits of mean(quantized - ratio * base); `ratio` is plausible if they enclose 0."""
+    """Return limits of mean(quantized - ratio * base); `ratio` is plausible if 0 lies between them."""
     jump = total(quantized - base, estimand).jump * max(1.0, ratio)
     return limits(replace(total(quantized - ratio * base, estimand), jump=jump), level)

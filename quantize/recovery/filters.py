@@ -32,7 +32,7 @@ _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incor
 
 
 def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    r"""Score an answer's last \boxed{}, whose content is `results[0]` (lm-eval's `process_results`)."""
+    r"""Score 1 if `results[0]`, from \boxed{}, is the right integer (lm-eval's `process_results`)."""
     gold = integer(str(doc["answer"]))
     if gold is None:
         raise ValueError(f"the data set's answer {doc['answer']!r} is no integer")
@@ -55,10 +55,10 @@ def integer(text: str) -> int | None:
 
 
 def with_sentences(dataset: Any) -> Any:
-    """Return IFEval's documents as they are (lm-eval's `process_docs`), if NLTK can split sentences.
+    """Return IFEval's documents unchanged (lm-eval's `process_docs`), if NLTK can split sentences.
 
     Raises:
-        ValueError: NLTK lacks punkt_tab, with which IFEval's checks split answers, hours later.
+        ValueError: NLTK lacks punkt_tab; without it, IFEval's checks would fail hours later.
     """
     import nltk
 
@@ -82,7 +82,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X, else for a last line that is X, else ""."""
+    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of X alone, else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

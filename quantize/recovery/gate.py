@@ -95,10 +95,10 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
 
 
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
-    """Judge a run over all its tasks; `seen` maps each to its comparison, or to None before its first.
+    """Judge a run over all its tasks; `seen` maps each task to its comparison, None if it has none yet.
 
-    Holm's correction counts a task that has no comparison yet as one that does not fail. So later
-    answers to this task cannot undo a FAIL.
+    Holm's correction counts a task without a comparison as one that does not fail (p-value 1). So the
+    answers that this task gets later cannot undo a FAIL.
 
     Raises:
         ValueError: there is no task, or tasks have differing estimands.
@@ -137,10 +137,10 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 
 
 def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
-    """Return operating point -> p-value of "it does not fit", after Holm's correction over the points.
+    """Return the p-value of "it does not fit" by operating point, Holm-corrected over the points.
 
-    A point fits if every task loses less than its margin, by format and settings together, and no sign
-    of ill health reaches its limit. A point's p-value is the largest of its tasks' and their signs'.
+    A point fits if no task's loss, from format and settings together, reaches its margin and no sign of
+    ill health reaches its limit. A point's p-value is the largest over its tasks and their signs.
     """
     return holm({
         name: max(

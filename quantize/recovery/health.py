@@ -50,7 +50,7 @@ _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 
 @dataclass(frozen=True)
 class Sign:
-    """How often answers have one sign of ill health; without a limit, limit and p-values are None."""
+    """How often both models' answers show a sign; limit and p-values are None if it is not judged."""
 
     base: float  # share of BF16's answers
     quantized: float  # share of the candidate's
@@ -80,9 +80,9 @@ def text_signs(text: str) -> list[str]:
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
-    """Return sign -> points by which it may be more frequent than in BF16, None if it is not judged.
+    """Return sign -> allowed rise of its frequency over BF16's, in points; None if it is not judged.
 
-    `units` is the number of answers or questions planned, as the estimand counts.
+    `units` is the planned number of answers or of questions, whichever the estimand counts.
     """
     default = min(terms.margin_pp, max(terms.margin_pp / 2, 100 * ROOM / max(1, units)))
     limits = dict.fromkeys(SIGNS) if terms.health_pp is None else terms.health_pp

@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Gives lm-eval the answers that `part` adds, a repeat per call; the first call generates all."""
+    """Gives lm-eval the answers of `part`, one `repeat` per call; the first call generates them all."""
 
     def __init__(
         self,

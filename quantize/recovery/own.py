@@ -124,10 +124,10 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 
 
 def finding(definition: Definition) -> Callable[[str], str]:
-    """Return a function that cuts a private task's answer down to the match of its regular expression.
+    """Return a function that reduces an answer to what a private task's regular expression matches.
 
-    Only the match is kept, so scoring must find the same in the match as in the whole answer. The
-    function raises ValueError where it does not.
+    Scoring later sees the match alone, so the expression must find the same there as in the whole
+    answer. If it does not, the returned function raises ValueError.
 
     Raises:
         ValueError: the task has no single filter that begins with a regular expression.

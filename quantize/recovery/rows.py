@@ -14,7 +14,7 @@ NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matc
 
 @dataclass(frozen=True)
 class Row:
-    """One scored sample. `scores` has the metric of each filter; that of the first is the score."""
+    """One scored sample. `scores` has the metric under each filter; `score` is the first of them."""
 
     doc_id: int
     repeat: int
@@ -31,7 +31,7 @@ class Row:
     signs: list[str] | None = None
 
     def health(self, most_steps: float) -> set[str]:
-        """Return the answer's signs of ill health; a canvas that took `most_steps` never stopped."""
+        """Return the answer's signs of ill health; one is a canvas that took `most_steps` steps."""
         in_row = {
             "no_value": not self.answered,
             "cut": self.truncated,
@@ -98,7 +98,7 @@ class Scoring:
 
 
 def asked(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return hashes of the rows' documents and prompts, and the seeds: a comparison's conditions."""
+    """Return a comparison's conditions: the rows' seeds, and hashes of their documents and prompts."""
     first = {row.doc_id: row for row in reversed(rows)}
     return {
         "documents": [first[doc].doc_hash for doc in sorted(first)],

@@ -63,7 +63,7 @@ Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 @dataclass(frozen=True)
 class Share:
-    """One of the processes that share a task's samples; its `wait` returns once all have called it."""
+    """One of the processes that share a task's samples; `wait` is a barrier for all of them."""
 
     rank: int = 0
     processes: int = 1
@@ -79,11 +79,11 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 class SampleStore:
     """The samples of one task that are finished, in memory and on disk.
 
-    The first finished sample creates the file `path`. `made_with` is what samples depend on besides
-    their requests. `share` tells which samples this process makes; None: all.
+    `complete` creates the file `path` (`path`.RANK in other processes than the first). `made_with` is
+    what samples depend on besides requests. `share` says which ones this process makes; None: all.
 
     Raises:
-        ValueError: the file holds samples made with something else, or holds none.
+        ValueError: a file's samples were made with something else, or one of its lines is damaged.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Score the answers `part` of a task; of processes that share them, all but the first return None.
+    """Complete the answers `part` of a task and score them; only process 0 returns the scores.
 
     `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub. `definition` is a
     task of the recipe's own (`recovery.own`), None for a shipped one. The run's `seed` and the settings
@@ -104,7 +104,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return `score`'s requests for one answer to each of `questions` (indices); none is sent."""
+    """Return the requests that `score` would send for one answer to each of `questions` (indices)."""
     done: dict[str, Completion] = {}
 
     def note(requests: Sequence[Request]) -> None:

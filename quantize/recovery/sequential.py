@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Number of the estimand's units: questions, or all answers to them."""
+        """Number of units: questions for `such_questions`, answers for `these_questions`."""
         return units(self.estimand, self.questions, self.repeats)
 
     @property
@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """The seeded random order in which looks take questions; more questions do not reorder it."""
+        """Seeded random order in which looks take questions; adding some does not reorder the rest."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -113,24 +113,24 @@ class Plan:
         ]
 
     def first(self, look: Look) -> Part:
-        """Return as one part all answers that a look covers, those of earlier looks included."""
+        """Return all answers that a look covers, those of earlier looks included, as one part."""
         return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
-        """Return the looks, from the first on, whose answers are all in each model's `answered`."""
+        """Return the looks before the first one that lacks an answer in some model's `answered`."""
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Return how much of alpha the looks up to a fraction of the information may spend."""
+    """Return how much of `alpha` all looks up to an information fraction may spend together."""
     return 2 * float(ndtr(ndtri(alpha / 2) / math.sqrt(fraction)))
 
 
 @lru_cache(maxsize=4096)
 def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    """Return the largest p-value at which each look decides, at `fractions` of the information."""
+    """Return the largest p-value that decides at each look; `fractions` are the looks' information."""
     levels: list[float] = []
     at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
     before = already = 0.0
@@ -239,7 +239,7 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
 
 
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
-    """Return the tasks that need more answers: those that do not pass, or none once the run fails.
+    """Return the tasks that need more answers: all that do not pass yet; none once the run fails.
 
     `seen` maps every task of the gate to its comparison at the last look, or to None before the first.
     """

@@ -33,14 +33,14 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """Answers requests by the first model of a server's list; `about` is the model's entry in it.
+    """Answers requests with the first model that a server lists; `about` is this model's list entry.
 
-    `url` may end in /v1. A request may take `timeout` seconds. It is tried `attempts` times, the second
-    time after `first_wait` seconds, and after twice as many each further time. `commit_pass` is the
-    server's word that it encodes finished canvases, None if it sends none.
+    `url` may end in /v1. An attempt times out after `timeout` seconds. A busy or unreachable server is
+    asked up to `attempts` times: again after `first_wait` seconds, then each time after twice as long.
+    `commit_pass` is the last response's header `COMMIT_PASS`, None if it had none.
 
     Raises:
-        ServerError: the server cannot be reached.
+        ServerError: the server cannot be reached, refuses, or sends no list of models.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Terms):
-    """Base against quantized on one task, and the terms. Accuracies are 0..1; `_pp` is in points.
+    """Base compared with quantized on one task, and the terms. Accuracies are 0 to 1, `_pp` in points.
 
-    All intervals but `other_interval` are those of the terms' estimand and confidence.
+    Intervals are of the terms' estimand and confidence; `other_interval` is of the other estimand.
     """
 
     questions: int  # number of paired questions

@@ -47,9 +47,9 @@ def step_inflation(
     confidence: float,
     limit: float | None = None,
 ) -> StepInflation | None:
-    """Compare steps and tokens on the same questions; `limit` is the allowed inflation (0.1 is 10 %).
+    """Compare two models' steps per token on the same questions; `limit` 0.1 allows 10 % more.
 
-    Return None if one question has all steps or all tokens of a model.
+    Return None if a single question has all the steps, or all the tokens, of one of the models.
     """
     table = np.array([[*base[q], *quantized[q]] for q in base], dtype=np.float64)
     if (table == table.sum(0)).any():
@@ -68,7 +68,7 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return (log of the ratio, its standard error) of `Costs`, BF16's then quantized: [..., n, 4]."""
+    """Return (log of the ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)

@@ -18,7 +18,7 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) of the date of the verdict, the checkpoint, its size and its speed."""
+    """Return (name, value) pairs: the verdict's date, the checkpoint, its size and its speed."""
     sizes = content["sizes"]
     share = f"{sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
     modules = f"{sizes['quantized_modules']:,} Linear modules quantized"
@@ -111,7 +111,7 @@ def _published(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_speed(content: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on published speeds, where there are any."""
+    """Return a list of one sentence on the model's published speeds; [] if none are known."""
     known = _published(content)
     return [known["speed"].strip()] if "speed" in known else []
 

@@ -54,7 +54,7 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def baseline_lines(content: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on the machine that made BF16's answers, if it was not the run's."""
+    """Return a sentence on where BF16's answers were made, if they were imported; else []."""
     if (found := content.get("baseline")) is None:
         return []
     made, tool = found["made_with"], found["tool"]

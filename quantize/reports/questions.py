@@ -17,7 +17,7 @@ QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps
 
 
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
-    """Return an entry for each question that differs, in the order of the data set.
+    """Return an entry for each question whose answers differ between the models, in data set order.
 
     Keys: question (its index), hash, repeats (how many), repeat (the first that differs), outcome
     (lost, won or other answer), text (None as yet) and target. `bf16` (of `base`) and `quantized` (of
@@ -66,7 +66,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the vocabulary (id -> text) and the recorded questions with both models' steps, if any."""
+    """Return the vocabulary (id -> text) and the questions recorded for both models; may be empty."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
     if not all(file.exists() for file in files):
         return {}, []
@@ -141,7 +141,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry's cells by `QUESTION_COLUMNS`; a private one shows no target and no answer."""
+    """Return an entry's cells for `QUESTION_COLUMNS`; a private task's show no target and no answer."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     sides = (BASELINE, CANDIDATE)

@@ -22,7 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Compare two scorings (`pairing.paired`); return report.json's entry, and a comparison or None."""
+    """Return report.json's entry on two scorings, and their comparison (None if not comparable)."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
@@ -39,7 +39,7 @@ def pair(
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:
-    """Remove old conditions, which describe old rows; write a scoring's rows, then its conditions."""
+    """Write a scoring's rows, then its conditions; old conditions, of old rows, are removed first."""
     about = folder / f"{scoring.task}.conditions.json"
     about.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]

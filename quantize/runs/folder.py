@@ -46,5 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Whether a path within a checkpoint is the model card or its scores: not what convert wrote."""
+    """Whether a path in a checkpoint is the model card or its scores, which convert does not write."""
     return name == README or name.startswith(f"{RESULTS}/")

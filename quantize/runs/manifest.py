@@ -56,7 +56,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 
 def tool() -> dict[str, Any]:
-    """Return this code's version, git commit, and whether files differ from that; None if unknown."""
+    """Return this code's version, git commit (or None) and whether files are modified (or None)."""
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
@@ -117,8 +117,8 @@ def _cpu_name() -> str:
 def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    It covers config.json, tokenizer, chat template, processor, generation settings and shards: every
-    byte up to 2 GB in all, above that only samples of large files, so that 52 GB take a second. If
+    It covers config.json, tokenizer, chat template, processor, generation settings and shards. If they
+    have more than 2 GB in all, only samples of large files are read, so that 52 GB take a second. If
     `settings_of` is a folder, its generation settings, under which answers were scored, replace the
     checkpoint's.
     """
@@ -146,7 +146,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def hashed(files: Mapping[str, Path]) -> str:
-    """Return a sha256 over names, sizes and bytes; above 2 GB in all, over samples of large files."""
+    """Return a sha256 over names, sizes and bytes; if all exceed 2 GB, large files are only sampled."""
     digest = hashlib.sha256()
     sizes = [file.stat().st_size for file in files.values()]
     whole = sum(sizes) <= HASHED_WHOLE

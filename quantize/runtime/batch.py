@@ -62,7 +62,7 @@ def generate(
     `prompts` are token ids of any lengths, `seeds` int64: equal (prompt, seed) give equal samples in
     any batch. Whole canvases are generated until `max_new_tokens` are reached. `on_step` is called
     after every denoising step. `images` holds each prompt's pictures, None for a prompt without. Raise
-    InputError if there are no prompts, or the engine refuses one, or one leaves no room for tokens.
+    InputError if prompts or seeds are missing, or a prompt is refused or leaves no room for an answer.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")

@@ -83,7 +83,7 @@ class Passes(Protocol):
         """Append `tokens` int64 [B, L] to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`; `conditioning` [B, ...], None at first steps."""
+        """Decode `canvas` int64 [B, L] behind `rows`' text; `conditioning` [B, ...], None at step 1."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the next step's conditioning [b, ...] of logits [b, L, V] divided by `temperature`."""
@@ -138,17 +138,17 @@ class BatchEngine(Protocol):
 
 
 class Engine(BatchEngine, Protocol):
-    """A model that denoises one canvas at a time for up to `slots` samples, each in a slot.
+    """A model that denoises canvases of up to `slots` samples, each in a slot, one canvas at a time.
 
-    `denoise` takes distinct, admitted slots of any age and settings. For each slot, in their order, it
-    returns the finished canvas, or None if the next call goes on with it. A canvas is encoded just
-    before the slot's next one, so a sample's last canvas never is. A canvas depends on (prompt, seed,
-    sampler, canvases so far) alone. Of a `sampler` only the denoising settings are read. A slot may be
-    released between any two calls. A pass has at most `capacity` samples.
+    `denoise` takes distinct, admitted slots at any canvas, with any settings. It returns for each slot,
+    in the same order, the finished canvas, or None if the next call will continue it. A canvas is
+    encoded just before the slot's next one, so a sample's last canvas never is. Except for rounding, a
+    canvas depends only on `admit`'s arguments and the sample's canvases so far. Only denoising settings
+    of a `sampler` are read. Slots may be released between calls. A pass has at most `capacity` samples.
 
-    The caller looks for EOS, counts the budget of tokens, and makes all calls from one thread.
-    `on_draft` may be called from other threads; `meanwhile` is called at most once, on the caller's
-    thread, while the device works. `prefixes` keeps beginnings of prompts encoded, or is None.
+    The caller looks for EOS, counts the budget of tokens, and makes all calls from one thread. Other
+    threads may call `on_draft`; `meanwhile` is called on the caller's thread while the device works, at
+    most once per `denoise`. `prefixes` keeps encoded beginnings of prompts, or is None.
     """
 
     prefixes: PrefixCache[Any] | None
@@ -163,7 +163,7 @@ class Engine(BatchEngine, Protocol):
         images: Images | None = None,
         given: Given | None = None,
     ) -> None:
-        """Put `prompt` (token ids) into a free slot; `seed` (int64) addresses its noise.
+        """Put `prompt` (token ids) into a free slot; `seed` (int64) keys the sample's random numbers.
 
         `given` holds the tokens of the answer that are known. Raise InputError if the model cannot
         take the prompt, the images or the known tokens.

@@ -94,9 +94,9 @@ def prepare(
 
 
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
-    """Return a prompt's `ids` with room for pictures of `counts` soft tokens.
+    """Return a prompt's `ids` with image placeholders expanded; `counts` are soft tokens by picture.
 
-    Each picture's one placeholder becomes a begin token, a placeholder for each soft token, and an end
+    A picture's one placeholder becomes a begin token, one placeholder for each soft token, and an end
     token. Raise InputError if there are not as many placeholders as pictures.
     """
     image = config.image_token_id

@@ -58,9 +58,9 @@ class Given:
                 )
 
     def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
-        """Return the tokens that a canvas starts from, and those of them that are pinned: [2][length].
+        """Return a canvas' known tokens, pinned or initial, and its pinned ones alone: [2][length].
 
-        Both begin with `begun`, the tokens that a guide fixed, and have FREE where no token is known.
+        Both rows begin with `begun`, which a guide fixed, and have FREE where no token is known.
         """
         places = range(canvas * length + len(begun), (canvas + 1) * length)
         known = {**self.initial, **self.pinned}, self.pinned

@@ -79,7 +79,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage must hold on a GPU at once; `plan` may change `batch`, `lanes` and `on_host`."""
+    """What a stage must hold on a GPU; `plan` returns it with `batch`, `lanes`, `on_host` that fit."""
 
     stage: str  # name of the stage
     stack: Stack  # the model that is on the GPU
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def cost(self) -> tuple[float, int, bool]:
-        """What `plan` minimizes: (bytes over the link for a pass of every batch, lanes, `on_host`)."""
+        """What `plan` minimizes: (bytes sent to the GPU in a pass of all batches, lanes, `on_host`)."""
         rounds = math.ceil(self.need.batches / self.need.lanes)
         return rounds * (self.streamed + self.moved), self.need.lanes, self.need.on_host
 
@@ -189,7 +189,7 @@ def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes a stage needs with all layers streamed and one canvas, or its fixed batch."""
+    """Return the bytes a stage needs if all layers are streamed, for one canvas or its fixed batch."""
     one = need if need.fixed_batch else replace(need, batch=1)
     least = min(sum(_parts(way, config).values()) for way in _ways(one, config))
     return least + need.stack.fixed + need.stack.streaming

@@ -42,12 +42,12 @@ def open(
 ) -> "FusedEngine":
     """Load a checkpoint's folder, or random weights, and return the engine that runs it.
 
-    If `place.resident` is None, `sized` chooses what fits, and leaves `prefix_bytes` free. Without
-    `place`, `room` gives the fields of a `Placement`. `beside` is an engine of the same checkpoint.
-    Both share its weights unless their activation modes pack them differently, as `fp8` and, on FP4
-    units, `per_layer` do. Other arguments are as in `FusedEngine`. Raise InputError if the checkpoint
-    cannot be loaded, or its weights cannot have the activation mode, and ResourceError if the model
-    does not fit, or the device lacks what the kernels need.
+    If `place.resident` is None, `sized` decides how the model fits, with `prefix_bytes` left free. If
+    `place` is None, `room` gives the fields of a `Placement`. `beside` is an engine of the same
+    checkpoint, whose weights the new one shares unless their activation modes pack weights differently,
+    as `fp8` and, on FP4 units, `per_layer` do. Other arguments are as in `FusedEngine`. InputError: the
+    checkpoint cannot be loaded, or its weights do not support the activation mode. ResourceError: the
+    model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint

@@ -58,7 +58,7 @@ class Placement:
 
     @classmethod
     def here(cls, gpu_memory: float | None = None) -> "Placement":
-        """Return a place on the GPU of this process, or on the CPU without one."""
+        """Return a placement on the GPU of this process, or on the CPU if there is no GPU."""
         return cls(best_device(), gpu_memory)
 
     @property

@@ -18,9 +18,9 @@ Kept = TypeVar("Kept")
 
 
 class PrefixCache(Generic[Kept]):
-    """Keeps blocks of `block` tokens of one engine's prompts, at most `budget` bytes, for one thread.
+    """Keeps encoded blocks of `block` prompt tokens, at most `budget` bytes; one engine, one thread.
 
-    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` are held now.
+    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` are kept now.
     """
 
     def __init__(self, budget: int, block: int) -> None:
@@ -38,7 +38,7 @@ class PrefixCache(Generic[Kept]):
         return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
-        """Keep `kept`, the last block of a `prompt` of whole blocks, if its `nbytes` fit the budget."""
+        """Keep `kept`, the last block of `prompt` (whole blocks), unless `nbytes` exceed the budget."""
         *before, key = self._keys(prompt)
         if key in self._blocks or nbytes > self.budget:
             return

@@ -21,7 +21,7 @@ class Ranges:
         self._largest = torch.empty(0)
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Observe rows [..., in] that enter `name`; `experts` [n, k] are each row's, None if dense."""
+        """Observe rows [..., in] that enter `name`, routed to `experts` [n, k], or None if dense."""
         if experts is None:
             if rows is not self._rows:  # q, k and v, or gate and up, read one input
                 self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)

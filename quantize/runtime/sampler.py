@@ -96,7 +96,7 @@ class Sampler(Controls):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> "Sampler":
-        """Build from `folder`/generation_config.json, or if it is missing, transformers' defaults."""
+        """Build from `folder`/generation_config.json, with transformers' defaults if there is none."""
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()

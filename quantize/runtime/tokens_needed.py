@@ -21,7 +21,7 @@ class TokensNeeded:
         self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count rows of logits [m, V] by 1 / T [m] and the row's denoising step [m], from 1 on."""
+        """Count rows of logits [m, V], each with its 1 / T [m] and denoising step [m], from 1 on."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
             each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)

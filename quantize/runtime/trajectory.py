@@ -39,7 +39,7 @@ TENSORS, INDEX = "trajectories.safetensors", "trajectories.json"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt; `images` are its pictures, None without."""
+    """One prompt; `images` are its pictures, None if it has none."""
 
     ids: tuple[int, ...]  # token ids
     thinking: bool  # whether its template opened the thinking channel

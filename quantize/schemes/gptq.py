@@ -58,11 +58,11 @@ def shrunk(
 ) -> Tensor:
     """Return the mean Hessians [E', in, in] of the experts `at`, drawn towards the mean of all experts.
 
-    An expert that saw n tokens keeps n / (n + in) of its own mean: few tokens make a Hessian of low
-    rank, which GPTQ would trust too much. A dense Linear, E = 1, keeps all. `sums` [E, in, in] are each
-    expert's sums of x x^T, over as many tokens as `tokens` [E] says. With `inputs`, sums and results
-    are such matrices [inputs, inputs] in tiles (`hessians`). Raise QuantizeError if no expert saw a
-    token, or if a Hessian at `at` is not finite.
+    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] how many tokens each expert saw. An
+    expert that saw n tokens gets n / (n + in) of its own mean and the rest from the mean of all: few
+    tokens make a Hessian of low rank, which GPTQ would trust too much. A dense Linear (E = 1) keeps its
+    mean. With `inputs`, sums and results are [inputs, inputs] matrices in tiles (`hessians`). Raise
+    QuantizeError if no expert saw a token, or if a Hessian of `at` is not finite.
     """
     if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
@@ -302,8 +302,8 @@ def descend_block(
 
     `slope` [E, out, 16] is (W - Q) H at the block's inputs, `hessian` [E, 16, 16] a diagonal block
     of H, `shared` [E] the global scale. `codes` [E, out, 16] (the values that codes stand for) and
-    `scales` [E, out] change; scales stay if `grid.neighbours` is 0. This writes to
-    `moved` [E, out, 16] by how much the weights codes * scale / shared change.
+    `scales` [E, out] change in place; if `grid.neighbours` is 0, only codes do. `moved` [E, out, 16]
+    receives the change of the rounded weights, codes * scale / shared.
     """
     if launches(slope.device):
         from fused_dequant import gptq

@@ -28,7 +28,7 @@ def tiles_of(inputs: int) -> int:
 
 
 class Hessians:
-    """Sums of x x^T, and token counts, of the Linears' inputs x named `names`, on the device of x."""
+    """Sums x x^T over all rows x of each Linear's input in `names`, and counts them, by expert."""
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add rows [..., in] of input `name`; `experts` [rows, topk] are the chosen, None if dense."""
+        """Add rows [..., in] of input `name`; `experts` [rows, topk] are each row's, None if dense."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -50,7 +50,7 @@ class Hessians:
             self._settle(name)
 
     def sums(self, name: str) -> Tensor:
-        """Return the tiles of an input's sums: f32 [E, tiles, 128, 128]; E is 1 for a dense Linear."""
+        """Return input `name`'s sums of x x^T, in tiles: f32 [E, tiles, 128, 128]; dense: E is 1."""
         self._settle(name)
         return self._sums[name]
 
@@ -89,7 +89,7 @@ class Hessians:
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return an input's mean Hessians [E', in, in], of the experts `at`, shrunk by `gptq.shrunk`.
 
-        Raise QuantizeError if no token was seen at that input, or a value there was not finite.
+        Raise KeyError if the input was never seen, QuantizeError if it had no rows or non-finite ones.
         """
         sums, tokens, inputs = self.sums(name), self.tokens(name), self._inputs[name]
         return whole(shrunk(sums, tokens, at, inputs), inputs)

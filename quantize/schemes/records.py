@@ -141,7 +141,7 @@ class Scheme:
         }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
-        """Return the range BF16 [..., out, groups] of each scale of a weight [..., out, in]."""
+        """Return the ranges BF16 [..., out, groups] that scales of a weight [..., out, in] cover."""
         return rounding.observe(weight, self.codes, observer)
 
 

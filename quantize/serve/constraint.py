@@ -36,7 +36,7 @@ Matcher = Any  # llguidance's class, which has no types
 
 
 class Grammars:
-    """Makes matchers for a fast tokenizer of transformers; the token ids `ends` end an answer."""
+    """Makes matchers for a fast transformers tokenizer; `ends` are the tokens that end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.ends = list(ends)
@@ -74,7 +74,7 @@ class Grammars:
         return matcher
 
     def way_out(self, matcher: Matcher, room: int) -> list[int] | None:
-        """Return at most `room` tokens that lead to an accepted end, or None if no way is found."""
+        """Return at most `room` tokens that take `matcher` to an accepted end; None if none found."""
         walks = (
             self._walk(matcher.deep_copy(), order, min(room, LONGEST)) for order in self.orders
         )
@@ -107,16 +107,16 @@ class Grammars:
 
 
 def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return which tokens may follow: bool [V], with padding at the end."""
+    """Return which tokens the matcher accepts next: bool [V], followed by padding."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(mask, bitorder="little").astype(np.bool_)
 
 
 class Constraint:
-    """Holds one answer to a form; `matcher`, which is copied, has read none of the answer.
+    """Makes one answer follow a form; `matcher` has read nothing of the answer yet, and is copied.
 
-    The answer may have `room` tokens; thoughts count, EOS does not. `closes` is the token that ends the
-    thoughts, None for an answer without thoughts. InputError: no known text of the form fits.
+    The answer has at most `room` tokens, thoughts included and EOS excluded. `closes` is the token that
+    ends the thoughts, None for an answer without thoughts. InputError: no text is found that fits.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Constraint:
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Return the tokens to commit, or how many to pin while the canvas is denoised again."""
+        """Judge a finished canvas: tokens to commit, or how many to pin while it is denoised again."""
         start, tokens, closed = self._thoughts(tokens)
         shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
         line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)

@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """One HTTP request for `count` choices, a job each; the current task answers it in `seconds`."""
+    """One HTTP request for `count` choices, a job each; the current task has `seconds` to answer it."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)
@@ -39,7 +39,7 @@ class Exchange:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None]:
-        """Run a block; RequestError 504 if time is up. Any error frees queue places and ends jobs."""
+        """Limit a block to the time left (RequestError 504); any error frees places and ends jobs."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 yield

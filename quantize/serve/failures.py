@@ -14,7 +14,7 @@ KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_
 class RequestError(Exception):
     """A request that ends with an HTTP status and a reason of one line.
 
-    `param` names the parameter at fault, `code` tells programs the fault; `retry_after` is in seconds.
+    `param` names the parameter at fault, `code` the fault for programs; `retry_after` is in seconds.
     """
 
     def __init__(

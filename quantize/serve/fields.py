@@ -37,7 +37,7 @@ Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
-    """Return a union's discriminator by a value's type; only the chosen member's errors are reported.
+    """Return a discriminator that picks a union's member by a value's type; only its errors are shown.
 
     `tags` maps names of types to members; `otherwise` is the member for all other types.
     """

@@ -79,7 +79,7 @@ class Fleet:
         return {index: page for index, page in pages if isinstance(page, httpx.Response)}
 
     async def health(self, _: Request) -> Response:
-        """Answer a health check with the sums of what the workers answer."""
+        """Answer a health check: requests summed over the workers, and how many are healthy."""
         told = [page.json() for page in (await self._pages("/health", {})).values()]
         healthy = sum(state["status"] == "ok" for state in told)
         counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
@@ -104,7 +104,7 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return a chat's tools and messages up to the user's first, as JSON; None if it is no chat."""
+    """Return as JSON a chat's tools, and its messages up to the first user message; None if no chat."""
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")

@@ -29,7 +29,7 @@ DEEPEST = 8  # levels of a parameter's schema that are enforced; below them any 
 
 
 class Forms:
-    """Compiles the forms of requests for one tokenizer, which is prepared when it is first needed."""
+    """Compiles the forms that requests ask of their answers (JSON, regex, calls), for one tokenizer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
@@ -40,7 +40,7 @@ class Forms:
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher of `body`'s form, None without one; RequestError 400 if it is invalid."""
+        """Return the matcher of the form in `body`, None if it has none; RequestError 400: bad form."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms

@@ -27,9 +27,9 @@ class Scored:
 
 
 class AnswerGuide:
-    """Guides one answer, in canvases of `length` tokens; without `constraint` any text is allowed.
+    """Guides one answer, in canvases of `length` tokens; `constraint` None allows any text.
 
-    At each position the `top` most probable tokens and the committed one are recorded; None: nothing.
+    It records each committed token and the `top` most probable ones there; None records nothing.
     """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
@@ -50,7 +50,7 @@ class AnswerGuide:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
-    """Return log-probabilities by logits [L, V]: of `tokens` [L], and of each position's `top` best."""
+    """Return each token's log-probability under logits [L, V], and its position's `top` best tokens."""
     found: list[Scored] = []
     for start in range(0, len(tokens), ROWS):
         own = torch.tensor(tokens[start : start + ROWS], device=logits.device)

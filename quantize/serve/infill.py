@@ -18,9 +18,9 @@ Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer put
 def known(
     body: ChatRequest | CompletionRequest, encode: Encode, length: int
 ) -> tuple[Given | None, int | None]:
-    """Return a request's known tokens, and the token limit that a suffix sets; each may be None.
+    """Return a request's known tokens, and the token limit that its suffix sets; each None if absent.
 
-    `length` is a canvas' number of tokens. RequestError 400: texts clash, or a suffix has no room.
+    A canvas has `length` tokens. RequestError 400: pinned texts clash, or a suffix does not fit.
     """
     initial = dict(enumerate(encode(body.initial_text or "")))
     pieces = [(f"pinned.{n}", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]

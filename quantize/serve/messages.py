@@ -138,7 +138,7 @@ Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return a chat's first `name` and first picture's `detail`, or None; they have no effect."""
+    """Return a chat's first `name` and first `detail` other than auto, or None; they have no effect."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
@@ -158,7 +158,7 @@ def stray_results(messages: Sequence[Message]) -> Iterator[str]:
 
 
 class Function(Strict):
-    """A function that the model may call; `strict` holds its arguments to `parameters`."""
+    """A function that the model may call; `strict` is accepted and has no effect."""
 
     name: String = Field(pattern=NAME)
     description: String = ""

@@ -171,7 +171,7 @@ class TemplateOptions(Strict):
 
 
 class PlainFormat(Strict):
-    """Any text, or any JSON object."""
+    """A `response_format` that asks for free text, or for a JSON object without a schema."""
 
     type: Literal["text", "json_object"]
 

@@ -112,7 +112,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 def streamed(chunk: str) -> dict[int | str, dict[str, Any]]:
-    """Return the responses of a route that may also stream; `chunk` says what its events hold."""
+    """Return the OpenAPI responses of a route that can stream; `chunk` describes a streamed event."""
     whole = f"The answer; with `stream` server-sent events: {chunk}, a canvas each, then [DONE]."
     return REFUSED | {200: {"description": whole, "content": {"text/event-stream": {}}}}
 

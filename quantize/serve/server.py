@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; print the address, and whether fields without a meaning are ignored or refused."""
+        """Listen; print the address, and which request fields are ignored, or refused with --strict."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
         if address.family == AF_UNIX:  # a worker's: its front prints its own
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return a line: capacity, token limit and, on a GPU, when one token at a time is as fast."""
+    """Return a line: slots, token limit, and on a GPU the load from which canvases gain no speed."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -126,7 +126,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
 
     Raises:
         InputError: the checkpoint cannot be loaded.
-        ResourceError: it does not fit; or the port is taken, which is noticed before weights are read.
+        ResourceError: the model does not fit, or the port is taken (checked before weights are read).
     """
     sock = sock or listening_socket(options.host, options.port)
     logging.basicConfig(

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers requests with one model; `sampler` has the settings that a request leaves out.
+    """Answers requests with one model; `sampler` has the defaults for settings that a request omits.
 
     `config` is transformers' configuration of the model.
     """
@@ -57,7 +57,7 @@ class Service:
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def leave(self) -> None:
-        """Refuse waiting jobs; after `shutdown_grace` s refuse running ones too, at a canvas' end."""
+        """Refuse waiting jobs; `shutdown_grace` s later end running ones, each after its canvas."""
         # This thread may hold the very lock that draining takes, so another drains.
         threading.Thread(target=self.scheduler.drain).start()
         timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)

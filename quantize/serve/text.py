@@ -138,13 +138,13 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the stop string that ends first, and whether there is one."""
+    """Return `text` up to the stop string in it that ends first, and whether it has one."""
     # Which one begins first could depend on where a canvas ends.
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
 
 def held(text: str, stops: Sequence[str]) -> int:
-    """Return how many of the last characters may turn out to begin a stop string."""
+    """Return how many characters at the end of `text` are the beginning of a stop string."""
     lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)

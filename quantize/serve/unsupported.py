@@ -67,7 +67,7 @@ def message(name: str, reason: str) -> str:
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, refused?) of each parameter that asks for what is ignored or refused."""
+    """Yield (name, message, is refused) of IGNORABLE and NEUTRAL_ONLY parameters not neutral."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue

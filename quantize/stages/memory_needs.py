@@ -85,7 +85,7 @@ def quantized_stack(
 
 
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
-    """Return the positions of a question, and of an answer of `longest` tokens in whole canvases."""
+    """Return how many positions a question and an answer of `longest` tokens (whole canvases) take."""
     canvas = config["canvas_length"]
     room = QUESTION_TOKENS + -(-longest // canvas) * canvas
     return min(room, config["text_config"]["max_position_embeddings"])

@@ -92,7 +92,7 @@ def config() -> DiffusionGemmaConfig:
 
 
 def generation_config() -> DiffusionGemmaGenerationConfig:
-    """The released model's generation config, but for the answer's length: 2 canvases of 64."""
+    """The released model's generation config, except for the answer's length: 2 canvases of 64."""
     return DiffusionGemmaGenerationConfig(
         max_new_tokens=CANVAS * CANVASES,
         max_denoising_steps=48,

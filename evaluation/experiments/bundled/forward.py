@@ -55,9 +55,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 def attention(
     x: Tensor, w: Weights, rope: Rope, prefix: KeysValues | None, mask: Tensor | None
 ) -> tuple[Tensor, KeysValues]:
-    """Causal self-attention (prefix None), or canvas attention over prefix and canvas.
+    """Return attention's output, and the keys and values of x: causal, or over `prefix` and all of x.
 
-    Shapes: x [B, S, H], prefix keys and values [B, kv heads, P, d], mask [B, 1, 1, P + S] boolean.
+    x [B, S, H]; prefix keys and values [B, kv heads, P, d]; mask bool [B, 1, 1, P + S], True: attend.
     """
 
     def heads(name: str) -> Tensor:
@@ -92,7 +92,7 @@ def gated(x: Tensor, w: Weights, name: str) -> Tensor:
 
 
 def experts(x: Tensor, w: Weights, routing: Tensor) -> Tensor:
-    """All experts on x [T, H], weighted by routing [T, E] (zero for experts not chosen)."""
+    """Sum of all experts' outputs for x [T, H], weighted by `routing` [T, E] (0 if not chosen)."""
     gate_up, down = w["experts.gate_up_proj"], w["experts.down_proj"]  # [E, 2I, H], [E, H, I]
     gate, up = F.linear(x, gate_up.flatten(0, 1)).unflatten(-1, gate_up.shape[:2]).chunk(2, -1)
     h = F.gelu(gate, approximate="tanh") * up * routing[..., None].to(x.dtype)
@@ -100,10 +100,10 @@ def experts(x: Tensor, w: Weights, routing: Tensor) -> Tensor:
 
 
 def route(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """Weights [T, E] of the top-k experts for x [T, H], and the layer's load-balancing loss.
+    """Weights [T, E] of the top-k experts for x [T, H], else 0, and the layer's load-balancing loss.
 
-    An expert is chosen when fewer than k others score higher: what topk finds, as elementwise
-    comparisons that fuse with the softmax.
+    An expert is chosen if fewer than k others score higher. Without ties these are the experts that
+    topk chooses, but elementwise comparisons fuse with the softmax.
     """
     h = rms_norm(x) * w["router.scale"] * x.shape[-1] ** -0.5
     scores = F.linear(h, w["router.proj.weight"]).softmax(-1, dtype=torch.float32)
@@ -142,7 +142,7 @@ def head_loss(x: Tensor, norm: Tensor, embedding: Tensor, targets: Tensor) -> Te
 
 
 def condition(embeds: Tensor, signal: Tensor, w: Weights) -> Tensor:
-    """The self-conditioning block: canvas embeddings and soft embeddings of the last pass."""
+    """Norm of canvas embeddings plus the gated MLP of `signal`, the last pass's soft embeddings."""
     normed = rms_norm(signal, w["self_conditioning.pre_norm.weight"])
     return rms_norm(embeds + gated(normed, w, "self_conditioning"))
 
@@ -160,7 +160,7 @@ class Batch:
 
 
 class Wrapper(Protocol):
-    """Something that returns a function of the same signature: ``torch.compile`` or nothing."""
+    """A wrapper that keeps a function's signature: ``torch.compile`` or `identity`."""
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]:
         """Wrap a function of tensors."""
@@ -168,14 +168,14 @@ class Wrapper(Protocol):
 
 
 def identity(function: Callable[P, R], /) -> Callable[P, R]:
-    """No compilation: what a CPU run uses."""
+    """Return `function` unchanged: a CPU run compiles nothing."""
     return function
 
 
 class TrainingForward:
-    """The forward over a model's own parameters, cast to `dtype` once a step.
+    """Computes losses from a model's own parameters, which are cast to `dtype` once in each step.
 
-    `wrap` is applied to each block; a CUDA run passes ``torch.compile``.
+    `wrap` is applied to layer, head, head_loss and condition; a CUDA run passes ``torch.compile``.
     """
 
     def __init__(
@@ -286,14 +286,14 @@ def corrupt(canvas: Tensor, vocabulary: int) -> Tensor:
 def draw_batch(
     bank: Tensor, prompts: Tensor, canvases: Tensor, rows: int, encoder: int, vocabulary: int
 ) -> Batch:
-    """Draw rows of the bank on its device, one random canvas each, without host syncs.
+    """Draw random rows of the bank, and one random canvas of each, on its device without host syncs.
 
     Args:
         bank: [N, longest prompt + longest answer] int16 tokens, padded on the right.
         prompts: [N] prompt lengths.
-        canvases: [N] canvases in the answer.
+        canvases: [N] number of canvases in each answer.
         rows: how many to draw.
-        encoder: tokens the encoder reads of each row.
+        encoder: how many tokens of each row the encoder reads.
         vocabulary: size of the vocabulary that corruption draws from.
 
     """

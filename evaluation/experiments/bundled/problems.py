@@ -51,7 +51,7 @@ Split = Literal["train", "heldout", "calibration"]
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many steps a synthetic story has, and how large the numbers of both sources may be."""
+    """The most steps of a synthetic story, and how large numbers in stories and templates may be."""
 
     levels: int  # a story has 1 to this many steps
     step: int  # a gain or loss is at most this
@@ -203,9 +203,9 @@ def evaluate(node: ast.expr, values: dict[str, Fraction]) -> Fraction:
 
 @dataclass(frozen=True)
 class Template:
-    """A GSM8K problem as text around variables: numbers ``q0..`` asked, results ``r0..`` derived.
+    """A GSM8K problem whose numbers are variables: q0, q1, ... in the question, r0, r1, ... as results.
 
-    `question` and `answer` alternate text and variable (or fixed number) as ``re.split`` gives them.
+    `question` and `answer` alternate text with a variable's name or a fixed number.
     """
 
     question: tuple[str, ...]
@@ -272,9 +272,9 @@ def _parse_calculations(
 def perturb(
     template: Template, rng: random.Random, numbers: Numbers, tries: int = 20
 ) -> Problem | None:
-    """The template with new numbers, each within a factor of the original.
+    """The template with new numbers, each at most `numbers.factor` times larger or smaller.
 
-    Returns None when no try gives distinct positive whole results of at most `LARGEST`.
+    Returns None if no try gives distinct numbers and positive whole results of at most `LARGEST`.
     """
     for _ in range(tries):
         drawn = [
@@ -301,7 +301,7 @@ def perturb(
 
 
 def load_templates(gsm8k_train: Path, numbers: Numbers) -> list[Template]:
-    """Every template of GSM8K's training file that has solutions within `numbers`.
+    """Every template of GSM8K's training file that `perturb` can fill with new `numbers`.
 
     Raises:
         ValueError: the file is not the training split that the data files were made from.
@@ -319,7 +319,7 @@ def load_templates(gsm8k_train: Path, numbers: Numbers) -> list[Template]:
 def stream(
     seed: int, templates: Sequence[Template], split: Split, numbers: Numbers
 ) -> Iterator[Problem]:
-    """Problems of one split without end, a function of the seed; repeats are possible."""
+    """An endless stream of one split's problems, determined by the seed; problems may repeat."""
     rng = random.Random(seed)
     while True:
         if templates and rng.random() < TEMPLATE_SHARE:
@@ -337,16 +337,16 @@ VISIBLE_STEP = re.compile(
 
 
 def visible_steps(answer: str) -> list[tuple[str, int]]:
-    """The plain calculations of an answer, each with the result it states."""
+    """The calculations in an answer's prose, such as `12 + 7 = 19`, as (expression, stated result)."""
     found = VISIBLE_STEP.findall(answer)
     return [(e.replace("x", "*").replace("$", ""), int(result)) for e, result in found]
 
 
 def steps_hold(problem: Problem) -> bool:
-    """Whether every plain calculation of the answer is right.
+    """Whether every calculation in the answer's prose has the result that the answer states.
 
-    A few GSM8K solutions calculate one thing in the prose and another between their marks. Training
-    has their templates (what was trained stays as it was); the shipped problems leave them out.
+    In a few GSM8K solutions the prose calculates something else than the ``<<...>>`` marks. Training
+    still uses their templates, as the shipped model's training did; the shipped problems do not.
     """
     steps = visible_steps(problem.answer)
     return all(evaluate(ast.parse(e, mode="eval").body, {}) == result for e, result in steps)

@@ -137,7 +137,7 @@ def heldout(count: int) -> list[Problem]:
 
 
 def main(count: int) -> None:
-    """Print the bundled checkpoint's scores as json, one line a prompt style."""
+    """Print the bundled checkpoint's scores as JSON, one line without thinking and one with."""
     tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(CHECKPOINT, dtype=torch.bfloat16).eval()
     for thinking in (False, True):

@@ -86,7 +86,7 @@ def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
 
 
 def corpus(gsm8k: Iterable[Problem], seed: int = 0, stories: int = 2000) -> Iterator[str]:
-    """The text the merges are learned from: GSM8K problems, our stories, the template's words."""
+    """The text to learn merges from: the chat template's words, GSM8K problems, synthetic stories."""
     yield from ("user\n", "model\n", "system\n", "thought\n")
     rng = random.Random(seed)
     generated = (synthetic(rng, rng.randint(1, 3), NARROW) for _ in range(stories))
@@ -139,7 +139,7 @@ def _place(learned: Sequence[str]) -> dict[str, int]:
 
 
 def prompt(tokenizer: PreTrainedTokenizerFast, question: str, *, thinking: bool) -> str:
-    """The text a question becomes, up to where the model's answer starts."""
+    """The chat prompt that asks a question; the model's answer follows it."""
     chat = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, tokenize=False, enable_thinking=thinking

@@ -59,7 +59,7 @@ SHARD = 10_000
 
 @dataclass(frozen=True)
 class Bank:
-    """Tokenized rows: tokens [N, 112 + 128] int16, prompt lengths [N], canvases in the answer [N]."""
+    """Tokenized problems: tokens int16 [N, 112 + 128], prompt lengths [N], canvases per answer [N]."""
 
     tokens: Tensor
     prompts: Tensor
@@ -69,7 +69,7 @@ class Bank:
 def pack_shard(
     job: tuple[int, list[Template], Numbers, int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One shard of the bank, a function of its seed; the answer is filled with EOS to its canvas."""
+    """Return a shard's `Bank` arrays, determined by its seed; EOS fills each answer's last canvas."""
     seed, templates, numbers, rows = job
     tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     source = stream(seed, templates, "train", numbers)
@@ -108,7 +108,7 @@ def build_bank(
 
 
 class Trainer:
-    """One optimizer step over a bank, captured in a CUDA graph where there is one."""
+    """Trains a model on a bank; on a GPU it replays the optimizer step as a CUDA graph."""
 
     def __init__(
         self, model: DiffusionGemmaForBlockDiffusion, bank: Bank, batch_size: int, lr: float
@@ -165,7 +165,7 @@ class Trainer:
     def train(
         self, first: int, steps: int, decay: int, log: Callable[[Mapping[str, object]], None]
     ) -> None:
-        """Run `steps` steps, the first of them number `first`, logging every 500."""
+        """Run `steps` steps, numbered from `first` + 1; log every 500 of them and the last."""
         began = time.monotonic()
         for i in range(steps):
             share = min(1.0, (i + 1) / WARM_UP, (steps - i) / max(decay, 1) if decay else 1.0)
@@ -192,7 +192,7 @@ def _compile(function: Callable[P, R], /) -> Callable[P, R]:
 def save_state(
     model: DiffusionGemmaForBlockDiffusion, folder: Path, step: int, parts: int = 2
 ) -> None:
-    """Float32 text parameters in `parts` files, dealt by size so that the files are alike."""
+    """Write the float32 text parameters and `step` to `parts` files of about equal size."""
     tensors = sorted(model.model.decoder.named_parameters(), key=lambda item: -item[1].numel())
     for part in range(parts):
         own = {name: t.detach().cpu().contiguous() for name, t in tensors[part::parts]}
@@ -203,7 +203,7 @@ def load_state(model: DiffusionGemmaForBlockDiffusion, folder: Path) -> int:
     """Copy saved parameters into the model; returns the step they were saved at.
 
     Raises:
-        KeyError: a parameter is in no file of the folder, or a file holds another.
+        KeyError: the files lack a parameter of the model, or hold one that the model lacks.
 
     """
     missing, step = dict(model.model.decoder.named_parameters()), 0
@@ -244,9 +244,9 @@ def export(
 
 
 def released_form(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json as Google released it: two fields for the layers of global attention.
+    """Return config.json in Google's form: two fields describe all layers of global attention.
 
-    transformers reads both forms and writes one entry a layer, on which vLLM 0.26 fails.
+    transformers also reads this form, but writes an entry for each layer, which vLLM 0.26 cannot read.
     """
     text = dict(config["text_config"])
     layers = list(text.pop("per_layer_config", {}).values())

@@ -27,9 +27,9 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 class FusedPasses:
     """The passes of one batch; the constructor encodes the prompts.
 
-    `lane` says which of the engine's slots the batch has (`lockstep`). A pass encodes `chunk` tokens a
-    row at most. `encoded` counts the tokens in each slot: 0, or a prompt with pictures. `run` takes a
-    pass through the layers and returns the last one's rows. `pool` is memory for CUDA graphs, or None.
+    `lane` selects the batch's slots in the engine (`lockstep`). A pass encodes at most `chunk` tokens a
+    row. `encoded` has each row's count of tokens encoded before: 0, or a whole prompt with pictures.
+    `run` takes a pass through the layers and returns its rows; `pool` None means no CUDA graphs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` [B, L] behind `rows`; `conditioning` bf16 [B, L, H], None at first steps."""
+        """Decode `canvas` [B, L] after `rows`; `conditioning` bf16 [B, L, H], None at first steps."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context

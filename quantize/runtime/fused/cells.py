@@ -55,7 +55,7 @@ class Cache:
     ) -> "Cache":
         """Allocate zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens at once.
 
-        With `one_layer`, layers of one shape share cells: all passes must finish one before the next.
+        With `one_layer`, layers of equal shape share cells, which hold one layer's data at a time.
         """
         text = config.text_config
         full = rounded_up(max_context, CELLS)
@@ -73,7 +73,7 @@ class Cache:
         return cls(keys, values, text.sliding_window, lanes)
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield, layer by layer, (keys, values) of each batch in `added` (batch -> new tokens)."""
+        """For each layer, yield (keys, values) of each batch in `added` (batch -> its new tokens)."""
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
@@ -81,7 +81,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return slices of layer `index`'s cells: what later tokens see of positions start .. end."""
+        """Return slices of layer `index`'s cells: what later tokens see of positions [start, end)."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -91,12 +91,12 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copy positions `start` to `end` of full layers; of sliding ones, the window before `end`."""
+        """Copy positions [start, end) of full layers, and the window before `end` of sliding ones."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
     def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write back a copy from `Cache.block`; of several, sliding layers need only the last one's."""
+        """Write copies that `Cache.block` made of positions [start, end) back into a slot."""
         for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
             tensor[slot, self._cells(tensor, start, end)] = kept
 
@@ -145,9 +145,9 @@ class HostCells:
         self._encoded[slot] = 0
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """Yield, layer by layer, (keys, values) of each batch in `added` (batch -> new tokens).
+        """For each layer, yield (keys, values) of each batch in `added` (batch -> its new tokens).
 
-        A pair is valid until the next is taken. Then its new tokens' cells are copied to the host.
+        A pair is valid until the next one is taken: then the cells of its new tokens go to the host.
         """
         tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
         for slot, start, _ in tokens:

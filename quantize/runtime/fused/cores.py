@@ -33,7 +33,7 @@ class Cores:
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Cut `count` sequences into at most one slice for each thread, of nearly equal lengths."""
+        """Cut `count` sequences into at most one slice a thread, all but the last equally long."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 

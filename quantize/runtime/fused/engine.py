@@ -96,7 +96,7 @@ class _Sequence:
 
 
 class FusedEngine:
-    """Denoise canvases of up to `capacity` sequences on the fused kernels.
+    """Denoises canvases of up to `capacity` sequences on the fused kernels.
 
     Args:
         weights: from `load_packed` or `random_weights`.
@@ -104,16 +104,16 @@ class FusedEngine:
         max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
             limit, whichever is less. Full layers' keys are allocated for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
-            depend on what is denoised beside it. Otherwise they may: kernels round differently for
-            other numbers of rows. On a CPU tokens never depend on it.
-        graphs: replay CUDA graphs. Without, or with streamed weights, steps run kernel by kernel.
-        inputs: rounds the rows that enter products, or shows them; None leaves them to the kernels.
-        prefix_bytes: memory for beginnings of prompts that are kept encoded; 0 keeps none.
+            depend on what is denoised beside it. If False they may depend on a GPU, where kernels round
+            differently for other numbers of rows, but not on a CPU.
+        graphs: replay CUDA graphs; no effect on a CPU, `on_host`, with streamed weights or with lanes.
+        inputs: rounds what products read, or shows it to observers; None: the kernels alone round.
+        prefix_bytes: memory for the encoded beginnings of prompts, a prefix cache; 0 keeps none.
         lanes: how many batches, each in `capacity` slots of its own, go through the layers together.
             With several, a finished canvas is encoded by a pass of its own.
         on_host: keep keys and values on the host; the device has room for two lanes at one layer.
-        sparse: leave a position's least probable tokens, at most a thousandth of its probability, out
-            of the next step's self-conditioning (`fused_dequant.sparse_soft_embedding`).
+        sparse: omit a position's least probable tokens, together at most 0.001 of its probability, from
+            the next step's self-conditioning (`fused_dequant.sparse_soft_embedding`).
 
     Attributes:
         stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
@@ -277,7 +277,7 @@ class FusedEngine:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode prompts; raise InputError as `admit` does, or if a slot is taken or too few exist."""
+        """Encode prompts; raise InputError as `admit` does, or if slots are taken or too few."""
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
     def passes_from(
@@ -287,7 +287,7 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Do what `passes` does in the slots of batch `lane`; `run` takes a pass through the layers."""
+        """Do as `passes` in the slots of batch `lane`, with `run` to take a pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
@@ -302,7 +302,7 @@ class FusedEngine:
         return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Call each function of `works` with an engine, `lanes` of them at once; return the results."""
+        """Call each of `works` with an engine, at most `lanes` side by side; return their results."""
         return in_lockstep(self, works) if self.lanes > 1 else [work(self) for work in works]
 
     @contextmanager
@@ -323,7 +323,7 @@ class FusedEngine:
             model.inputs, model.on_pass, model.on_logits = own, _nothing, _nothing
 
     def close(self) -> None:
-        """Wait for streamed layers that are on their way."""
+        """Wait until no streamed layer is being copied."""
         self.model.weights.close()
 
     def warm_up(self, sampler: Sampler) -> None:

@@ -96,9 +96,9 @@ class Verdict:
 
 
 def named(name: str, memory: float | None = None) -> Gpu:
-    """Return the GPU that `--gpu` names, or one of a target such as sm_89 with `memory` bytes.
+    """Return the GPU that `--gpu` names: one of GPUS, or a target such as sm_89 with `memory` bytes.
 
-    Raise InputError if no GPU has this name, or a target is named without memory.
+    Raise InputError if it is neither, or if a target comes without `memory`.
     """
     key = re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
     if target := re.fullmatch(r"sm(\d+)(\d)", key):
@@ -151,7 +151,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
 
 
 def launches_of(device: torch.device) -> list[Any]:
-    """Return a GPU's name and the launch configurations of its kernels; for a CPU, only `cpu`."""
+    """Return [name, launch configurations of its kernels] for a GPU, and ["cpu"] for a CPU."""
     if device.type != "cuda":
         return [device.type]
     tuning.user_tables(TUNED)

@@ -137,7 +137,7 @@ class Step:
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
         """Let the next step encode canvases (slot, first position, tokens); return how many it encodes.
 
-        The first canvas is encoded again to raise the number to a power of two, at most `rows`.
+        The number is a power of two, or `rows`: copies of the first canvas fill it up.
         """
         if not runs:
             return 0
@@ -191,7 +191,7 @@ class Step:
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` is the output of its layers, None to run these here."""
+        """Take a step up to its report; `h` is its layers' output, or None to run the layers here."""
         self._launch((committed, self._knows), partial(self._leave, h, committed), graphs)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
@@ -327,8 +327,8 @@ def until_finished(
 ) -> list[list[Told]]:
     """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
-    A step runs the passes of batches without graphs through the layers together; the first step adds
-    the passes `entering`. `launched` is called after the first launch, `show` after every launch.
+    In a step, all batches that do not use graphs go through the layers together; in the first step,
+    so do the passes `entering`. `launched` is called after the first launch, `show` after every launch.
     """
     count = 0
     while True:
@@ -351,9 +351,9 @@ def until_finished(
 class Steps:
     """Keeps a `Step` for each (rows, sampler) in use, and decides which of them are captured.
 
-    The first CAPTURED pairs are captured at once. A later pair runs WORTH canvases kernel by kernel
-    first, so there are at most CAPTURED + canvases / WORTH captures. Graphs of CAPTURED pairs are kept;
-    those of the warm-up are kept too, and never dropped. `make(rows, sampler)` returns a new step.
+    The first CAPTURED pairs are captured at once. Each further pair first runs WORTH canvases without a
+    graph, so there are at most CAPTURED + canvases / WORTH captures. The CAPTURED pairs used last keep
+    their graphs, and so do all pairs of the warm-up (`hold`). `make(rows, sampler)` returns a new step.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:

@@ -43,8 +43,8 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 class Inputs:
     """Rounds the inputs of products by their layer's `scales`, and shows them to observers.
 
-    With `scales` None nothing is rounded; with `bf16` no input is quantized to 8 bits. `config` is
-    transformers' configuration of the text stack.
+    If `scales` is None, it rounds nothing. If `bf16`, kernels quantize no inputs either: 8-bit weights
+    are dequantized. `config` is transformers' configuration of the text stack.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -64,8 +64,8 @@ class Inputs:
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
         """Show rows, before they are rounded, to `observers` inside a `with` block.
 
-        A CUDA graph may hold the work of observers if all are methods of objects with `launches_alone`.
-        Such objects only launch work, and their tensors stay in place.
+        A CUDA graph may capture what observers do only if all are methods of objects that have
+        `launches_alone` set: these do nothing but launch work, and their tensors stay in place.
         """
         self._observers = tuple(observers)
         owners = [getattr(see, "__self__", None) for see in observers]
@@ -78,9 +78,9 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return x bf16 [M, K], rounded, and its weights `rows` for the product `kind`, a key of DENSE.
+        """Return the operands of a product: x bf16 [M, K], rounded, and its weights, made of `rows`.
 
-        Observers are shown x unrounded. Raise InputError if they watch weights that are not BF16.
+        `kind` is a key of DENSE. Observers see x unrounded. InputError: they watch quantized weights.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")

@@ -36,9 +36,9 @@ from quantize.runtime.fused.weights import load_in_turns
 
 
 class LayerByLayer:
-    """Takes a recording layer by layer through a BF16 checkpoint, computing on `device`.
+    """Runs recorded passes through a BF16 checkpoint on `device`, one layer after the other.
 
-    Rows that host memory cannot hold lie in `scratch`. A layer has `experts` experts.
+    Rows are kept in the folder `scratch` if host memory is too small. A layer has `experts` experts.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:
@@ -62,7 +62,7 @@ class LayerByLayer:
         self._last: tuple[RecordedPass, PassRows] | None = None
 
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
-        """Yield each layer's index, from 0 to `until`, once all passes have gone through the layer.
+        """Yield each layer's index, from 0 to `until` inclusive, after all passes have run through it.
 
         `observers(index)` returns the observers that are shown the inputs of Linears in that layer.
         Raise ResourceError if rows fit neither host memory nor scratch.

@@ -109,7 +109,7 @@ class Lane(Generic[T]):
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Give `work` the rows of its last pass, None at first; return its next pass or its result."""
+        """Send `work` the rows of its last pass (None at first); return its next pass or result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)

@@ -72,7 +72,7 @@ class LayerWeights:
 
     @property
     def entrance(self) -> Entrance:
-        """The input norm, and how the normed input is quantized; the layer before applies both.
+        """The input norm's weight, and how its result is quantized; the layer before applies both.
 
         Both stay on the device when the layer itself is streamed.
         """
@@ -81,7 +81,7 @@ class LayerWeights:
 
 
 def how_read(rows: Rows) -> Read:
-    """Return how an input shared by several weights is quantized: not at all if schemes differ."""
+    """Return how the input of `rows` is quantized; it stays bf16 if their schemes differ."""
     schemes = {weight.scheme for weight in rows}
     if len(schemes) > 1 or not schemes <= {*formats.EIGHT_BIT, formats.FOUR_BIT}:
         return BF16
@@ -91,9 +91,9 @@ def how_read(rows: Rows) -> Read:
 class Packer:
     """Reads modules of a checkpoint to one device; the checkpoint's layout has been checked.
 
-    `text` is transformers' configuration of the text stack. With `in_fp8` NVFP4 weights are packed for
-    FP8 products (activation mode `fp8`). With `scales`, they are packed for FP4 units: `scales` has
-    each layer's global input scales, one number an input.
+    `text` is transformers' configuration of the text stack. With `in_fp8`, NVFP4 weights are packed for
+    FP8 products (activation mode `fp8`). If `scales` is not empty, they are packed for FP4 units under
+    these global input scales, a mapping for each layer.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Read Linears of one input as one matrix, or apart if schemes or scales cannot be joined.
+        """Read Linears that share an input as one matrix, or as several if schemes or scales differ.
 
-        `shared` is the input's global scale f32 [1] for FP4 units, None elsewhere.
+        `shared` is the input's global scale f32 [1] for FP4 units, None without them.
         """
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
@@ -157,7 +157,7 @@ class Packer:
         }
 
     def products(self, index: int, keep: Keep) -> dict[str, Any]:
-        """Read a layer's matrices; return what `keep` makes of each, by field of `LayerWeights`."""
+        """Read a layer's matrices; return what `keep` returns for each, by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention = f"{layer}self_attn."
         heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]

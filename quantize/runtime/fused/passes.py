@@ -16,7 +16,7 @@ Added = tuple[int, int, int]  # slot, first position and number of tokens
 class PassRows:
     """Where the rows of one pass stand in the cache; a row is one token.
 
-    The rows are those of B sequences, n each. Dicts have True for sliding layers, False for full ones.
+    B sequences have n rows each. Dict keys: True for sliding-window layers, False for full attention.
     """
 
     slots: Tensor  # int32 [B]

@@ -18,7 +18,7 @@ class Rates:
     fp4: float = 0  # of NVFP4 products (W4A4); 0 where it is not known: then bytes alone bound one
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of a product by bytes read, FLOP and the scheme of its weights."""
+        """Return the least seconds of a product, given bytes read, FLOP and its weights' scheme."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
@@ -54,7 +54,7 @@ def link_rate(device: str) -> float:
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Return the GPU's mean seconds for `repeats` calls of `work`, after one that is not counted."""
+    """Return the GPU seconds of one call of `work`, the mean of `repeats` calls after a warm-up."""
     work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

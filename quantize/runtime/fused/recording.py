@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One pass: its `rows` of the batch's file, and fields of `Pass` and `PassRows`, on the host."""
+    """A pass on the host: its range of rows in the batch's file; fields of `Pass` and `PassRows`."""
 
     rows: slice
     decoded: int
@@ -69,7 +69,7 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """The passes of one batch, in the order in which they were made; `file` has their `count` rows."""
+    """One batch: its passes in the order they were made, and the `file` of all their `count` rows."""
 
     file: Path
     count: int
@@ -106,7 +106,7 @@ class Recorder:
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
-        """Let the first process write the index of all processes' batches, which ends the recording."""
+        """End the recording: the first process writes its index. All processes must call this."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
         if self._processes.rank > 0:

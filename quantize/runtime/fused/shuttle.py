@@ -31,7 +31,7 @@ SLOTS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive passes of one batch, whose index in the recording is `batch`."""
+    """Consecutive passes of one batch; `batch` is the index of this batch in the recording."""
 
     batch: int
     passes: tuple[RecordedPass, ...]
@@ -116,7 +116,7 @@ class Shuttle:
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
     def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
-        """Call `work` on each piece's rows of `sources`, in order; write them to `targets` if given."""
+        """Apply `work` to each piece's rows of `sources`; write the results to `targets` if given."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
             return

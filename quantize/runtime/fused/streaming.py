@@ -34,13 +34,13 @@ Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its produc
 
 
 class StreamedLayers:
-    """All layers of a text stack, in order, some resident and the others streamed.
+    """Iterates over all layers of a text stack in order; some are resident, the others streamed.
 
-    A streamed layer's tensors are valid until the iteration goes on. One thread iterates.
+    A streamed layer's tensors are valid until the next layer is asked for. Only one thread may iterate.
 
-    `entrances` has each layer's input norm, and how the normed input is quantized; the preceding layer
-    applies both. `pack` reads and packs a layer, on a thread of its own; its errors are raised again
-    when the iteration comes to the layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
+    `entrances` has each layer's input norm and the normed input's quantization; the preceding layer
+    applies both. `pack` reads and packs a layer on another thread; its errors are raised when the
+    iteration reaches that layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
     """
 
     def __init__(

@@ -82,16 +82,16 @@ def _alone(
 
 
 class FusedModel:
-    """The text stack over one cache.
+    """The text stack: encoder and decoder over one cache of keys and values.
 
     Attributes:
         routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
-        inputs: rounds or shows the rows that enter products; None does neither.
+        inputs: rounds the rows that enter products, or shows them to observers; None does neither.
         on_pass: called with every pass before it enters the first layer.
-        on_logits: called with (logits [m, V] that tokens are drawn from, each row's 1 / T, its step).
+        on_logits: called with logits [m, V] that tokens are drawn from, each row's 1 / T and its step.
         sparse: whether soft embeddings leave out a row's least probable tokens.
-        cores: the threads among which a CPU shares a pass' sequences; None on a GPU.
-        encodes_alike: whether a sequence is encoded to the same bits whichever others share its pass.
+        cores: the CPU threads that share the sequences of a pass; None on a GPU.
+        encodes_alike: whether encoding a sequence gives the same bits whichever others share its pass.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class FusedModel:
         return own
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
-        """Return the rows h bf16 [M, H] and the first layer's input, which `begin` makes from h."""
+        """Return embedded rows h bf16 [M, H] unchanged, and the first layer's input made of them."""
         each = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
         return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
@@ -265,7 +265,7 @@ class FusedModel:
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def looks(self, coldest: float) -> bool:
-        """Return whether `fused_dequant.look` can run on this device at temperatures >= `coldest`."""
+        """Return whether `fused_dequant.look` can run here if no temperature is below `coldest`."""
         return LOOKING and looks(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(
@@ -278,7 +278,7 @@ class FusedModel:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
         It is not multiplied by sqrt(H), as embedded tokens are. `left` are the probabilities that
-        `fused_dequant.look` wrote when it made these logits, None where it did not.
+        `fused_dequant.look` wrote along with these logits, None if `look` did not make them.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):
@@ -391,7 +391,7 @@ class FusedModel:
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> PassRows:
-        """Return where canvases of `length` tokens stand, each behind `context` int32 [B] positions."""
+        """Return the rows of canvases of `length` tokens that follow `context` int32 [B] positions."""
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
@@ -409,7 +409,7 @@ class FusedModel:
     def placed(
         self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
     ) -> PassRows:
-        """Return a `PassRows` of these arguments, and of the angles computed from the positions."""
+        """Return a `PassRows` of these arguments and of the rotary angles at `positions`."""
         angles = {
             kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
             for kind, f in self.frequencies.items()

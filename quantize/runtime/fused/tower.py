@@ -19,7 +19,7 @@ TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
 
 
 class Tower:
-    """The BF16 tower of a checked checkpoint; `config` is the whole model's, from transformers."""
+    """Runs a checkpoint's BF16 vision tower; `config` is the whole model's, by transformers."""
 
     def __init__(self, checkpoint: Checkpoint, config: Any, device: torch.device) -> None:
         self._checkpoint, self._config, self._device = checkpoint, config, device

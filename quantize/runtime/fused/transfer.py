@@ -115,8 +115,8 @@ class Fetched:
 class Transfer:
     """Copies from checkpoint files to one device, on the current stream, for one thread at a time.
 
-    With `register` files in memory are registered with the driver, for repeated reading. `bytes_read`
-    counts the bytes read from the files so far.
+    If `register`, files in memory (tmpfs) are registered with the GPU's driver, to be read often.
+    `bytes_read` counts the bytes read from the files so far.
     """
 
     def __init__(self, device: torch.device, *, register: bool = False) -> None:

@@ -42,9 +42,9 @@ ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
     """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
-    `schemes` are the weights' `Scheme.kernel`s, `activations` the mode of their products. Return
-    whether NVFP4 products with calibrated inputs run on FP4 units, False for a CPU. Raise
-    ResourceError if the GPU cannot run a scheme, or computes wrong numbers with its plain kernel.
+    `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
+    NVFP4 products of the mode `per_layer` run on FP4 units; False on a CPU, which is not tested. Raise
+    ResourceError if the GPU cannot run a scheme, or if even its plain kernel computes wrong numbers.
     """
     if device.type != "cuda":
         return False
@@ -60,7 +60,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
-    """Return whether the weights that `mode` packs on `device` can serve no other mode."""
+    """Return whether weights packed for `mode` on `device` cannot be used in any other mode."""
     return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
 
 

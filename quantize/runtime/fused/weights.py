@@ -96,8 +96,8 @@ def load_packed(
     Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
     torch references. `resident` layers stay on the device and the others are streamed; None keeps all.
     `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. The device must run the schemes, which `trust` tests. Raise InputError if a tensor is
-    missing, unexpected, misshapen or not finite.
+    progress. The device must run the schemes: test that first, with `trust`. Raise InputError if a
+    tensor is missing, unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -141,7 +141,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return a copy of resident `base`, `layers` (indices) replaced by a checkpoint's; see `Packer`."""
+    """Return a copy of resident `base` with `layers` (indices) of a checkpoint; see `Packer`."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:

@@ -107,7 +107,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many interim looks both `judged` models reached, and their comparison or None."""
+        """Return how many interim looks both `judged` models finished, and their comparison, if any."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -120,7 +120,7 @@ class Answers:
     def ask(
         self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""
     ) -> None:
-        """Let models answer what each task's first `looks[task]` interim looks need.
+        """Let models answer the questions of each task's first `looks[task]` interim looks.
 
         Answers that exist are not asked again. A task without any answers is asked all its questions up
         to that look at once, so that slots need not wait at every look. The progress shows `title`.
@@ -166,7 +166,7 @@ class Answers:
                 self._whole.append(store)
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
-        """Print what interim look number `looks` at a task shows, and the most time that is left."""
+        """Print the task's result at its `looks`-th interim look, and how long all may still take."""
         outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
         low, high = found.difference_bounds.low, found.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]

@@ -75,9 +75,9 @@ class Pack:
 
 
 class ImportedBaseline:
-    """The BF16 baseline whose answers were imported in a pack, so that it is never asked.
+    """Takes BF16's place where its answers come from an imported pack; called for more, it refuses.
 
-    `made_with` says what the answers would depend on if this machine made them.
+    The argument `made_with` has the conditions that answers made on this machine would depend on.
     """
 
     loading_seconds = 0.0
@@ -121,10 +121,10 @@ def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
 def held(
     path: Path, made_with: Mapping[str, Any], share: Share | None = None
 ) -> Generator[SampleStore]:
-    """Lock and yield the store of samples at `path` while the block runs.
+    """Yield the store of samples at `path`, locked until the `with` block ends.
 
     Raises:
-        InputError: the store or the block raises ValueError. ResourceError: another process holds it.
+        InputError: the store or the block raised ValueError. ResourceError: another process holds it.
     """
     with locked(path.with_name(f".{path.stem}.lock"), str(path)):
         try:
@@ -142,7 +142,7 @@ def export_pack(run: RunDir, out: Path) -> Pack:
     """Write BF16's answers of a run's tasks, and what they were made with, to `out`.
 
     Raises:
-        InputError: the run has no scores, or the answers were served, imported or removed.
+        InputError: the run has no scores, or BF16's answers are not here: served, imported or removed.
     """
     tasks: dict[str, Any] = {}
     lines: list[str] = []
@@ -175,7 +175,7 @@ def read_pack(path: Path) -> Pack:
     """Read a pack and check it against its own sha256.
 
     Raises:
-        InputError: it is no pack, or not what was exported.
+        InputError: the file is no pack, or was changed after its export.
     """
 
     def refuse(why: object) -> NoReturn:
@@ -206,12 +206,12 @@ def import_pack(path: Path, runs: Path) -> Pack:
 
 
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
-    """Return the imported pack that answers these tasks, None where none is of this BF16 model.
+    """Return the first imported pack that fits all tasks; None if no pack is of this BF16 model.
 
-    `weights` is the model's fingerprint, `here` maps task -> what answers made here would depend on.
+    `weights` is the model's fingerprint; `here` maps task -> conditions that answers made here have.
 
     Raises:
-        InputError: packs are of this model, but none may be used; the differing condition is named.
+        InputError: packs of this model exist, but none fits; the message says why the first does not.
     """
     refused: list[str] = []
     for path in sorted(folder.glob("*.jsonl.gz")):

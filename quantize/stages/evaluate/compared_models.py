@@ -152,8 +152,8 @@ def open_models(
     """Return the models, baseline and candidate first; no weights are loaded.
 
     `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions of the longest
-    prompt and answer. `imported` takes the first candidate, and returns imported answers that serve as
-    the baseline, or None.
+    prompt and answer. `imported`, called with the first candidate's backend, returns a backend of
+    imported answers as the baseline, or None if there are none.
 
     Raises:
         InputError: a server or GGUF file has another model, or a mode does not fit the checkpoint.

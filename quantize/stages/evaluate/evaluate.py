@@ -66,8 +66,8 @@ def evaluate(
         Model -> samples, tokens and seconds of this process, loading excluded.
 
     Raises:
-        InputError: a task's own file cannot be read, only one server is given, or the GGUF file is of
-            another checkpoint.
+        InputError: a task's own file cannot be read, options do not go together, or the GGUF file is
+            of another checkpoint.
         ResourceError: a data set or a server cannot be reached.
     """
     options = options or ModelOptions()

@@ -31,12 +31,12 @@ RECORDED_CANVASES = 2
 
 
 class Answerer:
-    """The checkpoint in `folder`, with the fingerprint `digest`, as a `Backend`.
+    """A `Backend` that runs the checkpoint in `folder`, whose fingerprint is `digest`.
 
-    `place` says where it runs and how activations are rounded; its `max_context` counts the positions
-    of the longest prompt and answer, where that is known. `capacity` is the most samples of a pass;
-    None stands for AT_ONCE (16). Where weights are streamed, each layer serves several passes. While a
-    batch runs, `announce` is called with the numbers of samples and tokens made since its last call.
+    `place` says where it runs and how activations are rounded. `place.max_context` is the positions of
+    the longest prompt with its answer, or None if unknown. `capacity` is the most samples of a pass;
+    None means AT_ONCE (16). If weights are streamed, a loaded layer serves several passes. For each
+    canvas that is committed, `announce` is called with (0, number of its tokens but padding).
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -88,10 +88,10 @@ class Answerer:
         return self._place.capacity
 
     def engine(self, context: int) -> Engine:
-        """Return the engine, loaded when it is first needed, with room for `context` positions.
+        """Return an engine with room for `context` positions; load one if none with the room is loaded.
 
         Raises:
-            ResourceError: with so long a context fewer samples fit at once than were planned.
+            ResourceError: so long a context leaves room for fewer samples at once than were planned.
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()
@@ -109,7 +109,7 @@ class Answerer:
         return self._engine
 
     def release(self) -> None:
-        """Free the model's memory until it is asked again."""
+        """Free the model's memory; the next requests load it again."""
         if self._engine is None:
             return
         self._engine.close()
@@ -142,9 +142,9 @@ class Answerer:
         return prompts, self.engine(min(room, limit)), budget
 
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return how the first canvases of some samples were denoised, for the viewer.
+        """Answer the first requests, and return how their first canvases were denoised, for the viewer.
 
-        The first requests are recorded, as many as are denoised together.
+        As many requests are answered as are denoised together.
 
         Returns:
             `vocabulary`, id -> text of every token that occurs, and `samples`: the prompt, final text
@@ -177,7 +177,7 @@ class Answerer:
 
 
 class ExportedAnswerer:
-    """A GGUF file in llama.cpp, with the prompts, noise and sampler of the baseline `base`.
+    """A `Backend` that runs a GGUF file in llama.cpp, with the sampler of the baseline `base`.
 
     `quantize export` made `file` from the checkpoint in `folder`, whose fingerprint is `digest`.
     `program` is llama.cpp's `llama-diffusion-gemma-server`.

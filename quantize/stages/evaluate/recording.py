@@ -27,7 +27,7 @@ RECORDED = 8  # questions of a task whose canvases are recorded
 def leave_questions(
     folder: Path, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
-    """Write the text of every question that was asked; return the requests by question index."""
+    """Write the prompts of the questions asked; return requests by question index, {} if private."""
     if is_private(task, definition):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(folder / BASELINE, task).rows})
@@ -43,9 +43,9 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Record how `models` denoised a public task's answers that differ, or one answer if none differs.
+    """Denoise a public task's differing answers again with each of `models`, and write the canvases.
 
-    `folder` has the scores of both models, `requests` each question's request.
+    If none differ, one answer is taken. `folder` has both models' scores, `requests` all requests.
     """
     sides = {side: read_scoring(folder / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())
@@ -62,7 +62,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return up to RECORDED of BF16's differing answers, changed scores first, or an equal answer."""
+    """Return BF16's rows that differ, up to RECORDED, changed scores first; if none, an equal row."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -69,7 +69,7 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
-    """Return the local file of a task, None for a data set on the Hub.
+    """Return the local file of a task, None if its data is on the Hub or generated.
 
     Raises:
         ResourceError: `data_dir` has no such file.

@@ -182,7 +182,7 @@ def _compared(
 def held_out_trajectories(
     source: Path, calibration: Path, place: Placement, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
-    """Return trajectories that calibration did not observe, recorded or made anew, and the sampler."""
+    """Return held-out trajectories, read from `calibration` or else recorded anew, and the sampler."""
     if calibration.is_dir():
         trajectories, sampler = load_trajectories(calibration)
         return [item for item in trajectories if item.held_out], sampler

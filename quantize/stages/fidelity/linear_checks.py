@@ -70,7 +70,7 @@ def check_linears(
 
 
 class Errors:
-    """Finds how far quantized weights take each Linear's products from BF16's, on BF16's inputs."""
+    """Measures each quantized Linear's error, |x W^T - x W'^T| / |x W^T|, on BF16's inputs x."""
 
     def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
         self.source, self.artifact = source, artifact
@@ -123,7 +123,7 @@ class Errors:
         return largest
 
     def faults(self) -> list[str]:
-        """Return one sentence for every Linear whose error is more than rounding's."""
+        """Return one sentence for every Linear whose error is larger than rounding explains."""
         return [
             f"{module}: its products on BF16's inputs are {error:.3g} away, above {limit:.3g}"
             for module, error in self.found.items()

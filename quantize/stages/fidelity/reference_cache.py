@@ -19,7 +19,7 @@ from quantize.runtime.images import Images
 
 @dataclass
 class Noted:
-    """`Passes` of one batch that give back the results in `noted`, one a step, and compute nothing."""
+    """`Passes` of one batch that compute nothing: each `decode` returns the next result in `noted`."""
 
     device: torch.device
     canvas_length: int
@@ -27,10 +27,10 @@ class Noted:
     noted: deque[Decoded] = field(default_factory=deque)
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Do nothing: the results of the next steps are noted already."""
+        """Do nothing: the results of the next steps are in `noted` already."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Return the next of the noted steps."""
+        """Return the next result in `noted`, whatever the arguments are."""
         return self.noted.popleft().to(self.device)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Noted:
 
 
 class Remembered:
-    """Takes a model's place in replays; gives back `batches` in turn, and begins again at the end."""
+    """Takes a model's place in replays; each call of `passes` returns the next batch, in a cycle."""
 
     def __init__(self, batches: Sequence[Noted]) -> None:
         self._batches = cycle(batches)

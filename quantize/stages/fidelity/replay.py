@@ -37,7 +37,7 @@ class StepDistance:
 
 @dataclass(frozen=True)
 class Compared:
-    """A model to compare; with `own_conditioning` it reads its own logits of the step before."""
+    """A model to compare, conditioned on its own logits if `own_conditioning`, else the reference's."""
 
     engine: BatchEngine
     own_conditioning: bool = False

@@ -66,7 +66,7 @@ class Machine:
 
     @classmethod
     def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
-        """Return a machine with `gpu`, None for an H200, and `gpu_memory` bytes of it, None for all."""
+        """Return a machine that uses `gpu_memory` bytes (None: all) of `gpu` (None: an H200)."""
         from quantize.runtime.fused.gpus import GPUS
 
         gpu = gpu or GPUS["h200"]
@@ -79,7 +79,7 @@ class Machine:
 
     @property
     def hopper(self) -> bool:
-        """Whether the GPU's kernels keep experts in 4 bits in the activation mode `fp8`."""
+        """Whether the GPU is a Hopper, where the activation mode `fp8` keeps experts in 4 bits."""
         return self.gpu.capability == (9, 0)
 
 
@@ -237,7 +237,7 @@ class _Stages:
 
 
 def least_of(error: ResourceError) -> str:
-    """Return a stage's least memory, as text, from the message of the error that states it."""
+    """Return the least memory that a stage needs, as text, from its error's message."""
     return str(error).partition(" needs ")[2].partition(";")[0]
 
 
@@ -248,7 +248,7 @@ def calibration_steps(recipe: Recipe) -> int:
 
 
 def tokens_by_task(recipe: Recipe) -> dict[str, int]:
-    """Return task -> most tokens of a model's planned answers, where the data set's size is known."""
+    """Return task -> most tokens that one model's answers take, for tasks of `known_sizes`."""
     settings = recipe.evaluation
     return {
         task: questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)

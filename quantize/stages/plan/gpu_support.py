@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return module class -> its kernels' scheme or "bf16"; with `units`, NVFP4 runs on FP4 units."""
+    """Return module class -> its kernels' scheme or "bf16"; `units`: FP4 units run calibrated NVFP4."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
@@ -53,7 +53,7 @@ def floor(
     """Return part of the model -> least seconds of one denoising step in which every expert is used.
 
     The seconds follow from the GPU's stated `rates`. Each of `batch` canvases has `context` positions
-    before it. `bf16`: all weights are BF16. `units`: FP4 units multiply NVFP4 with calibrated inputs.
+    before it. `bf16`: all weights are BF16. `units`: FP4 units run calibrated NVFP4.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]

@@ -44,7 +44,7 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return config and tensors of a checkpoint, a config.json, or a model whose config we package.
+    """Return config and tensors of `model`: a checkpoint, a config.json, or a model whose config ships.
 
     Raises:
         InputError, ResourceError: the model cannot be found, or its checkpoint cannot be read.

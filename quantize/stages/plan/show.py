@@ -38,8 +38,8 @@ def show_plan(
 ) -> None:
     """Print what a recipe would do to a model, from the config alone where that is enough.
 
-    Stages are estimated for `gpu`, None for this machine's or else an H200, with `gpu_memory` bytes.
-    Raise InputError if no GPU or task has that name, ResourceError if a stage does not fit.
+    Stages are estimated for `gpu` with `gpu_memory` bytes; by default this machine's GPU, else an H200.
+    Raise InputError for an unknown GPU or task; with `gpu_memory`, ResourceError if a stage lacks room.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
@@ -86,7 +86,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return a table of tasks; each gets a share of `seconds` (least, most) by its most tokens."""
+    """Return a table of tasks; `seconds` (least, most) are split by the most tokens each can need."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)

@@ -64,8 +64,8 @@ def settings_served(
     """Compare the settings that a checkpoint states with those that were judged.
 
     Returns:
-        (name, fault). `name` is that of the passing operating point with these settings, or None.
-        `fault` says that neither such a point nor the candidate was judged under them, or is None.
+        (None, None) if the candidate was judged at these settings; else (name, None) of the passing
+        operating point that has them; else (None, fault), a sentence on a setting that differs.
     """
     path = checkpoint / GENERATION
     stated = read_json(path) if path.is_file() else {}

@@ -247,7 +247,7 @@ def _read(units: Sequence[Unit], source: Checkpoint) -> list[list[Tensor]]:
 
 
 def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
-    """Write one layer's codes and scales (`done`), and beside them their entries of rounding.json."""
+    """Write a layer's codes and scales (`done`) and, to another file, their rounding.json entries."""
     pieces = [piece for each in done for piece in _pieces(each.unit, each.tensors)]
     name = _file(units[0].layer)
     facts = {each.unit.reads: each.facts for each in done}

@@ -39,9 +39,9 @@ class Decompressor:
         return BaseCompressor.get_value_from_registry, groups
 
     def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return BF16 weights [R, in] of R rows of a config group's Linears, by compressed-tensors.
+        """Return compressed-tensors' BF16 weights [R, in] for R rows of Linears of one config group.
 
-        `tensors` is what the rows have on disk, by suffix: [R, ...], global scales [R, 1, 1].
+        `tensors` maps suffix -> what is stored of the rows, [R, ...]; global scales are [R, 1, 1].
         """
         compressor, groups = self._library
         settings = groups[group]
@@ -55,9 +55,9 @@ class Decompressor:
         tensors: Mapping[str, Tensor],
         mine: Tensor,
     ) -> Tensor:
-        """Return for each Linear whether its `compared` rows equal ours bit for bit: bool [n].
+        """Return which Linears have `compared` rows that equal ours bit for bit: bool [n].
 
-        `tensors` has what is stored, by suffix, each [n, ...]; `mine` is ours, BF16 [n, out, in].
+        `tensors` maps suffix -> what is stored, [n, ...]; `mine` are our weights, BF16 [n, out, in].
         """
         wrong = torch.zeros(len(modules), dtype=torch.int32, device=mine.device)  # rows of each
         groups: dict[str, dict[int, slice]] = defaultdict(dict)
@@ -82,7 +82,7 @@ class Decompressor:
 
 
 def compared_rows(index: int, modules: int, out: int) -> slice:
-    """Return the rows to compare of Linear `index` of `modules` in a tensor; each has `out` rows."""
+    """Return which of its `out` rows to compare for Linear `index` of a tensor of `modules` Linears."""
     if index % max(1, modules // WHOLE_PER_TENSOR) == 0:
         return slice(0, out)
     start = index * ROWS % out

@@ -91,7 +91,7 @@ def verify(
     """Check a quantized checkpoint against its source and plan; write verification.json.
 
     Values are compared on `device` while the files are hashed. All are compared with the source if
-    `full` is set, or if convert left no record of what it held in memory; else only a sample is.
+    `full` is set or convert left no valid record of its own checks, else only a sample is.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):

@@ -69,7 +69,7 @@ def new_checks(names: Iterable[str]) -> dict[str, Check]:
 
 @dataclass
 class Part:
-    """Results for a part of one tensor: checks, `distance` sum (W - W')^2, and `norm` sum W^2."""
+    """Results for a part of one tensor: checks, sum (W - W')^2 (`distance`) and sum W^2 (`norm`)."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
     distance: float = 0.0

@@ -26,7 +26,7 @@ KNOWN = {
 
 
 def sources() -> str:
-    """Return the digest of vLLM's methods on which the repair relies; RuntimeError: one is gone."""
+    """Hash the source of the methods of vLLM that this plugin uses; RuntimeError if one is gone."""
     try:
         relied_on = (
             theirs.DiffusionGemmaSelfConditioning.forward,
@@ -54,7 +54,7 @@ if (_found := sources()) not in KNOWN:
 
 
 class RepairedModelState(theirs.DiffusionGemmaModelState):
-    """vLLM's state of a batch, repaired: rows that commit a canvas enter with plain embeddings."""
+    """vLLM's state of a batch, repaired: a row that commits a canvas keeps its plain embeddings."""
 
     def _apply_self_conditioning(
         self, slots: Any, rows: Any, starts: Any, embeddings: torch.Tensor, signals: torch.Tensor
@@ -73,5 +73,5 @@ class RepairedDiffusionGemma(theirs.DiffusionGemmaForConditionalGeneration):
 
     @staticmethod
     def get_model_state_cls() -> type[RepairedModelState]:
-        """Return the repaired class, of which vLLM makes its state of a batch."""
+        """Return the repaired class, which vLLM instantiates for its state of a batch."""
         return RepairedModelState
