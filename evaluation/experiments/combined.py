@@ -49,7 +49,9 @@ CHOOSE = Split("choose", 256)
 LAST = 15  # seconds that an arm takes behind its rounding or learning
 PACE = 30  # steps of learning after which its end is foretold
 DENSE = ("mlp.gate_proj", "mlp.down_proj")
-ALL = (*DENSE, "experts.gate_up_proj", "experts.down_proj")
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+ALL = (*DENSE, *EXPERTS)
+LAYERS = range(6)  # of the bundled model
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Arm:
         copies: number of noise seeds per prompt; GPTQ sums the rows of all.
         fold: Linears whose input channels are evened out by factors: down projections (`down`), those
             behind norms too (`norms`), or both by factors not rounded to powers of two (`exact`).
-        plain: names of inputs that stay in BF16.
+        plain: names of inputs that stay in BF16, in all layers, or in layer N where `N.` comes first.
         learn: what learns after rounding; None for nothing.
     """
 
@@ -113,6 +115,13 @@ FOUR = {
     "fp8-four": replace(FP8, copies=COPIES),
     "fp8-mlp-four": replace(FP8_MLP, copies=COPIES),
 }
+
+
+def experts(arm: Arm, *layers: int) -> Arm:
+    """Return an arm that also leaves the inputs of the experts of some layers in BF16."""
+    return replace(arm, plain=(*arm.plain, *(f"{at}.{name}" for at in layers for name in EXPERTS)))
+
+
 LEARN = Learn(gains=True)
 GAINS = replace(LEARN, codes=None)
 KEPT = replace(LEARN, codes="kept")
@@ -130,6 +139,11 @@ ARMS = {
     "512": Arm(),
     "fp8": replace(PLAIN, attention="FP8_DYNAMIC"),
     "weights": replace(BASE, plain=ALL),
+    # The inputs of the experts of some layers in BF16 as well.
+    **{f"mlp-experts-{at}": experts(MLP, at) for at in LAYERS},
+    "mlp-experts-345": experts(MLP, 3, 4, 5),
+    "fp8-mlp-experts-5": experts(FP8_MLP, 5),
+    "fp8-mlp-experts-345": experts(FP8_MLP, 3, 4, 5),
     # Rows by what their block's output is worth; weights that make up for rounded inputs.
     "relative": replace(BASE, how=replace(UNSURE, relative=True)),
     "gates": replace(BASE, how=replace(UNSURE, gates=True)),

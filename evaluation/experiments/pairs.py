@@ -183,6 +183,7 @@ def install(student: Student, done: Sequence[Done]) -> None:
 
 
 def forget(student: Student, names: Sequence[str]) -> None:
-    """Stop the student from rounding the inputs called `names`, in every layer."""
+    """Stop the student from rounding the inputs called `NAME` in every layer, `N.NAME` in layer N."""
     roundings: Mapping[Key, Any] = student.model.roundings
-    student.model.roundings = {k: v for k, v in roundings.items() if k[1] not in names}
+    kept = {k: v for k, v in roundings.items() if not {k[1], f"{k[0]}.{k[1]}"} & {*names}}
+    student.model.roundings = kept

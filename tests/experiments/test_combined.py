@@ -29,6 +29,7 @@ from experiments.learning import Student, observed
 from experiments.pairs import (
     Pairs,
     Weighing,
+    forget,
     inputs_of,
     install,
     paired,
@@ -98,6 +99,14 @@ def test_experts_that_tokens_chose_are_all_experts_by_their_weights() -> None:
     found = chosen.down(model.inner(0, x, chosen), down)
     # Float32 sums of 64 x 16 terms in another order
     torch.testing.assert_close(found, experts(x, w, routing), rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_stay_in_bf16_in_all_layers_or_in_one() -> None:
+    student = copy(seen()[2])
+    student.model, before = copy(student.model), {*student.model.roundings}
+    forget(student, ["mlp.down_proj", "3.experts.down_proj"])
+    gone = before - student.model.roundings.keys()
+    assert gone == {*((at, "mlp.down_proj") for at in range(6)), (3, "experts.down_proj")}
 
 
 def test_some_steps_of_each_trajectory_are_drawn() -> None:
