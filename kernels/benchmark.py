@@ -1,19 +1,20 @@
-"""Times every kernel at the real model's shapes on this GPU: `python kernels/benchmark.py`.
+"""Times products and sampler at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
-Data are random. A weight has several copies, together larger than the L2, that are read in turn. A time
-is the median of CUDA graph replays. `bytes` counts what must be read and written once: tokens, results,
-weights of each expert that gets a token. `share` is bytes / time over the measured copy bandwidth.
-`reference` is torch on the same operands:
+Data are random. Weights do not stay in the L2: they are larger, or have copies that are read in
+turn. A time is the median of CUDA graph replays. `MB` counts what must be read and written once:
+tokens, results, weights of each expert that gets a token. `share of copy` is MB / us over the
+measured copy rate. `reference` is torch on the same operands:
 
-    experts         `torch._grouped_mm` in bf16, the two bare products, no activation
+    experts         `torch._grouped_mm` in bf16: only the two products, no activation
     linear, fp8     `torch._scaled_mm`, scales per token and channel; its tokens come quantized too
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
-    lm_head, soft   bf16 `torch.mm` alone, without softcap or softmax
-    sampler         the same draw in separate torch operations (`canvas.sample`)
+    lm_head, soft   bf16 `torch.mm` only, without softcap or softmax
+    sampler         the same draw in separate torch operations (`canvas.sample`), without acceptance
 
-Experts "uneven" are routed as a random 26B model routes (`cases.SPREAD`), others evenly.
-`error` is the relative Frobenius error on a few tokens, against float64 of the dequantized operands.
-`floor` is the longer of two times, to move the bytes and to compute, at rates that are measured first.
+Rows named "uneven" route as a random 26B model does (`cases.SPREAD`), other rows evenly. `error` is
+the relative Frobenius error on a few tokens, against float64 of the dequantized operands (sampler:
+of entropies, against torch in float32). `floor` is the longer of the times to move the bytes and to
+compute, at rates that are measured before each part.
 """
 
 import argparse
@@ -42,7 +43,7 @@ COLUMNS = ("operation", "format", "M", "us", "MB", "GB/s", "share of copy", "flo
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `microseconds` is ours, `reference` torch's time in microseconds."""
+    """One line of the table; `microseconds` is the kernels' time, `reference` that of torch."""
 
     operation: str
     format: str
@@ -54,7 +55,7 @@ class Row:
     error: float
 
     def line(self, rates: Rates) -> str:
-        """Return the row as a line of the table; share and floor follow from the GPU's `rates`."""
+        """Return the row as a line of the table; its share and floor follow from the GPU's `rates`."""
         speed = self.bytes / self.microseconds * 1e6
         floor = rates.seconds(self.bytes, self.flop, self.format) * 1e6
         cells = (
@@ -67,7 +68,7 @@ class Row:
 
 
 def experts_rows() -> Iterator[Row]:
-    """Time `routed_experts`: routing, both products, activation and routing weights."""
+    """Yield timed rows of `routed_experts`: routing, both products, activation, routing weights."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = [
@@ -76,8 +77,7 @@ def experts_rows() -> Iterator[Row]:
     ]
     bare = [grouped_mm_time(ids) for _, (ids, _) in routings]
     for scheme in ("bf16", "fp8", "int8", "nvfp4"):
-        # Weights in memory of their own, as a loader's are: inside a larger freed block the same
-        # FP8 call took 225 us instead of 210.
+        # Memory of their own, as in a loader: in a larger freed block FP8 took 225 us instead of 210.
         torch.cuda.empty_cache()
         gate_up = cases.random_weight(scheme, EXPERTS, 2 * INNER, HIDDEN, DEVICE)
         down = cases.random_weight(scheme, EXPERTS, HIDDEN, INNER, DEVICE, seed=5)
@@ -107,7 +107,7 @@ def experts_rows() -> Iterator[Row]:
 
 
 def grouped_mm_time(ids: Tensor) -> float:
-    """Return the microseconds of torch's two bf16 grouped products for expert ids int [M, topk]."""
+    """Return the microseconds that torch's two bf16 grouped products take for expert ids [M, topk]."""
     counts = torch.bincount(ids.flatten().long(), minlength=EXPERTS)
     ends = counts.cumsum(0).to(torch.int32)
     up = cases.random_weight("bf16", EXPERTS, 2 * INNER, HIDDEN, DEVICE).data.transpose(1, 2)
@@ -118,7 +118,7 @@ def grouped_mm_time(ids: Tensor) -> float:
 
 
 def linear_rows() -> Iterator[Row]:
-    """Time the model's dense projections; FP8 tokens are quantized beforehand, as a fused norm does."""
+    """Yield timed rows of the dense projections; FP8 tokens come quantized, as from a fused norm."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
         weight = cases.random_weight(scheme, 1, N, K, DEVICE)
         x = cases.random_tokens(M, K, DEVICE)
@@ -144,7 +144,7 @@ def linear_rows() -> Iterator[Row]:
 
 
 def vocabulary_rows() -> Iterator[Row]:
-    """Time lm_head with softcap, and the soft embedding, for one canvas of 256 tokens."""
+    """Yield timed rows of lm_head with softcap and of soft embedding, for a canvas of 256 tokens."""
     M, few = 256, slice(0, 4)
     x = cases.random_tokens(M, HIDDEN, DEVICE)
     weight = cases.random_weight("bf16", 1, VOCABULARY, HIDDEN, DEVICE)
@@ -163,7 +163,7 @@ def vocabulary_rows() -> Iterator[Row]:
 
 
 def sampler_rows() -> Iterator[Row]:
-    """Time one step of the sampler, draw and acceptance; the floor is one read of the logits."""
+    """Yield timed rows of a sampler step (draw, acceptance); the floor is one read of the logits."""
     schedule = torch.linspace(0.8, 0.4, 2**14, device=DEVICE)
     for B in (1, 4):
         logits = cases.random_tokens(256 * B, VOCABULARY, DEVICE, seed=3).view(B, 256, -1) * 5

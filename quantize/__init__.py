@@ -1,8 +1,8 @@
 """Quantize DiffusionGemma to FP8, INT8, NVFP4 or MXFP4, and measure what it costs against BF16.
 
-The pipeline reads top to bottom as `quantize --help` lists it: plan, calibrate, convert, verify,
-fidelity, evaluate, report, push. docs/structure.md names each module in one sentence; docs/python.md
-shows the functions below, which are imported when they are first used.
+The pipeline runs in the order of `quantize --help`: plan, calibrate, round, convert, verify, fidelity,
+evaluate, report, push. docs/structure.md describes each module in one sentence; docs/python.md shows
+the functions below, which are imported when they are first used.
 """
 
 from importlib import import_module
@@ -42,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Python face when one of its names is asked for; `import quantize` itself is cheap."""
+    """Return a name of `quantize.api`, which is imported only now: `import quantize` stays cheap."""
     if name not in __all__:
         raise AttributeError(f"module 'quantize' has no attribute {name!r}")
     return getattr(import_module("quantize.api"), name)

@@ -1,4 +1,4 @@
-"""`python -m quantize`."""
+"""Runs the command line: `python -m quantize`."""
 
 from quantize.cli import main
 

@@ -1,4 +1,4 @@
-"""The errors a user may meet, each with the exit code the command line ends with.
+"""The errors that a user may meet, each with the exit code that the command line ends with.
 
 A message is one line that says what is wrong, where (file, tensor, key), and what to do next.
 """
@@ -43,7 +43,7 @@ class UndecidedError(QuantizeError):
 
 
 class UnexpectedError(QuantizeError):
-    """An error of our own: the message names the file with the traceback."""
+    """A fault of this package: the message names the file that holds the traceback."""
 
     exit_code = 70
 
@@ -52,7 +52,7 @@ class UnexpectedError(QuantizeError):
 def unexpected_in(log: Path) -> Generator[None]:
     """Append the traceback of an unexpected error to `log`, and raise an UnexpectedError that names it.
 
-    Errors that a user can act on are raised as they are: ours, click's, the system's, out of memory.
+    Errors that a user can act on pass unchanged: QuantizeError, click's, OSError, out of memory.
     """
     try:
         yield

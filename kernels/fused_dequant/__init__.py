@@ -4,8 +4,8 @@
     w = weights.build("fp8", weight, weight_scale)    # or weights.bf16(...)
     y = linear(x, w)                                  # bf16
 
-`operations` has every operation: on a GPU by Triton or Gluon kernels, elsewhere by torch. `weights`
-builds weights of every scheme, `formats` has the number formats. Only torch and triton are needed.
+`operations` has every operation: Triton or Gluon kernels compute it on a GPU, torch elsewhere.
+`weights` builds weights, `formats` defines number formats. The package needs only torch and triton.
 """
 
 from fused_dequant import formats, reference, weights

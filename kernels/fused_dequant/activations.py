@@ -1,4 +1,4 @@
-"""Quantizes activations as products read them (`formats.Activation`), on a GPU or in torch."""
+"""Quantizes activations to the form that products read (`formats.Activation`), on a GPU or in torch."""
 
 import torch
 
@@ -10,10 +10,11 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 def quantize_rows(
     x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None, *, gelu_mul: bool = False
 ) -> Activation:
-    """Quantize rows bf16 [M, K] for products with weights of `scheme`: to 8 bits, or to NVFP4.
+    """Quantize rows x bf16 [M, K] for a product with weights of `scheme`; return codes and scales.
 
-    `shared` f32 [1] is the global scale of NVFP4 rows, else None. With `gelu_mul` x is [M, 2K], gate
-    first, and gelu_tanh(gate) * up is quantized. Raise ValueError if such products read bf16.
+    Codes are 8-bit [M, K] with scales f32 [M], or NVFP4 under the global scale `shared` f32 [1]
+    (see `formats.Activation`). With `gelu_mul`, x is [M, 2K], gate first, and gelu_tanh(gate) * up
+    is quantized. Raise ValueError if `shared` is None and `scheme` is not 8-bit.
     """
     if scheme not in EIGHT_BIT and shared is None:
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
@@ -21,7 +22,7 @@ def quantize_rows(
         from fused_dequant import quantize
 
         return quantize.quantize_rows(x.contiguous(), scheme, shared, gelu_mul=gelu_mul)
-    # NVFP4's are bf16 before they get codes, as where kernels run: another rounding, another code
+    # Before NVFP4 codes are made, kernels round to bf16. So does torch: else some codes would differ.
     rows = x.to(torch.bfloat16) if scheme == FOUR_BIT else x.float()
     if gelu_mul:
         rows = reference.gelu_mul(*rows.chunk(2, -1))
@@ -29,14 +30,14 @@ def quantize_rows(
 
 
 def in_torch(x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None) -> Activation:
-    """Do what `quantize_rows` does, in torch; rows stay as they are if the scheme reads bf16."""
+    """Quantize x as `quantize_rows` does, but in torch; return (x, None) if the scheme reads bf16."""
     if scheme == FOUR_BIT and shared is not None:
         return formats.quantize_nvfp4(x, shared)
     return formats.quantize_rows(x, EIGHT_BIT[scheme]) if scheme in EIGHT_BIT else (x, None)
 
 
 def values(x: Activation) -> torch.Tensor:
-    """Return an activation dequantized, f32 [M, K]; NVFP4's is still multiplied by its global scale."""
+    """Return a dequantized activation, f32 [M, K]; NVFP4 values still include the global scale."""
     rows, scale = x
     if scale is None:
         return rows.float()

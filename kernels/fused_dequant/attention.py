@@ -1,30 +1,30 @@
 """Attention of a canvas or a prefill chunk over cached keys.
 
     heads    q = rope(rms_norm(q) * w_q)   k = rope(rms_norm(k) * w_k)   v = rms_norm(v)
-             k and v go into the cache, q into a tensor of its own
-    attend   out[m] = softmax(q[m] @ K.T) @ V over the positions first[m] .. last[m]; no scale (1.0)
+             k and v are written to the cache, q to a tensor of its own
+    attend   out[m] = softmax(1.0 * q[m] @ K.T) @ V over the positions first[m] .. last[m]
 
-One kernel serves every mask of the model, because each row m sees one run of positions. A prompt's
-token at p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's end.
-A canvas' row sees the canvas' 256 tokens and all before them, or in a sliding layer the 1,023 before.
+One kernel serves every mask of the model, as each row m sees one run of positions. A prompt token at
+p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's end. A
+canvas row sees the canvas's 256 positions and all before them, in a sliding layer 1,023 before them.
 
-Cache: keys and values bf16 [slots, capacity, kv_heads, D]; position p of a sequence lies at
-p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity` is a multiple
-of 128, so no block of positions wraps around. Values that no row sees must be finite, since they are
-multiplied by a probability of 0.
+The cache holds keys and values, bf16 [slots, capacity, kv_heads, D]. Position p of a sequence is
+stored at p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity`
+is a multiple of 128, so no block of positions wraps around. Values that no row sees must be finite,
+since they are multiplied by a probability of 0.
 
-A program holds the query heads that share a key head: BQ queries of each, against blocks of BN
-positions. Softmax is online, in float32; probabilities are bf16 in the second product. If programs are
-fewer than the GPU's processors, positions are split into parts s. A second kernel combines these:
-sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max). Parts are float16, which rounds
-eight times as finely as bf16 (error 1.7e-3 against 2.3e-3); float32 would take 3 us more to write
-(H200, 4 parts of 256 rows). Kernels read `first` and `last` from device memory, so a captured CUDA
-graph can be replayed with other lengths.
+A program computes the query heads that share one key head: BQ queries of each head, against blocks
+of BN positions. Softmax is online, in float32; probabilities are bf16 in the second product. If
+programs would fill at most half of the GPU's processors, positions are split into parts s. A second
+kernel combines the parts: sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max).
+Parts are stored in float16, which rounds eight times as finely as bf16 (error 1.7e-3 against
+2.3e-3). Float32 would take 3 us more to write (H200, 4 parts of 256 rows). Kernels read `first` and
+`last` from device memory, so a captured CUDA graph can be replayed with other lengths.
 
-If the next product takes quantized rows, the combining kernel also quantizes: it holds all heads of a
-row, which it rounds to bf16 first. Codes and scales are those of `quantize.quantize_rows`.
+If the next product takes quantized rows, the second kernel also quantizes them, since it holds all
+heads of a row. It rounds rows to bf16 first; codes and scales equal those of `quantize.quantize_rows`.
 
-On Hopper heads of 256 and 512 have kernels of their own, `attention_hopper` and `attention_wide`.
+On Hopper, heads of 256 and 512 have their own kernels: `attention_hopper` and `attention_wide`.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 @triton.jit
 def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Load heads at x + offset and RMS-normalize them; return their two halves bf16 [HEADS, D / 2]."""
+    """Load heads at x + offset and RMS-normalize each; return both halves, bf16 [HEADS, D / 2] each."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)[None, :]
     at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
@@ -67,7 +67,7 @@ def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTE
 
 @triton.jit
 def rotated(low, high, cos, sin, m, D: tl.constexpr):
-    """Apply rope at row m to the halves [HEADS, D / 2] of heads; return both halves in bf16."""
+    """Apply row m's rope to heads, given in halves [HEADS, D / 2]; return both halves in bf16."""
     at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
     c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -95,7 +95,7 @@ def heads_kernel(
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
     CHAINED: tl.constexpr,
 ):
-    """Program (m, kind) normalizes and stores row m's queries (kind 0), keys (1) or values (2)."""
+    """Program (m, kind) computes and stores row m's queries (kind 0), keys (1) or values (2)."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -131,8 +131,9 @@ def positions_of(
 ):
     """Return the keys or values [BN, D] of key head h in the cells `cell + j` of the cache.
 
-    Without TMA, Triton 3.6 makes pointers of a descriptor and keeps them all in registers: on sm_80 a
-    thread spilled 296 bytes (heads of 256) and 1,192 (heads of 512). With offsets it spills none.
+    `cache` is a TMA descriptor if BOXED, else a pointer: without TMA, Triton 3.6 turns a descriptor
+    into pointers, all kept in registers. On sm_80 a thread then spilled 296 bytes (heads of 256)
+    and 1,192 bytes (heads of 512). With offsets from a pointer it spills nothing.
     """
     width: tl.constexpr = KV_HEADS * D
     if BOXED:
@@ -168,9 +169,9 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split): the i-th BQ queries of sequence b attend to key head h.
+    """In program (i, b * KV_HEADS + h, split) the i-th BQ queries of sequence b attend to key head h.
 
-    `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: pointers, or descriptors if BOXED.
+    `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: pointers, or if BOXED descriptors.
     """
     follow(CHAINED)
     b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -184,7 +185,7 @@ def attend_kernel(
     low = tl.load(first + row, mask=inside, other=FAR)
     high = tl.load(last + row, mask=inside, other=-1)
     begin, end = tl.min(low) // BN * BN, tl.max(high) + 1
-    # From `clear` up to `blurred` every row sees every position: no mask there.
+    # Every row sees every position from `clear` up to `blurred`: these need no mask.
     clear, blurred = tl.max(tl.where(inside, low, 0)), tl.min(tl.where(inside, high, FAR)) + 1
     share = tl.cdiv(tl.cdiv(end - begin, BN), splits) * BN
     begin += split * share
@@ -225,7 +226,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Join the parts of each line (a row's query head): f32 [LINES, D]; `largest` is max * log2(e)."""
+    """Join the parts of each line (a row's query head): f32 [LINES, D]; maxima are times log2(e)."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -250,7 +251,7 @@ def combine_kernel(
     parts, largest, total, out, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """A program joins the parts of LINES lines (a line is a row's query head) and stores bf16."""
+    """Each program joins the parts of LINES lines (one query head of one row each) and stores bf16."""
     follow(CHAINED)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
@@ -264,7 +265,7 @@ def combine_quantized_kernel(
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """A program joins a row's heads from parts, and quantizes to 8 bits, or NVFP4 if LARGEST is 6."""
+    """Program m joins the parts of row m (all heads); it stores NVFP4 if LARGEST is 6, else 8 bits."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     line = m * HEADS + tl.arange(0, HEADS)
@@ -312,7 +313,7 @@ def attend(q, keys, values, slots, first, last, scheme, shared):
 class Parts:
     """Results of attention over each part of the positions, and what `combine` needs to join them."""
 
-    # bf16 [M, q_heads, D] where positions are not split, else f16 [splits, M, q_heads, D]
+    # bf16 [M, q_heads, D] if positions are not split, else f16 [splits, M, q_heads, D]
     results: torch.Tensor
     largest: torch.Tensor  # maxima, f32 [splits, M, q_heads]
     total: torch.Tensor  # sums of exponentials, f32 [splits, M, q_heads]
@@ -332,7 +333,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Run attention over each part of the positions; SPLITS of `config` (`configure`) says how many."""
+    """Run attention over config["SPLITS"] parts of the positions; `configure` makes `config`."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -367,7 +368,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Join parts to rows [M, q_heads * D], quantized if `scheme` is 8-bit, or in NVFP4 by `shared`."""
+    """Return the joined activation: NVFP4 if `shared` is given, 8-bit if `scheme` is, else bf16."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)
@@ -392,14 +393,14 @@ def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activatio
 def configure(
     rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
-    """Return tile sizes, and how many splits of the positions keep a GPU's `processors` busy.
+    """Return tile sizes, and the number of splits of the positions that keeps all `processors` busy.
 
-    `rows` are those of all `batch` sequences; `hopper` means sm_90. Elsewhere tiles of 64 rows x 32
-    positions (32 x 32 for heads of 512) fit every target: they take 52 to 98 KiB of shared memory, of
-    which an RTX 4090 or 5090 has 99, and no target spills more than a register.
+    `rows` counts rows of all `batch` sequences; `hopper` means sm_90. On other GPUs, tiles of 64
+    rows x 32 positions (32 x 32 for heads of 512) fit every target: they take 52 to 98 KiB of
+    shared memory, of which an RTX 4090 or 5090 has 99, and no target spills more than one register.
     """
     group = q_heads // kv_heads
-    # A copy of queries is at least 8 of a head: shared memory repeats its pattern every 8 rows.
+    # A copy takes at least 8 queries of a head: shared memory repeats its pattern every 8 rows.
     hopper = hopper and D in (256, 512) and 64 % (8 * group) == 0
     wide = D > 256
     lines = (128 if D == 256 else 64) if hopper else (32 if wide else 64)

@@ -1,22 +1,23 @@
 """Attention with heads of 256 on Hopper, for `attention.attend`.
 
-The L2 bounds it: the keys and values of a tile of 64 positions are 64 KB. At the tensor cores' full
-rate, 64 rows of queries would read 64 bytes a cycle, twice what the L2 gives. Therefore a program has
-128 rows, the most whose results fit the registers. A tile's products then take 2,048 cycles, and moving
-their operands through shared memory takes as many.
+The L2 cache limits this kernel: a tile of 64 positions has 64 KB of keys and values. At the tensor
+cores' full rate, a program with 64 rows of queries would read 64 bytes per cycle, twice what the L2
+delivers. Therefore a program has 128 rows, the most whose results fit into registers. The products
+of a tile then take 2,048 cycles, and moving their operands through shared memory takes as many.
 
-Three sets of warps (`warp_specialize`) meet at barriers in shared memory:
+Three sets of warps (`warp_specialize`) synchronize at barriers in shared memory:
 
-    attend_rows, twice   64 rows each: scores, exponentials, results. Neither waits for the other, so
-                         one multiplies while the other computes exponentials
-    refill               one warp, which copies (TMA) tile i + 2 over tile i once both have read that
+    attend_rows (two sets)   64 rows each: scores, exponentials, results. The sets do not wait for
+                             each other, so one multiplies while the other computes exponentials
+    refill (one warp)        copies tile i + 2 (by TMA) over tile i after both sets have read tile i
 
 Within a set the products of two tiles are in flight at once:
 
-    scores of tile i + 1, results += p_i @ values_i
-    scores arrive: compute p_i+1    results arrive: results *= decay
+    in flight               scores of tile i + 1; results += p_i @ values_i
+    when scores arrive      compute the exponentials p_i+1
+    when results arrive     results *= decay
 
-kernels/README.md has other designs that were measured, with figures.
+docs/kernels-log.md has other designs that were measured, with figures.
 """
 
 from triton.experimental import gluon
@@ -42,11 +43,11 @@ def visible_run(
     first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return begin, end, blocks, clear, blurred: a program reads the positions in [begin, end).
+    """Return begin, end, blocks, clear and blurred: the program reads the positions [begin, end).
 
-    They form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need no mask, as
-    every row sees these. The program computes SHARE queries from `query` on; a sequence has n queries,
-    and any beyond these are skipped. `row` is the sequence's first row.
+    They form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need no mask,
+    as every row sees these positions. The program computes SHARE of a sequence's n queries, from
+    number `query` on, and none past the last. `row` is the sequence's first row.
     """
     # Every warp holds all queries: nothing passes between warps.
     each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
@@ -65,7 +66,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Return (exponentials of scores from `start` on, factor for earlier results, new top, sums)."""
+    """Return exponentials of the block at `start`, earlier results' factor, new `top` and `sums`."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
@@ -80,7 +81,7 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
 
 @gluon.jit
 def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted):
-    """Start copying block `block`, if `wanted`, to its place in the ring, which must be free."""
+    """If `wanted`, start copying block number `block` to its place in the ring, which must be free."""
     stage = block % STAGES
     mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
     place, cell = ring.index(stage), base + (begin + block * BN) % capacity
@@ -89,7 +90,7 @@ def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted)
 
 @gluon.jit
 def refill(keys, values, smem, begin, blocks, base, capacity, column):
-    """Copy keys and values of block STAGES and later, each once the block that it replaces was read."""
+    """Copy the keys and values of blocks from STAGES on, each after the block it replaces was read."""
     _, held_keys, held_values, _, keys_ready, values_ready, keys_free, values_free = smem
     for block in range(STAGES, blocks):
         stage = block % STAGES
@@ -106,7 +107,7 @@ def attend_rows(
     begin, end, blocks, clear, blurred,
     GROUP: gl.constexpr, Q_HEADS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Compute 64 of a program's rows, from 64 * part on; row r has query r % SHARE, head r // SHARE."""
+    """Compute and store 64 rows, from 64 * part on; row r is query r % SHARE of head r // SHARE."""
     queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free = (
         smem
     )
@@ -148,8 +149,8 @@ def attend_rows(
         start = begin + block * BN
         later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
         later = gl.convert_layout(later.to(gl.bfloat16), factor, assert_trivial=True)
-        # Here, not where they are read: the assembler moves the wait for the results before the
-        # exponentials, unless a branch stands between.
+        # Wait for the keys here, not where they are read: unless a branch comes between, the
+        # assembler moves the wait for the results before the exponentials.
         after = block + 1
         mbarrier.wait(keys_ready.index(after % STAGES), after // STAGES & 1, pred=after < blocks)
         acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
@@ -199,9 +200,9 @@ def attend_hopper_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) does the same as in `attention.attend_kernel`.
+    """Program (i, b * KV_HEADS + h, split) computes the same as in `attention.attend_kernel`.
 
-    q, keys and values are descriptors; q's is [rows, q_heads * D], with boxes [ROWS / group, D].
+    q, keys and values are TMA descriptors; q is [rows, q_heads * D] in boxes [ROWS / group, D].
     """
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
@@ -228,7 +229,7 @@ def attend_hopper_kernel(
     fence_async_shared()
     thread_barrier()
     mbarrier.expect(q_ready, 2 * ROWS * D)
-    for g in gl.static_range(GROUP):  # rows beyond the sequence are another's, and are not stored
+    for g in gl.static_range(GROUP):  # rows past the sequence's end are another's; not stored
         tma.async_copy_global_to_shared(
             q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE)
         )
@@ -257,5 +258,5 @@ def attend_hopper_kernel(
             (refill, (keys, values, smem, begin, blocks, base, capacity, column)),
         ],
         [4, 1],
-        [240, 24],  # registers a thread
+        [240, 24],  # registers per thread
     )  # fmt: skip

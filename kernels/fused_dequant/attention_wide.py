@@ -1,17 +1,18 @@
 """Attention with heads of 512 on Hopper, for `attention.attend`.
 
-64 rows x 512 results in float32 fill the registers of two warpgroups. A tile of keys of 64 positions is
-64 KB, so shared memory holds the queries, one tile of keys and one of values. With smaller tiles and
-the compiler's own pipeline, tensor cores idle most of the time. Here the next tile of keys is copied
-(TMA) over the last one once every warp has read it, while values are multiplied, and the other way
-round. A block's exponentials are computed while the product of the block before with its values runs:
+The results of 64 rows, 64 x 512 in float32, fill the registers of two warpgroups. The keys of a
+block of 64 positions are 64 KB, so shared memory holds the queries and the keys and values of one
+block. With smaller blocks and the compiler's own pipeline, tensor cores idle most of the time. Here
+TMA copies the next keys over the current ones once every warp has read these, while values are
+multiplied; it copies the next values while scores are computed. The exponentials of a block are
+computed while the previous block's probabilities are multiplied by that block's values:
 
-    scores of block i + 1, results *= decay, results += p_i @ values_i       products in flight
-    scores arrive: copy keys of i + 2; compute the decay, then p_i+1
-    results arrive: copy values of i + 1
+    in flight              scores of block i + 1; results *= decay; results += p_i @ values_i
+    when scores arrive     copy the keys of block i + 2; compute the decay, then p_i+1
+    when results arrive    copy the values of block i + 1
 
-Scores are split between the warpgroups by position, results by column. A block's keys and values, 128
-KB, serve only 64 rows, so the L2 bounds the kernel (kernels/README.md).
+The warpgroups divide scores by position and results by column. The keys and values of a block, 128
+KB, serve only 64 rows, so the L2 cache limits the kernel. docs/kernels-log.md has figures.
 """
 
 from triton.experimental import gluon
@@ -63,7 +64,7 @@ def attend_wide_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) does what `attention.attend_kernel`'s program does."""
+    """Program (i, b * KV_HEADS + h, split) computes the same as in `attention.attend_kernel`."""
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP
@@ -73,7 +74,7 @@ def attend_wide_kernel(
     row_scores: gl.constexpr = gl.SliceLayout(1, scores)
     row_results: gl.constexpr = gl.SliceLayout(1, results)
     loaded: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
-    # Another layout than that of loads, or their addresses live as long as the kernel.
+    # Not the layout of the loads: else the loads' addresses would live as long as the kernel.
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     b, h = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
@@ -130,8 +131,7 @@ def attend_wide_kernel(
         fetch(keys, held_keys, keys_ready, base, start + BN, capacity, column, more)
         later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
         later = gl.convert_layout(later.to(gl.bfloat16), factor)
-        # Here, for the reason given in `attention_hopper`; `later` passes through the next wait,
-        # or the compiler moves that one.
+        # Here as in `attention_hopper`; the next wait takes `later`, or the compiler would move it.
         mbarrier.wait(keys_ready, (block + 1) & 1, pred=more)
         acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
         fetch(values, held_values, values_ready, base, start, capacity, column, True)

@@ -10,12 +10,12 @@ from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
 
-# Of the canvases that are denoised together: 1, 2 (or a canvas that is committed with the first step of
-# the next), 4, 8, and 16 to 64. Rows of the two products with the embedding come in pieces of 8.
+# Tokens of 1 canvas, 2 (or of a canvas that is committed with the first step of the next), 4, 8, and
+# 16 to 64 canvases in one pass. The two products with the embedding take at most 8 canvases at once.
 TOKENS = (64, 256, 512, 1024, 2048, 8192)
 PIECES = (256, 512, 1024, 2048)
-# A thread has 255 registers, and decoded weights and addresses lie beside the accumulators. A sweep
-# that allowed 256 accumulators ended in "illegal instruction"; none within this limit has.
+# Per thread, which has 255 registers: decoded weights and addresses need some too. A sweep that
+# allowed 256 accumulators ended in "illegal instruction"; no sweep within this limit has.
 MAX_ACCUMULATORS = 128
 HOPPER: Capability = (9, 0)
 
@@ -37,12 +37,12 @@ class Product:
 
     @property
     def key(self) -> str:
-        """Return the product's key in the table, as in linear/fp8/4096x2816."""
+        """Return the product's key in the tuning table, such as linear/fp8/4096x2816."""
         return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
 
 
 def products(target: Capability) -> Iterator[Product]:
-    """Yield every product that is tuned on a GPU of this compute capability."""
+    """Yield every product that is tuned on a GPU of compute capability `target`."""
     nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
     known = [s for s in ("bf16", "fp8", "int8", nvfp4, FOUR_BIT) if KERNELS[s].runs_on(target)]
     grouped = [*known, "nvfp4_e4m3"] if target == HOPPER else known
@@ -66,7 +66,7 @@ def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:
 
 
 def candidates(product: Product, target: Capability) -> Iterator[Config]:
-    """Yield `tuning.default`'s choice, then others to time, whose accumulators fit the registers."""
+    """Yield the configuration of `tuning.default`, then others whose accumulators fit the registers."""
     first = tuning.default(product.table_verb, product.scheme, product.M, product.N, product.K)
     yield first
     if product.verb == "lm_head" and target == HOPPER:  # a kernel whose tiles are fixed
@@ -79,7 +79,7 @@ def candidates(product: Product, target: Capability) -> Iterator[Config]:
 
 
 def _sweep(product: Product, shared: int) -> Iterator[Config]:
-    """Yield configurations left open by kernels and earlier sweeps, in `shared` bytes of a block."""
+    """Yield configurations worth timing that take at most `shared` bytes of shared memory per block."""
     if product.verb == "soft_embedding":
         tiles = ((128, 256, 8), (128, 128, 8), (256, 128, 8), (64, 256, 4), (64, 128, 4))
         yield from _grid(
@@ -137,7 +137,7 @@ def _expert_tiles(M: int) -> tuple[tuple[int, int], ...]:
 
 
 def _expert_rows(M: int) -> list[Config]:
-    """Return blocks around the mean number of tokens of an expert, M * 8 / 128, and the sizes below."""
+    """Return numbers of rows per block around M * 8 / 128, the mean number of tokens per expert."""
     sizes = {
         64: ((16, 0, 0),),
         256: ((16, 0, 0), (32, 0, 0), (32, 0, 1), (32, 16, 2), (32, 32, 3)),

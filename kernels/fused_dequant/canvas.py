@@ -1,6 +1,6 @@
 """Canvases in torch: their denoising state, their random numbers, and a step of the sampler.
 
-Where there is no GPU, `operations.sample` and `accept` call these functions. `sampling` tells
+Without a GPU, `operations.sample` and `operations.accept` call this module. `sampling` describes
 the sampler's rules, and how a random number follows from seed, canvas, step and position.
 """
 
@@ -13,23 +13,23 @@ from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
-TILE = 256  # tokens of which `look` notes numbers together
+TILE = 256  # tokens whose statistics `look` stores together
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Draw(NamedTuple):
-    """What one denoising step drew at each position; all fields are [B, L]."""
+    """What one denoising step drew at each position of B canvases; all fields are [B, L]."""
 
     sampled: Tensor  # int64, from softmax(logits / T)
-    replacement: Tensor  # int64, drawn uniformly, taken where the sample is not accepted
-    argmax: Tensor  # int64, the most probable token, the lowest of several
+    replacement: Tensor  # int64, drawn uniformly, used where `sampled` is not accepted
+    argmax: Tensor  # int64, the most probable token; of equal ones, the lowest id
     entropy: Tensor  # f32, in nats
 
     @classmethod
     def join(cls, parts: Sequence["Draw"]) -> "Draw":
-        """Join the draws of parts of a batch, given in order, to the draw of the batch."""
+        """Return the draw of a whole batch from the draws of its parts, given in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
@@ -47,7 +47,7 @@ class Probabilities:
     """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
     p is bf16 [M, V], total f32 [M]. `statistics` is allocated as f32 [M, 4, tiles of V], but `look`
-    writes it as [4, M, tiles of V]. Only `sparse_soft_embedding` reads it; without that it is None.
+    writes it as [4, M, tiles of V]. It is None unless `sparse_soft_embedding` will read it.
     """
 
     p: Tensor
@@ -56,7 +56,7 @@ class Probabilities:
 
     @classmethod
     def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
-        """Allocate the tensors, uninitialised, for logits [M, V]; `statistics` only if `sparse`."""
+        """Return uninitialised probabilities for logits [M, V], with `statistics` only if `sparse`."""
         (M, V), device = logits.shape, logits.device
         noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
         return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
@@ -73,17 +73,17 @@ class CanvasState:
 
     seeds: Tensor  # int64 [B]
     canvas_index: Tensor  # int64 [B], from 0
-    step: Tensor  # int32 [B], to be taken next, from 1; it stays once a sequence has finished
-    finished: Tensor  # bool [B], stopped by its own criterion
+    step: Tensor  # int32 [B], number of the next step, from 1; fixed once a sequence has finished
+    finished: Tensor  # bool [B], whether `stopped` has held for the sequence
     inverse_temperature: Tensor  # f32 [B, L], 1 / T of the last step, 0 before step 1
-    canvas: Tensor  # int64 [B, L], which the decoder reads next
-    argmax: Tensor  # int64 [B, L], which would be committed
+    canvas: Tensor  # int64 [B, L], tokens that the decoder reads next
+    argmax: Tensor  # int64 [B, L], tokens that a commit would keep
     history: Tensor  # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
-    accepted: Tensor  # bool [B, L], by the last step
+    accepted: Tensor  # bool [B, L], whether the last step accepted the position
 
     @classmethod
     def begin(cls, canvas: Tensor, seeds: Tensor, stability: int, index: int = 0) -> "CanvasState":
-        """Return the state before step 1 of canvas `index`, whose tokens are `canvas` int64 [B, L]."""
+        """Return the state before step 1 of canvas number `index`, from its tokens, int64 [B, L]."""
         B, device = len(canvas), canvas.device
         return cls(
             seeds=seeds,
@@ -98,7 +98,7 @@ class CanvasState:
         )
 
     def part(self, sequences: slice | Tensor) -> "CanvasState":
-        """Return the state of some sequences: a slice shares memory, int64 indices give a copy."""
+        """Return the state of the given sequences; a slice shares memory, int64 indices make a copy."""
         own = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
         return CanvasState(history=self.history[:, sequences], **own)
 
@@ -140,7 +140,8 @@ def _temperature(state: CanvasState, schedule: Tensor) -> Tensor:
 def accepted(entropy: Tensor, bound: float) -> Tensor:
     """Return which positions are accepted, bool [B, L], by their entropy [B, L] in nats.
 
-    A position is accepted if all lower entropies of its canvas sum to <= `bound`; the lowest always is.
+    A position is accepted if the lower entropies of its canvas sum to at most `bound`. So the
+    position of lowest entropy is always accepted.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
@@ -150,15 +151,15 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
     """Return which sequences stop, bool [B]: those with a stable argmax and a low mean entropy.
 
-    `argmax` int64 [B, L] is stable if it equals that of each of the S steps before, `history` [S, B, L]
-    (if S is 0, always). The mean of `entropy` [B, L] must be below `confidence`; both are in nats.
+    `argmax` int64 [B, L] is stable if it equals the argmax of each of the S steps before, `history` [S,
+    B, L]; if S is 0, always. The mean of `entropy` [B, L] must be below `confidence`, both in nats.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of softmax(logits) at each position, in nats: f32 [B, L] of [B, L, V]."""
+    """Return the entropy of softmax(logits) at each position, in nats: f32 [B, L] from [B, L, V]."""
     log_probabilities = logits.float().log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
@@ -176,7 +177,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return Philox4x32-10's four random words, int64 [..., 4]; all words are 32 bits in int64."""
+    """Return the four random words of Philox4x32-10: int64 [..., 4], with 32 bits in each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -200,9 +201,9 @@ def random_tokens(seeds: Tensor, canvas: int | Tensor, length: int, vocabulary: 
 def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
     """Return a denoising step's random numbers: f32 [B, length, 2] in [0, 1), of 24 bits each.
 
-    They are the first two words of Philox, with a sequence's seed (`seeds` int64 [B], low word first)
-    as key and (position, step, canvas, 0) as counter. Steps count from 1; 0 draws the initial canvas.
-    `canvas` and `step` may be int [B], one a sequence.
+    They are the first two words of Philox. Its key is the sequence's seed (`seeds` int64 [B], low word
+    first), its counter is (position, step, canvas, 0). Steps count from 1; step 0 draws the initial
+    canvas. `canvas` and `step` are one number, or integer tensors [B] with a number for each sequence.
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)

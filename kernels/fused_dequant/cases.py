@@ -1,7 +1,7 @@
-"""Random operands of the real shapes, the same for tests, tuning and the benchmark.
+"""Random operands in the real model's shapes, the same for tests, tuning and the benchmark.
 
-Weights are drawn at standard deviation 1/sqrt(K), quantized expert by expert, and laid out as the
-device's kernel reads them. All random numbers come from one seeded generator.
+Weights are drawn with standard deviation 1/sqrt(K), quantized expert by expert, and laid out as the
+device's kernel reads them. Each function draws from its own generator, seeded with `seed`.
 """
 
 import torch
@@ -11,15 +11,15 @@ from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, FP8_MAX
 from fused_dequant.layouts import KERNELS
 from fused_dequant.weights import Weight
 
-SHARED = FP8_MAX * E2M1_MAX / 6  # of rows that reach 6, as standard normal ones do
+SHARED = FP8_MAX * E2M1_MAX / 6  # global scale of rows with amax 6, as standard normal rows have
 
 
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """Make a random weight [experts, rows, columns] of a scheme of `layouts`; blank on "meta".
+    """Return a random weight [experts, rows, columns] of a scheme of `layouts`; on "meta", a blank one.
 
-    A product with an nvfp4_e2m1 weight quantizes its rows under the global scale SHARED.
+    "nvfp4" becomes nvfp4_fragments on Hopper. Rows for nvfp4_e2m1 have the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
@@ -40,13 +40,13 @@ def random_weight(
 
 
 def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torch.Tensor:
-    """Return standard normal rows bf16 [tokens, columns], like the rows that a norm puts out."""
+    """Return standard normal rows bf16 [tokens, columns], which resemble the output of a norm."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(tokens, columns, generator=generator, device=device).to(torch.bfloat16)
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Round x [..., K] as a matmul of `scheme` rounds its input; return the result in float64."""
+    """Return x [..., K] in float64, rounded as a product with a weight of `scheme` rounds its input."""
     if scheme == FOUR_BIT:
         shared = torch.full((1,), SHARED, device=x.device)
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)
@@ -69,7 +69,7 @@ def random_routing(
     """Draw `topk` distinct experts for each token, from the first `used` experts (None: from all).
 
     `spread` is the standard deviation of log(popularity) over the experts; 0: all equally popular.
-    Return expert_ids int32 [tokens, topk] and routing weights f32 [tokens, topk]; each row sums to 1.
+    Return expert ids int32 and routing weights f32, both [tokens, topk]; the weights of a row sum to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)
@@ -93,9 +93,9 @@ LINEAR_SHAPES = (
     (2816, 2112),  # mlp down (30)
 )
 EXPERTS, TOPK, HIDDEN, INNER, VOCABULARY = 128, 8, 2816, 704, 262144
-# How uneven its routing is, as `spread` by tokens: the fullest of 128 experts gets 94 of the 2,048
-# choices of a canvas and 187 of the 8,192 of four (means over the layers of a random 26B model). Of
-# other numbers of canvases it is assumed, from those two.
+# How uneven the model's routing is: `spread` by number of tokens. The fullest of 128 experts gets
+# 94 of the 2,048 choices of one canvas, and 187 of the 8,192 choices of four (means over the layers
+# of a random 26B model). For other numbers of canvases `spread` is assumed, from these two.
 SPREAD = {64: 0.9, 256: 0.9, 512: 0.7, 1024: 0.5, 2048: 0.5, 8192: 0.5}
 
 

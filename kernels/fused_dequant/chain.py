@@ -1,24 +1,24 @@
 """Programmatic dependent launch: the next kernel of a sequence starts while this one drains.
 
-Between two kernels of a stream the GPU is idle for about a microsecond: the last blocks finish, the
-next kernel is launched and computes its addresses. A chained kernel is launched as soon as every block
-of the kernel before has released it. It then waits where it first needs what that kernel wrote.
+Without it, the GPU is idle for about a microsecond between two kernels of a stream: the last blocks
+finish, the next kernel is launched and computes addresses. A chained kernel is launched as soon as
+every block of the previous kernel has released it. It waits before it needs what that kernel wrote.
 
-Two rules keep this safe. Every program of a chained kernel, even one that returns at once, must wait
-before it writes, and before it reads what an earlier kernel wrote; only weights may be read sooner. And
-it may release the next kernel only after that wait. So while a kernel runs, all kernels except the one
-just before it are complete. Kernels that are not chained start when the one before is complete.
+Two rules keep this safe. First, every program of a chained kernel, even one that returns at once,
+must wait before it writes, and before it reads what an earlier kernel wrote; only weights may be
+read sooner. Second, it may release the next kernel only after this wait. So when a kernel starts,
+all kernels but the previous one are complete; for an unchained kernel the previous one is too.
 
 Streamed weights (`Weight.streamed`) may not be read sooner: no document promises that a programmatic
 launch waits for the event of their arrival. So a product that would read them early is not chained.
 
-Reading resident weights early does not always pay: products that asked for their first weights before
-they waited made a step 3 % slower, and a kernel that fetched weights into the L2 beside the attention
-changed nothing (10.2 ms a forward, FP8, batch 1). The kernels between the products (`residual`,
+Reading resident weights early does not always pay. Products that requested their first weights
+before the wait made a step 3 % slower. A kernel that fetched weights into the L2 during attention
+changed nothing (10.2 ms per forward, FP8, batch 1). The kernels between the products (`residual`,
 `router`) read a few KB of weights, and read them early.
 
-`follow` is for Triton kernels, `hopper.follow` for Gluon's. Chaining needs sm_90; elsewhere, and in the
-interpreter, CHAINED is False and `follow` emits nothing.
+`follow` is for Triton kernels, `hopper.follow` for Gluon's. Chaining needs sm_90 or newer; on older
+GPUs and in the interpreter, CHAINED is False and `follow` emits nothing.
 """
 
 import torch
@@ -30,7 +30,7 @@ from fused_dequant.targets import capability
 
 
 def chained(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments that chain a kernel to the one before it, if `device` can do that."""
+    """Return launch arguments that chain a kernel to the previous one if `device` is sm_90 or newer."""
     if device.type == "cpu" or capability(device) < (9, 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
@@ -38,7 +38,7 @@ def chained(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def follow(CHAINED: tl.constexpr):
-    """Wait for the previous kernel to complete, then let the next one start."""
+    """If CHAINED, wait until the previous kernel is complete, then let the next one start."""
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

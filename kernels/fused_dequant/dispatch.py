@@ -1,6 +1,6 @@
 """Decides where the kernels run: on a GPU, and in tests where Triton interprets them.
 
-No module that a CPU needs imports triton, which macOS and Windows lack.
+Modules that a CPU needs do not import triton, which does not exist for macOS and Windows.
 """
 
 import threading
@@ -9,10 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
-interpreted = False  # set by tests, whose repairs Triton's interpreter needs for right bf16
+interpreted = False  # set by tests, which also repair bf16 in Triton's interpreter
 
-# Schemes of weights (`layouts`) whose kernels computed wrong numbers on this machine (`selftest`):
-# weights are laid out for a plainer kernel.
+# Schemes whose kernels failed on this machine (`selftest`): weights are laid out for plainer kernels.
 distrusted: set[str] = set()
 
 
@@ -31,10 +30,10 @@ _HERE = _Here()
 
 @contextmanager
 def sequences_of(rows: int) -> Generator[None]:
-    """Within the `with` block, torch multiplies this thread's rows in runs of `rows`: a sequence each.
+    """Within the `with` block, torch multiplies this thread's rows in runs of `rows`, one per sequence.
 
-    Some CPU libraries sum in another order if a product has more rows. A sequence that is multiplied
-    alone has results that do not depend on its neighbours. Kernels ignore this.
+    Some CPU libraries sum in another order if a product has more rows. If each sequence is
+    multiplied by itself, its results do not depend on other sequences. Kernels ignore this.
     """
     before, _HERE.rows = _HERE.rows, rows
     try:
@@ -47,8 +46,8 @@ def sequences_of(rows: int) -> Generator[None]:
 def launched_as_one_of(sequences: int) -> Generator[None]:
     """Within the `with` block, this thread launches a batch of `sequences` as if it were one sequence.
 
-    All are of one length. A kernel's order of sums depends on its launch configuration, never on a
-    row's neighbours. So each sequence of the batch has the numbers, to the bit, that it has alone.
+    All have the same length. The order in which a kernel sums depends on its launch configuration,
+    never on other rows. So each sequence of the batch gets the same bits as in a launch by itself.
     """
     before, _HERE.sequences = _HERE.sequences, sequences
     try:
@@ -58,11 +57,11 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return the count to configure a launch by: `count` rows, slots or sequences, or a sequence's."""
+    """Return `count` of rows, slots or sequences; within `launched_as_one_of`, one sequence's count."""
     return count // _HERE.sequences
 
 
 def sequence_rows(count: int) -> int:
-    """Return how many of `count` rows torch multiplies at once: all, or those of a sequence."""
+    """Return how many of `count` rows torch multiplies at once: all, or those of one sequence."""
     own = _HERE.rows
     return own if own is not None and count % own == 0 else max(count, 1)

@@ -1,25 +1,25 @@
 """Number formats: codes, their values, and how tensors are rounded to them.
 
 E2M1 (FP4), codes 0..15 = sign, two exponent bits, one mantissa bit:
-    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; two codes a byte, the even column in the low nibble.
+    0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; two codes per byte, even column in the low nibble.
 E4M3 (FP8, `torch.float8_e4m3fn`): largest 448, smallest subnormal 2^-9, no infinity, NaN = 0x7f.
 E8M0: byte b is 2^(b - 127), 255 is NaN.
 
 NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
     packed        uint8  [N, K/2]   code of column 2i in the low nibble, of column 2i+1 in the high one
     scale         e4m3   [N, K/16]  one per 16 columns
-    global_scale  f32    [1]        448 * 6 / amax of the tensor: a LARGE number, it divides
+    global_scale  f32    [1]        448 * 6 / amax of the tensor: a large number, a divisor
     w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
 
-MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32]. If 2^k <= amax < 2^(k+1) in
-a block, its scale is 2^k / 4, or 2^k / 2 where amax >= 1.75 * 2^k. Weights saturate at 6 * scale.
+MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32]. If 2^k <= amax < 2^(k+1)
+in a block, its scale is 2^k / 4, or 2^k / 2 if amax >= 1.75 * 2^k. Weights saturate at 6 * scale.
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
-Everything is rounded to nearest, ties to the even code, in float32. `w4a16`, `w4a8` and `w4a4` have
-layouts that exist only in memory. One more is here: gate and up rows of experts alternate in runs of 8
-(`interleave_gate_up`). So one thread of a tensor-core accumulator holds a gate value and its up value,
-and applies the activation in registers.
+All rounding is to nearest, ties to the even code, in float32. The modules `w4a16`, `w4a8` and
+`w4a4` define layouts that exist only in memory. This module has another: an expert's gate and up
+rows alternate in runs of 8 (`interleave_gate_up`). So the thread that holds a gate value in a
+tensor-core accumulator also holds its up value, and applies the activation in registers.
 """
 
 import math
@@ -35,23 +35,22 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INT8_MAX = 127.0  # largest code of activations; -128 is not used
 GROUP = 16  # columns of NVFP4 that share a scale
-MX_GROUP = 32  # of MXFP4
+MX_GROUP = 32  # columns of MXFP4 that share a scale
 E8M0_MAX = 254
 SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
-# The least block scale whose weights are not 0 in e4m3: half of it over 8 is the least normal number.
+# W4A8 makes blocks of smaller scales zero: 0.5 * scale / 8 would be below e4m3's normal numbers.
 E4M3_LEAST_SCALE = 2.0**-2
-# What a product reads: bf16 rows [M, K] and None; e4m3 or int8 [M, K] and f32 [M], one scale a row; or
-# NVFP4's codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under a global scale that the product's
-# weight knows.
+# What a product reads: rows bf16 [M, K] and None; e4m3 or int8 [M, K] and scales f32 [M]; or NVFP4
+# codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under the global scale `Weight.shared`.
 Activation = tuple[Tensor, Tensor | None]
 EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}  # dtypes of rows, by scheme
-FOUR_BIT = "nvfp4_e2m1"  # the scheme whose rows are NVFP4 too
-MOVED = ("nvfp4_e4m3",)  # schemes that want a row's columns in another order: `quantize.place`
+FOUR_BIT = "nvfp4_e2m1"  # the scheme whose rows (activations) are NVFP4 too
+MOVED = ("nvfp4_e4m3",)  # schemes that read a row's columns in another order: `quantize.place`
 LARGEST = {FP8: FP8_MAX, torch.int8: INT8_MAX}
 GATE_UP_RUN = 8
-# Values worked on at a time: FP32 temporaries of 2 MB stay in the cache. One core of a Xeon makes
-# NVFP4 codes at 0.39 GB/s of BF16 input in whole matrices, at 2.3 GB/s in such blocks.
-# A GPU has less to gain from its cache than to lose by launches: temporaries of 32 MB.
+# Values processed at a time. On a CPU, FP32 temporaries of 2 MB stay in the cache: one core of a
+# Xeon makes NVFP4 codes at 2.3 GB/s of BF16 input in such blocks, at 0.39 GB/s in whole matrices.
+# On a GPU, more launches cost more than the cache saves, so temporaries take 32 MB.
 BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
@@ -71,29 +70,30 @@ def _blocks(shape: Sequence[int], values: int) -> Iterator[tuple[int | slice, ..
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """Return x / number rounded once; CUDA's x / number would multiply by a rounded 1 / number."""
-    return x / x.new_full((), number)  # made there: nothing waits for a copy
+    """Return x / number, rounded once; CUDA computes x / number as x times a rounded 1 / number."""
+    return x / x.new_full((), number)  # made on x's device: nothing waits for a copy
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """Round FP32 values in -6..6 to the nearest e2m1 value, ties to the even code."""
+    """Round FP32 values in -6..6 to the nearest e2m1 values, ties to the even code; return FP32."""
     magnitude = x.abs()
     magic = _magic(magnitude)
     return magnitude.add_(magic).sub_(magic).copysign_(x)
 
 
 def _magic(magnitude: Tensor) -> Tensor:
-    """Return 2^22 * max(1, 2^floor(log2 x)), where FP32's spacing is that of e2m1 at x."""
+    """Return 2^22 * max(1, 2^floor(log2 x)), at which FP32 is spaced as e2m1 is at x."""
     exponent = magnitude.view(torch.int32) & 0x7F800000
     return exponent.clamp_(min=0x3F800000).add_(22 << 23).view(torch.float32)
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return e2m1 codes 0..15 (uint8) of FP32 x in -6..6; overwrites x and `room`, a buffer like it.
+    """Return e2m1 codes 0..15 (uint8) of FP32 x in -6..6; overwrite x and `room`, a buffer like x.
 
-    Without sign, a code is n + 2 e: 2^e is the largest power of two <= max(1, |x|), and n the last byte
-    of |x| + `_magic`, which is |x| in grid steps. Here `magic` is `_magic` plus 214 steps: the byte is
-    n + 214, plus `magic` >> 22, in a byte 2 (127 + 22 + e) = 2 e - 214. 214 is even: ties stay right.
+    Without its sign, a code is n + 2 e: 2^e is the largest power of two <= max(1, |x|), and n is
+    |x| in grid steps, the last byte of |x| + `_magic`. Here `magic` is `_magic` plus 214 steps, so
+    this byte is n + 214. `magic` >> 22 is 2 (127 + 22 + e), which in a byte equals 2 e - 214. So
+    the two add up to n + 2 e. Since 214 is even, ties still go to the even code.
     """
     bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
     sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
@@ -104,13 +104,13 @@ def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack codes uint8 [..., K] two a byte, the even column in the low nibble: uint8 [..., K/2]."""
+    """Pack codes uint8 [..., K], two per byte, even columns in the low nibble: uint8 [..., K/2]."""
     pairs = codes.view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
-    """Pack the codes of e2m1 values FP32 [..., K] two a byte: uint8 [..., K/2]. -0 keeps its sign."""
+    """Return packed codes uint8 [..., K/2] of e2m1 values FP32 [..., K]; -0 keeps its sign."""
     codes = e2m1_codes(values.clone(), torch.empty_like(values))
     return pack(codes | (values.signbit().view(torch.uint8) << 3))
 
@@ -123,14 +123,14 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """Return the two FP32 values of each byte as one int64, since one look-up costs half of two."""
+    """Return the two FP32 values of each byte as one int64: one look-up costs half as much as two."""
     values = torch.tensor([*E2M1, *(-value for value in E2M1)])
     high, low = torch.meshgrid(values, values, indexing="ij")
     return torch.stack((low, high), -1).flatten().view(torch.int64).to(device)
 
 
 def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
-    """Return scales (e4m3 in FP32, never 0) of blocks with amax `ranges` and global scale `shared`."""
+    """Return block scales (e4m3 values in FP32, never 0) from amax `ranges`, global scale `shared`."""
     scale = (shared * quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
 
@@ -138,8 +138,8 @@ def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
 def round_groups(x: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
     """Round x [..., K] to NVFP4; return e2m1 values [..., K/16, 16] and block scales [..., K/16].
 
-    Both are held in FP32. `shared`, the FP32 global scale, broadcasts over the block scales. Values too
-    large for the global scale saturate; a block with NaN becomes NaN.
+    Both results are FP32. `shared`, the FP32 global scale, broadcasts over the block scales. Values
+    too large for the global scale saturate; a block with NaN becomes NaN.
     """
     groups = x.float().unflatten(-1, (-1, GROUP))
     scale = block_scale(groups.abs().amax(-1), shared)
@@ -156,7 +156,7 @@ def quantize_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_nvfp4(
     packed: Tensor, scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the values [..., K] of packed [..., K/2], scale [..., K/16] and global_scale [..., 1]."""
+    """Return values [..., K] from packed [..., K/2], scale [..., K/16] and global_scale [..., 1]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, GROUP))
     return (values * scale.to(dtype)[..., None]).flatten(-2) / global_scale.to(dtype)
 
@@ -164,8 +164,8 @@ def dequantize_nvfp4(
 def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
     """Return NVFP4 weights as W4A8 multiplies them: e2m1 * scale / 8, rounded to e4m3 [..., K].
 
-    packed uint8 [..., K/2], scale e4m3 [..., K/16], not negative. Even 6 * 448 / 8 is in range.
-    Blocks with a scale below E4M3_LEAST_SCALE become zeros, since their values would be subnormal.
+    packed is uint8 [..., K/2], scale e4m3 [..., K/16], not negative. The largest, 6 * 448 / 8, is in
+    range. Blocks with a scale below E4M3_LEAST_SCALE become zeros, since values would be subnormal.
     """
     scale = scale.float()
     zero = (scale < E4M3_LEAST_SCALE).unsqueeze(-1)
@@ -178,7 +178,7 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:
-    """Return the e8m0 scales uint8 of MXFP4 blocks whose largest magnitudes are `ranges`, BF16."""
+    """Return the e8m0 scales uint8 of MXFP4 blocks with largest magnitudes `ranges`, taken as BF16."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 
@@ -199,7 +199,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return MXFP4's values [..., K] of codes uint8 [..., K/2], block scales e8m0 uint8 [..., K/32]."""
+    """Return values [..., K] from MXFP4 codes uint8 [..., K/2] and scales e8m0 uint8 [..., K/32]."""
     values = unpack_e2m1(packed).to(dtype).unflatten(-1, (-1, MX_GROUP))
     return values.mul_(e8m0_values(scale).to(dtype)[..., None]).flatten(-2)
 
@@ -207,9 +207,9 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize rows x [..., K] symmetrically to `dtype`; return codes [..., K] and scales f32 [...].
 
-    scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; codes are x * (1 / scale), half to even.
-    The kernel too divides once a row, so both agree bit for bit. A zero row has scale 1. A row with NaN
-    or infinity has scale NaN, so that all that is computed from it is NaN.
+    scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; codes are x * (1 / scale), half to
+    even. The kernel too computes 1 / scale once per row, so both agree bit for bit. A zero row has
+    scale 1. A row with NaN or infinity has scale NaN, so that everything computed from it is NaN.
     """
     largest, wide = LARGEST[dtype], x.float()
     amax = wide.abs().amax(-1)
@@ -222,7 +222,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Join gate and up, both [..., I, C] with I % 8 == 0, to [..., 2I, C]: 8 rows of each in turn."""
+    """Interleave gate and up, both [..., I, C] with I % 8 == 0, in runs of 8 rows: [..., 2I, C]."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(
             f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"

@@ -1,10 +1,10 @@
 """Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
 
-`w4a16` describes fragments. Its `to_fragments` in torch is the reference, whose thirty passes take
-longer than the copy of a streamed layer. A program makes TILES fragments, each of 64 rows. A fragment
-is 256 pairs of words. A pair's bits come from 8 bytes, 4 in each of two rows, by a table (`places`).
+`w4a16` describes fragments. The reference is its `to_fragments` in torch, which passes over the data
+thirty times and takes longer than copying a streamed layer. A program makes TILES fragments. A fragment
+is 256 pairs of words; a pair's bits come from 8 bytes, 4 in each of two rows, by a table (`places`).
 
-No block scale is negative or NaN here: `packing` checks that once when it reads a checkpoint.
+Block scales must not be negative or NaN: `runtime.fused.packing` checks them when it first reads them.
 """
 
 from functools import cache
@@ -22,10 +22,11 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes the fragments of row tile i (64 rows) and TILES column tiles from j * TILES.
+    """Program (i, j) makes fragments of row tile i (64 rows): TILES column tiles from j * TILES on.
 
-    packed uint8 [rows, HALF]; scale uint8 [rows, HALF / 8]; words int64 [tiles, columns, 256]; scales
-    int32 [tiles, columns, 64]; places int64 [8, 256] and recode uint8 [128] are `w4a16`'s tables.
+    It reads packed uint8 [rows, HALF] and scale uint8 [rows, HALF / 8], and writes words int64
+    [tiles, columns, 256] and scales int32 [tiles, columns, 64]. The tables places int64 [8, 256]
+    and recode uint8 [128] are `w4a16.byte_table` and `scale_table`.
     """
     pair = tl.arange(0, TILES * 256)
     column = tl.program_id(1) * TILES + pair // 256
@@ -54,7 +55,7 @@ def fragments_kernel(
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `w4a16.to_fragments` does for contiguous tensors, but check nothing."""
+    """Return what `w4a16.to_fragments` returns, but check neither shapes nor scales."""
     experts, rows, half = packed.shape
     tiles, columns = rows // w4a16.FRAGMENT, half // (w4a16.FRAGMENT // 2)
     words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)
@@ -68,5 +69,5 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what a byte of codes adds to a pair of words by its place, and bytes of scales."""
+    """Return on `device` the bits that a byte of codes sets, by its place, and the scales' bytes."""
     return w4a16.byte_table().to(device), w4a16.scale_table().to(device)

@@ -1,36 +1,37 @@
 """GPTQ and coordinate descent over a block of 16 inputs; a thread takes a row, one output's weights.
 
-    round_block     for each scale s that is tried: for i = 0 .. 15
+    round_block     for each scale s that is tried, with step = s / shared: for i = 0 .. 15
                         left_i = w_i - sum_{j < i} error_j * U_ji
                         q_i = nearest(left_i / step), error_i = (left_i - q_i * step) / U_ii
-                    keeps the s of least sum of error_i^2,     step = s / shared
-    descend_block   s moves to the e4m3 number of least loss near the optimum of s while codes stay;
-                    then one q_i after another moves to nearest((q_i * step + slope_i / H_ii) / step)
+                    keeps the s with the least sum of error_i^2
+    descend_block   moves s, with all codes fixed, to the e4m3 number of least loss near its optimum;
+                    then moves one q_i after another to nearest((q_i * step + slope_i / H_ii) / step)
 
-With e2m1 codes, round_block tries the e4m3 neighbours of amax / 6 as s, and descend_block moves s. With
-e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains the method, and has it in torch.
+With e2m1 codes, round_block tries the usual s (from amax / 6) and its e4m3 neighbours, and
+descend_block moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains the
+method (H, U and slope), and has it in torch.
 
-A row's weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple that is
-indexed when the kernel is compiled. Scales are tried one after the other, and only the loss of each is
-kept; the best scale is then tried once more for its codes. The rows of a program are of one expert and
-share its U and H. Tensors may be columns of larger matrices: they have strides, and are not copied.
+A row's weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple indexed
+at compile time. Scales are tried one after the other, keeping only the best scale and its loss;
+rounding once more with the best scale gives the codes. All rows of a program belong to one expert and
+share its U and H. Tensors may be columns of larger matrices: kernels take strides, nothing is copied.
 """
 
-# Tuples are joined with +, since a kernel unpacks none (RUF005).
+# Tuples are joined with +, since a Triton kernel cannot unpack them (RUF005).
 
 import triton
 import triton.language as tl
 
 from fused_dequant.input_rounding import round_e2m1, round_e4m3
 
-ROWS, WARPS = 64, 2  # one row a thread; small programs, since a dense Linear has few rows
-# Pointers, sizes and strides, of which nothing is compiled in: a block starts anywhere.
+ROWS, WARPS = 64, 2  # one row per thread; small programs, since a dense Linear has few rows
+# Pointers, sizes and strides: no kernel is specialized on them, since a block may start anywhere.
 PLACES = range(17)
 
 
 @triton.jit
 def columns(block, ROWS: tl.constexpr, N: tl.constexpr):
-    """Return the N columns of [ROWS, N] as a tuple of vectors."""
+    """Return the N columns of `block` [ROWS, N] as a tuple of vectors [ROWS]."""
     if N == 1:
         return (tl.reshape(block, (ROWS,)),)
     else:
@@ -40,7 +41,7 @@ def columns(block, ROWS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def joined(vectors, ROWS: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr):
-    """Return N vectors of a tuple, from FIRST on, as the columns of [ROWS, N]."""
+    """Return [ROWS, N], whose columns are N vectors of the tuple `vectors`, from index FIRST on."""
     if N == 1:
         return tl.reshape(vectors[FIRST], (ROWS, 1))
     else:
@@ -57,7 +58,7 @@ def clamp(v, least, most):
 
 @triton.jit
 def nearest(v, CODES: tl.constexpr):
-    """Round to the nearest code's value, ties to the even code; saturates, and keeps the sign of 0."""
+    """Round v to the nearest value of format CODES, ties to even, saturating; int8 turns -0 into 0."""
     if CODES == "int8":  # adding 1.5 * 2^23 leaves no fraction bits
         return (clamp(v, -128.0, 127.0) + 12582912.0) - 12582912.0
     if CODES == "e2m1":
@@ -70,7 +71,7 @@ def nearest(v, CODES: tl.constexpr):
 
 @triton.jit
 def bits_of(s):
-    """Return the e4m3 code, int32, of s > 0, an e4m3 number in float32; below 2^-6 it is subnormal."""
+    """Return the code, int32, of the e4m3 number s > 0, held in float32; below 2^-6 it is subnormal."""
     bits = s.to(tl.int32, bitcast=True)
     return tl.where(s < 0.015625, (s * 512.0).to(tl.int32), (bits >> 20) - 960)
 
@@ -85,7 +86,7 @@ def neighbour(bits, offset):
 
 @triton.jit
 def scale_of(largest, g):
-    """Return a block's usual scale, e4m3(g * bf16(bf16(largest) / 6)), or 0.125 if that is 0."""
+    """Return a block's usual scale, e4m3(g * bf16(bf16(largest) / 6)), or 0.125 if this is 0."""
     sixth = tl.div_rn(largest.to(tl.bfloat16).to(tl.float32), 6.0)
     scale = round_e4m3(tl.minimum(g * sixth.to(tl.bfloat16).to(tl.float32), 448.0))
     return tl.where(scale == 0.0, 0.125, scale)
@@ -93,7 +94,7 @@ def scale_of(largest, g):
 
 @triton.jit
 def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
-    """Round 16 inputs in order; return the loss (sum of error_i^2), the 16 q_i and the 16 error_i."""
+    """Round a row's 16 inputs in order; return the loss (sum of error_i^2), all q_i and all error_i."""
     loss = tl.zeros_like(step)
     codes, errors = (), ()
     for i in tl.static_range(16):
@@ -114,7 +115,7 @@ def round_block_kernel(
     codes_expert, codes_row, errors_expert, errors_row,
     CODES: tl.constexpr, NEIGHBOURS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, e) rounds ROWS rows of expert e; T_expert and T_row are the strides of a tensor T."""
+    """Program (m, e) rounds ROWS rows of expert e; T_expert and T_row are the strides of tensor T."""
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
@@ -167,7 +168,7 @@ def descend_block_kernel(
     codes_expert, codes_row, moved_expert, moved_row,
     CODES: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, e) moves ROWS rows of expert e; T_expert and T_row are the strides of a tensor T."""
+    """Program (m, e) descends on ROWS rows of expert e; T_expert, T_row are the strides of tensor T."""
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
@@ -218,7 +219,7 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
     """Launch the kernel for `quantize.schemes.gptq.round_block`, which describes the tensors.
 
     All are float32, of stride 1 along inputs. `kind` is the format of the codes: e2m1, e4m3 or int8.
-    `neighbours` is how many scales below and above the usual one are tried; 0 keeps the scale.
+    `neighbours` is how many scales below and above the usual one are tried; 0 keeps the given scales.
     """
     E, OUT, _ = weight.shape
     round_block_kernel[(triton.cdiv(OUT, ROWS), E)](
@@ -229,7 +230,7 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
 
 
 def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
-    """Launch the kernel for `quantize.schemes.gptq.descend_block`; scales move only if `scaled`."""
+    """Launch the kernel for `quantize.schemes.gptq.descend_block`; it moves scales only if `scaled`."""
     E, OUT, _ = slope.shape
     descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
         slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],

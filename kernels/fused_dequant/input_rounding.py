@@ -3,10 +3,10 @@
     s = e4m3(min(g * amax / 6, 448)), 0.125 where that is 0       a block of 16, g the global scale
     y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row
 
-x ~ y / g. A code has 2 significant bits and a block scale 4, so y is exact in bf16 (at most 6 * 448).
-The weight's factor includes 1 / g, in float32 (`simulated.scaled`). The numbers are those of
-compressed-tensors in float32, ties to the even code; NaN stays NaN. Float32 additions do the rounding
-to e4m3, since sm_80 has no such type.
+So y / g approximates x. A code has 2 significant bits and a block scale 4, so y is exact in bf16
+(at most 6 * 448). The weight's factor includes 1 / g, in float32 (`simulated.scaled`). All numbers
+equal those of compressed-tensors in float32, ties to the even code; NaN stays NaN. Rounding to e4m3
+is done by float32 additions, since sm_80 has no such type.
 """
 
 import torch
@@ -34,7 +34,7 @@ def round_e2m1(v):
 
 @triton.jit
 def scaled_blocks(h, g):
-    """Return scales s [n] of blocks h f32 [n, 16], and h / (s / g) limited to +-6; g: global scale."""
+    """Return scales s [n] of blocks h f32 [n, 16], and h / (s / g) limited to -6 .. 6, in float32."""
     s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
     s = tl.where(s == 0.0, 0.125, s)
     v = tl.div_rn(h, tl.div_rn(s, g)[:, None])
@@ -45,7 +45,7 @@ def scaled_blocks(h, g):
 def round_nvfp4_kernel(
     x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (m, i) rounds the i-th run of GROUPS blocks of x's row m // TOPK into row m of y."""
+    """Program (m, i) writes the i-th run of GROUPS blocks of row m of y, from row m // TOPK of x."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]

@@ -1,7 +1,7 @@
 """Keeps matrices that torch decoded from a weight on a CPU, for as long as the weight lives.
 
-Decoding a matrix takes longer than multiplying a canvas by it, so each is decoded once and kept. In
-float32 that takes 4 bytes for each of its elements, beside the weight's own bytes.
+Decoding a matrix takes longer than multiplying a canvas by it, so each matrix is decoded once and
+kept. A float32 matrix takes 4 bytes per element, in addition to the weight's own bytes.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _KEPT = WeakTensorKeyDictionary()  # tensor -> name -> (version of the tensor, w
 
 
 def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return what `make` makes of `tensor`, and keep it under `name` until `tensor` changes."""
+    """Return the result of `make`, kept under `name` until `tensor` changes or is freed."""
     own: dict[str, tuple[int, torch.Tensor]] = _KEPT.setdefault(tensor, {})
     version, made = own.get(name, (None, tensor))
     if version != tensor._version:
@@ -23,5 +23,5 @@ def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> t
 
 
 def in_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor as it is, and of any other a float32 copy, made once and kept."""
+    """Return `tensor` itself if it is float32, else a float32 copy, which is made once and kept."""
     return tensor if tensor.dtype == torch.float32 else kept(tensor, "float32", tensor.float)

@@ -1,4 +1,4 @@
-"""Schemes of weights in memory: for each its layout, and the kernel that multiplies with it.
+"""Schemes of weights in memory: each scheme's layout, and the kernel that multiplies with it.
 
     scheme            data                        scale                      factor
     bf16              bf16 [E, N, K]              none                       none
@@ -10,12 +10,14 @@
     nvfp4_e2m1        uint8 [E, N, K/2]           e4m3 [E, N/128, K/64, 512] f32 [E, 3]
 
 A dense weight has E = 1. gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
-`factor` has one number for gate rows and one for up rows, equal if a weight has no such split. For
-nvfp4 it is 128 / global_scale; 128 undoes the powers of two of the exact decode. `nvfp4_fragments` is
-the same weight for Hopper (`w4a16`). `nvfp4_e4m3` is NVFP4 that Hopper multiplies in 8 bits (`w4a8`),
-with factor 8 / global_scale; on other GPUs, and in dense products, it is laid out as fp8. `nvfp4_e2m1`
-is NVFP4 that Blackwell multiplies by rows in NVFP4 (`w4a4`). Its factors are 1 / (global_scale * r) and
-a third number, r, where r is the global scale of the rows.
+`factor` has one number for gate rows and one for up rows, equal if a weight has no such split:
+
+    nvfp4             128 / global_scale; 128 undoes the powers of two of the exact decode
+    nvfp4_fragments   128 / global_scale; laid out for Hopper, activations in bf16 (`w4a16`)
+    nvfp4_e4m3        8 / global_scale; laid out for Hopper, experts' activations in FP8 (`w4a8`).
+                      Dense weights, and all weights on other GPUs, are laid out as fp8 instead
+    nvfp4_e2m1        1 / (global_scale * r), and a third number r, the global scale of the
+                      activations; laid out for Blackwell, activations in NVFP4 (`w4a4`)
 """
 
 from collections.abc import Callable
@@ -29,20 +31,20 @@ from fused_dequant import formats, w4a4, w4a8, w4a16
 from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP, MX_GROUP
 from fused_dequant.targets import Capability
 
-Spec = tuple[torch.dtype, tuple[int, ...]]  # of one expert's tensor
+Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of one expert's tensor
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """How weights of a scheme lie in memory, and the kernel that multiplies with them."""
+    """The layout of a scheme's weights in memory, and the kernel that multiplies with them."""
 
     module: str  # module of this package whose `launch` has the arguments of `matmul.launch`
     least: Capability  # the lowest compute capability that has the instructions
-    # (N, K) -> data, scale and factor of one expert, those that the scheme has.
+    # (N, K) -> the `Spec` of data, and of scale and factor if the scheme has them.
     layout: Callable[[int, int], tuple[Spec, ...]]
-    # (data, scale, dtype) -> values [E, N, K], but for the factor.
+    # (data, scale, dtype) -> values [E, N, K], not yet multiplied by the factor.
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    # f32 [N, K] -> what `weights.build` takes; None where it lays out another scheme's weights anew.
+    # f32 [N, K] -> what `weights.build` takes; None if it makes this layout from another scheme's.
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     spans: tuple[int, int] = (1, 1)  # rows and columns that an element of data stands for
     alone: bool = False  # whether no other capability has the instructions

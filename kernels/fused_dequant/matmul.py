@@ -2,22 +2,22 @@
 
     y[m, n] = x_scale[m] * w_scale[n] * sum_k x[m, k] * w[n, k]
 
-Scales are per token and per output channel, so both are applied behind the loop. FP8 accumulates in
-float32: Hopper's FP8 tensor cores keep about 14 bits between promotions, which at K = 2816 costs less
-than rounding the result to bf16. INT8 accumulates in int32, exactly up to K = 133,000.
+Scales are per token and per output channel, so both are applied after the loop. FP8 accumulates in
+float32. Hopper's FP8 tensor cores keep only about 14 bits between promotions to float32; at K = 2816
+this costs less than rounding the result to bf16. INT8 accumulates in int32, exactly up to K = 133,000.
 
-`SWAP` computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows is converted to half
-precision. Swapped, weights fill the side of 64 rows, and tokens the side that takes multiples of 8. So
-16 tokens an expert still run on FP8 tensor cores, with half the instructions.
+With SWAP, the kernel computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows is
+converted to half precision. When swapped, weights fill the side of 64 rows, and tokens the side that
+takes multiples of 8. So 16 tokens per expert still run on FP8 tensor cores, with half the instructions.
 
-A block is BM + MORE rows in two accumulators (MORE may be 0), so that 80 rows read the weights once.
-At 1,024 tokens an expert has 64 +- 8 of them: blocks of 64 would read half the experts twice, blocks of
-128 would compute twice the rows. Real routing is never even. So a block that is not full is computed
-with fewer rows: `compute_rows` narrows it up to NARROWER times, as long as it holds the real rows.
+A block is BM + MORE rows in two accumulators (MORE may be 0), so that 80 rows read the weights
+once. Of 1,024 tokens, evenly routed, an expert gets 64 +- 8: blocks of 64 would read half the experts
+twice, blocks of 128 would compute twice the rows. Real routing is never even, so `compute_rows`
+narrows a block that is not full, up to NARROWER times, while it still holds the real rows.
 
-The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight: each
-saves one pass over the result. Results are stored so that they stay in the L2 (`tiles.KEPT`), since the
-next kernel reads them; weights are read only once.
+The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight;
+each saves one pass over the result in memory. Results are stored so that they stay in the L2
+(`tiles.KEPT`), since the next kernel reads them; weights are read only once.
 """
 
 import torch
@@ -35,7 +35,7 @@ from fused_dequant.weights import Weight
 
 @triton.jit
 def load_tokens(tokens, real, k, k0, K, EVEN_K: tl.constexpr):
-    """Load one step's columns of a block's rows; padding rows and columns past K read as zero."""
+    """Return one step's columns of a block's rows; padding rows and columns past K are zero."""
     mask = real[:, None] if EVEN_K else real[:, None] & (k < K - k0)[None, :]
     return tl.load(tokens + k0, mask=mask, other=0.0)
 
@@ -55,7 +55,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows' activation scales and routing weights, f32: 0 for padding, all 0 if not in use."""
+    """Return activation scales and routing weights of rows, f32; 0 for padding, all 0 if not in use."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -71,7 +71,7 @@ def store_rows(
     COUNT: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale result f32 [BN, COUNT], activate and weight it, and store it as rows of y."""
+    """Scale `result` f32 [BN, COUNT], apply gelu_mul or routing weights, store it as rows of y."""
     if SCALED:
         result *= channel_scale[:, None]
         result *= scale[None, :]
@@ -98,7 +98,7 @@ def compute_block(
 ):  # fmt: skip
     """Multiply the BM + MORE rows from `first` on by output channels n [BN], and store the results.
 
-    `weights` points at columns k [BK]. Scales are loaded before the products and arrive while they run.
+    `weights` points at columns k [BK]. Scales are requested before the products and arrive during them.
     """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
@@ -143,7 +143,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` on a block narrowed as far as its real `rows` fit, at most NARROWER times."""
+    """Run `compute_block` on a block narrowed, up to NARROWER times, while its real `rows` fit."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -195,8 +195,7 @@ def matmul_kernel(
     block = tl.program_id(0 if BLOCKS_FIRST else 1)
     expert, rows = tl.zeros((), tl.int64), BM + MORE
     if GROUPED:
-        # All three are loaded before the first is waited for. A block past the last one may read
-        # them too: the arrays are as long as the most blocks there can be.
+        # All three loads are issued before any wait. Blocks past the last one read unused entries.
         count = tl.load(block_count)
         expert = tl.load(block_expert + block).to(tl.int64)
         rows = tl.load(block_rows + block)
@@ -224,8 +223,8 @@ def launch(
     """Multiply rows by a weight: a dense product, or with `routing` the experts' gate_up or down.
 
     x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale is f32 [rows], None for bf16.
-    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots] are
-    the routing weights, for `down` only. Return bf16 rows, in the shape of `routing.place_results`.
+    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots] has
+    the routing weights, for `down` only. Return bf16 rows, shaped as `routing.place_results` says.
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])

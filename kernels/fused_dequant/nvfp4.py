@@ -1,16 +1,16 @@
 """NVFP4 and MXFP4 W4A16 in plain Triton: the readable kernel, for every GPU from Ampere on.
 
-It reads the canonical layout (low nibble = even column, e4m3 scale a group of 16) without repacking:
+It reads the layout on disk (low nibble = even column, one e4m3 scale per 16 columns) unchanged:
 
     bits  = (code & 8) << 12 | (code & 7) << 6        as bf16: e2m1 * 2^-126, exact
     scale = bf16(e4m3 * 2^119)                        exact
     w     = bits * scale                              e2m1 * scale * 2^-7: 6 significant bits, exact
 
-The epilogue multiplies sums by 2^7 / global_scale. MXFP4's scales, a byte of e8m0 for 32 columns, are
-bf16's exponents: w = (bits * 2^126) * scale, both products exact, with a factor of 1. Integer
-operations decode e4m3 scales, because sm_80 has no such type. Interleaving low and high nibbles, and
-the change of layout before the dot, go through shared memory. That holds this loop near 40 % of
-bandwidth on an H200; `nvfp4_hopper.py` avoids it there.
+The epilogue multiplies sums by 2^7 / global_scale. MXFP4 has an e8m0 byte per 32 columns, the
+exponent of a bf16 number: w = (bits * 2^126) * scale, both products exact, and the factor is 1.
+Integer operations decode e4m3 scales, because sm_80 has no such type. Interleaving low and high
+nibbles, and changing the layout before the dot, go through shared memory. This limits the loop to
+about 40 % of an H200's bandwidth; `nvfp4_hopper.py` avoids it there.
 """
 
 import torch
@@ -23,22 +23,22 @@ from fused_dequant.tiles import block_rows, store_nvfp4
 
 @triton.jit
 def decode_e2m1(packed, ROWS: tl.constexpr, BK: tl.constexpr):
-    """Decode uint8 [ROWS, BK/2] to bf16 [ROWS, BK] of e2m1 * 2^-126."""
+    """Return e2m1 * 2^-126 as bf16 [ROWS, BK], decoded from packed codes uint8 [ROWS, BK/2]."""
     codes = tl.join(packed & 0xF, packed >> 4).reshape(ROWS, BK).to(tl.uint16)
     return (((codes & 8) << 12) | ((codes & 7) << 6)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def decode_scale(byte):
-    """Decode an e4m3 byte (non-negative, finite) to the bf16 of its value * 2^119."""
-    # byte << 20 is the float32 of value * 2^-120, subnormals included; 2^239 in two steps.
+    """Return the value of an e4m3 byte (non-negative, finite) times 2^119, in bf16."""
+    # byte << 20 is the float32 of value * 2^-120, subnormals included; times 2^239 in two steps.
     tiny = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return (tiny * 1.329227995784916e36 * 6.646139978924579e35).to(tl.bfloat16)
 
 
 @triton.jit
 def decode_e8m0(byte):
-    """Decode an e8m0 byte to the bf16 of 2^(byte - 127); 2^-127 is a subnormal."""
+    """Return the value 2^(byte - 127) of an e8m0 byte in bf16, in which 2^-127 is subnormal."""
     bits = tl.where(byte == 0, 0x40, byte.to(tl.int32) << 7)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
@@ -69,7 +69,7 @@ def nvfp4_kernel(
 ):
     """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N], or [slots, N/2] if GELU_MUL.
 
-    Scale bytes [E, N, K/GROUP] are e4m3 if GROUP is 16, e8m0 if it is 32. `factor` is f32 [E, 2].
+    The bytes of `scale` [E, N, K/GROUP] are e4m3 if GROUP is 16, e8m0 if 32. `factor` is f32 [E, 2].
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)

@@ -2,14 +2,14 @@
 
     y[m, n] = factor * sum over blocks of 16:  x_scale * w_scale * sum of x code * w code
 
-y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, here the weight's, by 16 to 256 columns, here tokens,
-so that an expert's 16 tokens need no padding to 128. For `mma.sync` of sm_120 either order would do.
-`factor` holds both global scales. Scales of weights lie in tiles (`w4a4`), those of tokens row by row,
-since an expert's tokens are gathered.
+The kernel computes y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, here the weight's, by 16 to
+256 columns, here tokens. So an expert's 16 tokens need no padding to 128. For sm_120's `mma.sync`
+either order would do. `factor` combines both global scales. The weight's scales are stored in tiles
+(`w4a4`), the tokens' scales row by row, since an expert's tokens are gathered.
 
-No GPU with such units has run this; Triton's interpreter has. With NATIVE false only the instruction
-differs: codes and scales are decoded to bf16, in which their product is exact, and bf16 is multiplied.
-That build has run on an H200. tests/fused_dequant/test_compile.py names the instruction of each target.
+No GPU with FP4 units has run this kernel; Triton's interpreter has. With NATIVE false only the
+instruction differs: codes and scales are decoded to bf16, where their product is exact, and bf16 is
+multiplied. An H200 ran it so. tests/fused_dequant/test_compile.py names each target's instruction.
 """
 
 import triton
@@ -26,7 +26,7 @@ E2M1 = tl.constexpr("e2m1")
 
 @triton.jit
 def decode(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):
-    """Decode codes uint8 [ROWS, BK/2] with e4m3 scales [ROWS, BK/16] to bf16 [ROWS, BK], times 2^-7."""
+    """Return bf16 [ROWS, BK]: codes uint8 [ROWS, BK/2] times e4m3 scales [ROWS, BK/16] times 2^-7."""
     byte = scales.to(tl.uint8, bitcast=True)
     scales = tl.where(byte == 0x7F, float("nan"), decode_scale(byte).to(tl.float32)).to(tl.bfloat16)
     each = tl.broadcast_to(scales[:, :, None], (ROWS, BK // 16, 16)).reshape(ROWS, BK)
@@ -38,7 +38,7 @@ def multiply(
     w, w_scale, x, x_scale, acc,
     NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return acc f32 [BN, BM] + w @ x.T; if not NATIVE, the product is 2^-14 times as large."""
+    """Return acc f32 [BN, BM] + w @ x.T; if not NATIVE, the product is scaled by 2^-14."""
     if NATIVE:
         acc = tl.dot_scaled(w, w_scale, E2M1, x.T, x_scale, E2M1, acc)
     else:

@@ -1,10 +1,10 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-To decode to bf16, a thread reads the layout of `w4a16.to_fragments`: pairs of words, each pair with 16
-codes, and words of four block scales. Two values take a funnel shift, a mask and a multiplication by
-their scale. Decoding scales adds 1/8 instruction a value. The result, e2m1 * scale * 2^-7, is
-exact, as `w4a16.decode_fragments` computes it in torch. To decode to e4m3, eight values take seven
-instructions and a block's table four (`w4a8` describes both the layout and the table).
+To decode to bf16, a thread reads the layout of `w4a16.to_fragments`: pairs of words, 16 codes in each
+pair, and words of four block scales. Two values take a funnel shift, a mask and a multiplication by
+their scale. Decoding the scales adds 1/8 instruction per value. The result, e2m1 * scale * 2^-7, is
+exact; `w4a16.decode_fragments` computes the same in torch. To decode to e4m3, eight values take seven
+instructions, and a block's table takes four (`w4a8` describes the layout and the table).
 
 `gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
 would have to move between threads.
@@ -19,8 +19,8 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 def decode_assembly() -> str:
     """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 to $7, two bf16 in each.
 
-    $10 has four scales: byte 2 * step + row // 8 is that of a step and row, its bf16 bits (byte << 4) +
-    0x7380. ptxas folds the moves that copy it to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
+    $10 has four scales, a step and row's in byte 2 * step + row // 8; its bf16 bits are (byte << 4) +
+    0x7380. ptxas folds moves that copy it to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
@@ -47,8 +47,8 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 def e4m3_assembly() -> str:
     """Return PTX that decodes four words of eight codes to registers $0 .. $7 of four e4m3 each.
 
-    $8 and $9 are steps 0 and 1 of row g, $10 and $11 those of row g + 8. Register 4s + 2h + r has step
-    s, row g + 8r, columns 16h + 4(lane%4) + {0..3}. $12 has each row's scale byte, as `w4a8` stores it.
+    Words $8 and $9 are steps 0 and 1 of row g, words $10 and $11 those of row g + 8. $12 has both rows'
+    scale bytes (`w4a8`). Register 4s + 2h + r has step s, row g + 8r, columns 16h + 4(lane%4) + {0..3}.
     """
     lines = [
         ".reg .b32 base, odd, low, high, codes, four;",
@@ -81,7 +81,7 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Return a layout of words [row tile, column tile, warp, row%8, lane%4, 2, 2]; 2 x 2 per thread."""
+    """Return a layout of words [row tile, column tile, warp, row%8, lane%4, 2, 2], 2 x 2 per thread."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]

@@ -1,28 +1,26 @@
 """NVFP4 W4A16 on Hopper: decode into the registers from which `wgmma` reads its operand A.
 
-The plain Triton loop (`nvfp4.py`) stops near 40 % of bandwidth. The compiler decodes in the layout in
-which it loaded, and then carries every bf16 value through shared memory into the layout that the tensor
-core wants: a value that was loaded as 0.56 bytes is written and read as 2. Here only the packed
-weights cross shared memory:
+The plain Triton loop (`nvfp4.py`) reaches about 40 % of the memory bandwidth. There the compiler
+decodes weights in the layout in which it loaded them. It then moves every bf16 value through shared
+memory into the layout that the tensor core needs: a value loaded as 0.56 bytes is written and read
+as 2 bytes. Here only the packed weights pass through shared memory:
 
-  * weights lie in memory in fragment order (`w4a16.to_fragments`), so the 16 bytes that a thread copies
-    with `cp.async` are the 32 values that this thread feeds to `wgmma`;
-  * y.T = w @ x.T: weights are operand A, in registers, 64 rows a warpgroup. Tokens are operand B, in
-    shared memory, 16 to 256 of them, so a weight is decoded once for all its tokens;
-  * decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions a value, and at 4.3 TB/s
-    there is time for 3.9. The instructions of sm_90 are counted by
-    tests/fused_dequant/test_compile.py.
+  * weights are stored in fragment order (`w4a16.to_fragments`), so the 16 bytes that a thread
+    copies with `cp.async` are the 32 values that this thread feeds to `wgmma`;
+  * the kernel computes y.T = w @ x.T. Weights are operand A, in registers, 64 rows per warpgroup.
+    Tokens, 16 to 256, are operand B, in shared memory: a weight is decoded once for all its tokens;
+  * decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions per value, and at 4.3
+    TB/s there is time for 3.9. tests/fused_dequant/test_compile.py counts them for sm_90.
 
-It is written in Gluon because the layouts are the algorithm.
+The kernel is written in Gluon because the layouts are the algorithm. Its products run while the
+next 64 columns of a step are decoded. The step waits for its products at its end: if they ran on
+into the loop's next turn, ptxas would serialise them all (C7515). A dense product has about one
+block per processor, so two sets of warps share a block, each on half of K: one decodes while the
+other multiplies. TMA copies the tokens of a dense product. Experts' tokens are gathered by
+`cp.async`, which costs a fence in every step before `wgmma` may read them. docs/kernels-log.md has
+other designs that were measured, with figures.
 
-The products of one step run while the next 64 columns are decoded, and the step waits for them at its
-end: if they ran on into the loop's next turn, ptxas would serialise them all (C7515). A dense product
-has about one block a processor, so two sets of warps share a block, each on half of K: one decodes as
-the other multiplies. TMA copies a dense product's tokens. Experts' tokens are gathered by `cp.async`,
-which costs a fence every step before `wgmma` may read them.
-kernels/README.md has other designs that were measured, with figures.
-
-With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, tokens in 8 bits with a scale each.
+With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, 8-bit tokens with a scale each.
 """
 
 from triton.experimental import gluon
@@ -50,7 +48,7 @@ def copy_weights(
     words, scales, word, scale, words_smem, scales_smem, place, step, K, BK: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one step's words and scales; past K they read as zero, which decodes to zero."""
+    """Start copying one step's words and scales; past K both read as zero, which decodes to zero."""
     words += step * (BK * 8)
     scales += step * BK
     if EVEN_K:
@@ -84,7 +82,7 @@ def rows_of(
     slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return slots [COUNT] of rows from `first` on, and their routing weights, 0 unless WEIGHTED."""
+    """Return slots [COUNT] of the rows from `first` on, and routing weights, 0 unless WEIGHTED."""
     slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
     if GROUPED:
         slot = gl.load(slots + slot)
@@ -99,7 +97,7 @@ def scales_of(
     x_scale, slots, first, total, COUNT: gl.constexpr, TOPK: gl.constexpr, E4M3: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return token scales [COUNT] for accumulator columns, 0 for padding; 0.0 unless E4M3."""
+    """Return token scales [COUNT], one per accumulator column, 0 for padding; 0.0 unless E4M3."""
     K: gl.constexpr = 32 if E4M3 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COUNT, K])
     scale = 0.0
@@ -115,7 +113,7 @@ def store_rows(
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Store acc [BN, COUNT], scaled, activated and weighted, as rows `slot` of y [total, width]."""
+    """Scale acc [BN, COUNT], apply gelu_mul and routing weights; store it in y [total, width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if E4M3:
         acc *= scale[None, :]
@@ -156,7 +154,7 @@ def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Allocate words, scales, tokens and TMA barriers of all stages in shared memory."""
+    """Return shared memory for all stages: words, scales, BM tokens, MORE tokens, TMA barriers."""
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
@@ -187,7 +185,7 @@ def weights_of(
     words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Decode 64 columns of a step's weights, from column 64 * part on, into `wgmma`'s operand A."""
+    """Return 64 columns of a step's weights, from 64 * part on, decoded as operand A of `wgmma`."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
@@ -210,7 +208,7 @@ def multiply(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply steps `begin` to `end` - 1; return sums f32 [BN, BM] and, if MORE > 0, [BN, MORE]."""
+    """Multiply steps `begin` to `end` - 1 of K; return sums f32 [BN, BM] and, if MORE, [BN, MORE]."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -337,7 +335,7 @@ def multiply_aside(
     BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `multiply` in a second set of warps; store the sums in `smem`, in place of the tokens."""
+    """Run `multiply` in a second set of warps; store its sums in `smem`, in place of the tokens."""
     acc, acc_more = multiply(
         x, x_more, words, scales, slots, total, K, first_tile, first_row, begin, end, smem,
         CHAINED, TOPK, GROUPED, EVEN_K, False, BM, MORE, BN, BK, STAGES, num_warps,
@@ -390,7 +388,7 @@ def compute_rows(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the least height, of BM + MORE and NARROWER smaller, that holds `rows`."""
+    """Run `compute_block` at the least height that holds `rows`, of BM + MORE and NARROWER lower."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -440,21 +438,21 @@ def nvfp4_hopper_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Multiply x bf16 [rows, K] by `to_fragments`' words and scales into y [slots, N or N/2].
+    """Multiply x [rows, K] by weights in fragments (words and scales) into y [slots, N or N/2].
 
-    A block has BM + MORE rows. If MORE > 0, it has two accumulators: for 96 rows, say, the tensor core
-    then computes 96 and not 128, with weights decoded once. An expert's block of few tokens is cut to
-    one of NARROWER smaller heights: 64, 48, 32 or 16 rows for BM = 64, MORE = 16 and NARROWER = 4. In
-    a dense product with PARTS = 2, a second set of warps multiplies the second half of K.
+    x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators:
+    for 96 rows, say, the tensor core then computes 96 rows and not 128, with weights decoded once.
+    An expert's block of few tokens is cut to one of NARROWER smaller heights: 64, 48, 32 or 16 rows
+    for BM = 64, MORE = 16 and NARROWER = 4. In a dense product with PARTS = 2, a second set of
+    warps multiplies the second half of K.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
-    follow(CHAINED and GROUPED)  # the blocks may come from the kernel before
+    follow(CHAINED and GROUPED)  # the blocks may come from the previous kernel
     tile = gl.program_id(0)
     block = gl.program_id(1)
     expert, rows = 0, BM + MORE
     if GROUPED:
-        # All three are loaded before the first is waited for. A block past the last one may read
-        # them too: the arrays are as long as the most blocks there can be.
+        # All three loads are issued before any wait. Blocks past the last one read unused entries.
         count = gl.load(block_count)
         expert = gl.load(block_expert + block)
         rows = gl.load(block_rows + block)
@@ -496,7 +494,7 @@ def nvfp4_hopper_kernel(
                 )),
             ],
             [num_warps],
-            [240 if num_warps == 4 else 128],  # registers a thread
+            [240 if num_warps == 4 else 128],  # registers per thread
         )  # fmt: skip
         acc += aside[2]._reinterpret(gl.float32, [BN, BM], sum_layout(BN, BM)).load(mma)
         if MORE:
@@ -520,9 +518,9 @@ def nvfp4_hopper_kernel(
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
-    """Do what `matmul.launch` does, for a weight in fragments; x is bf16, or e4m3 for `nvfp4_e4m3`.
+    """Do what `matmul.launch` does, for a weight in fragments; x is bf16, or e4m3 for nvfp4_e4m3.
 
-    Raise ValueError for a dense product by `nvfp4_e4m3`, which this kernel does not have.
+    Raise ValueError for a dense product by nvfp4_e4m3: dense weights are laid out as fp8 instead.
     """
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")
@@ -534,7 +532,7 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
             TensorDescriptor.from_tensor(x, [box, config["BK"]], layout)
             for box in (config["BM"], config["MORE"] or config["BM"])
         ]
-    # A dense product reads weights before it waits; experts' products wait first.
+    # A dense product reads weights before it waits for the previous kernel; experts' wait first.
     early = weight.streamed and routing is None
     nvfp4_hopper_kernel[(mode["N"] // config["BN"], blocks)](
         x=tokens[0], x_more=tokens[1], x_scale=y if x_scale is None else x_scale,

@@ -1,10 +1,10 @@
-"""The package's operations: a kernel computes each on a GPU, elsewhere torch does (`reference`).
+"""The package's operations: on a GPU a kernel computes each, elsewhere torch does (`reference`).
 
     linear              x @ w.T
     routed_experts      the outputs of each token's experts, not yet summed
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
-    sparse_soft_embedding   the same sum over the likeliest tokens alone, if few hold nearly all mass
+    sparse_soft_embedding   soft_embedding over only the likeliest tokens, if few hold nearly all mass
     look                lm_head and `sample` in one, on Hopper; stores what `soft_embedding_of` reads
 
     begin               embeddings, and the first layer's input
@@ -18,19 +18,19 @@
     sample, accept      one step of the sampler, on a `canvas.CanvasState`
 
 A product reads an `Activation`: bf16 rows, or quantized rows with scales. Kernels and torch compute in
-float32, and round to bf16 at the same places. A scheme that the device cannot run raises ValueError:
-nothing falls back silently to a slower path. Launches depend on shapes alone and can be captured in a
-CUDA graph. Modules of kernels, and triton with them, are imported when they are needed. A function with
-the decorator `with_kernels` has a namesake in such a module, with the same arguments.
+float32 and round results to bf16 (on a CPU `routed_experts` does not). A scheme that the device cannot
+run raises ValueError: nothing falls back silently to a slower path. Launches depend only on shapes and
+can be captured in a CUDA graph. Modules with kernels, and triton, are imported when needed. For a
+function with the decorator `with_kernels`, the module has a function of the same name and arguments.
 
-Experts on a GPU, for M tokens and topk choices:
+Experts on a GPU, for M tokens with topk choices each; a slot is one choice of one token:
 
     route                ids -> sorted blocks                                     1 launch
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
     [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
     down * weight        [slots, H] bf16                                          1
 
-Both products read the same blocks, so their configurations share the rows of a block.
+Both products read the same blocks, so both configurations have the same number of rows per block.
 """
 
 from collections.abc import Callable
@@ -56,12 +56,12 @@ R = TypeVar("R")
 
 
 def kernels_of(module: str, device: torch.device) -> Any:
-    """Return the module of kernels named `module`, or None for a device on which torch computes."""
+    """Return the module of kernels named `module`, or None if torch computes on `device`."""
     return import_module(f"fused_dequant.{module}") if launches(device) else None
 
 
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that, on a GPU, calls `module`'s function of the same name instead."""
+    """Return a decorator that on a GPU calls the function of the same name in `module` instead."""
 
     def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
         @wraps(in_torch)
@@ -78,9 +78,9 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T, bf16 [..., N], of x [..., K] and a dense weight (E = 1).
+    """Return x @ weight.T, bf16 [..., N], for x [..., K] and a dense weight (E = 1).
 
-    A bf16 x is quantized here if the scheme reads quantized rows; with `scale` x is quantized already.
+    If the scheme reads quantized rows, x is quantized here, unless it comes quantized, with `scale`.
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -98,11 +98,11 @@ def routed_experts(
 ) -> Tensor:
     """Return each chosen expert's output times its routing weight, [M, topk, H], not summed over topk.
 
-    Output and hidden rows are bf16 on a GPU, float32 elsewhere. x and `scale` are as in `linear`; x is
-    [M, H], or [M * topk, H] with a row for each of a token's choices. `expert_ids` int and
-    `routing_weights` are [M, topk]. For an id not in 0..E-1 a GPU leaves the row unwritten, a CPU
-    writes 0. gate_up [E, 2I, H], interleaved, and down [E, H, I] must have one scheme, else ValueError.
-    `between` makes the input of `down` from hidden rows [M * topk, I]; None means `down.reads`.
+    x and `scale` are as in `linear`; x is [M, H], or [M * topk, H] with one row per choice.
+    `expert_ids` int and `routing_weights` are [M, topk]. gate_up [E, 2I, H], interleaved, and down
+    [E, H, I] must have the same scheme, else ValueError. `between` makes the input of `down` from
+    the hidden rows [M * topk, I]; None means `down.reads`. Hidden rows and output are bf16 on a
+    GPU, float32 elsewhere. For an id not in 0..E-1 a GPU leaves the row unwritten, a CPU writes 0.
     """
     if gate_up.scheme != down.scheme:
         raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
@@ -118,9 +118,9 @@ def routed_experts(
 
 
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
-    """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], of x [M, H], embedding [V, H].
+    """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], for x [M, H], embedding [V, H].
 
-    These logits are written to `out` if given, so that a step in a CUDA graph need not copy 134 MB.
+    If `out` is given, the logits are written to it: a step in a CUDA graph then need not copy 134 MB.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -135,8 +135,8 @@ def soft_embedding(
 ) -> Tensor:
     """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
 
-    logits bf16 or f32 [M, V]; embedding bf16 [V, H]. inverse_temperature f32 [M] is 1 / T of each row,
-    and may change between replays of a CUDA graph.
+    logits are bf16 or f32 [M, V], embedding bf16 [V, H]. inverse_temperature f32 [M] is each row's
+    1 / T, and may change between replays of a CUDA graph.
     """
     if logits.shape[1] != len(embedding):
         raise ValueError(
@@ -149,7 +149,7 @@ def soft_embedding(
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:
-    """Return whether `look` works on this device, with this `softcap` and temperatures >= `coldest`."""
+    """Return whether `look` works on `device` with this `softcap` and all temperatures >= `coldest`."""
     if not is_hopper(device):
         return False
     from fused_dequant import vocabulary_hopper
@@ -168,7 +168,7 @@ def look(
 ) -> Draw:
     """Run `lm_head` on x [B * L, H], then `sample`; write `logits`, `probabilities`; return the draw.
 
-    Call it only if `looks` is True. It sums in another order than `sample`; a draw may differ.
+    Call this only if `looks` returns True. It sums in another order than `sample`: a draw may differ.
     """
     from fused_dequant import vocabulary
 
@@ -180,7 +180,7 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return what `soft_embedding` does, bf16 [M, H], from the `probabilities` that `look` wrote."""
+    """Return `soft_embedding`, bf16 [M, H], from the `probabilities` that `look` wrote."""
     from fused_dequant import vocabulary
 
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
@@ -195,8 +195,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
-    A row sums its likeliest tokens, which hold 0.999 of the probability, or all if those are over 64.
-    `left` is the `probabilities`, with statistics, that `look` wrote for these logits; else None.
+    A row sums only its likeliest tokens, which hold 0.999 of the probability; if these are more than
+    64, it sums all. `left` has what `look` wrote for these logits, with statistics, or is None.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -221,8 +221,9 @@ def begin(
     """Embed tokens [M]; return the residual h bf16 [M, H], and norm(h) as the first product's input.
 
     h is embedding[token] * factor. The first `decoded` rows are the decoder's: `update` bf16
-    [decoded, H], if given, is added to them, and they are divided by their root mean square. w_next [H]
-    is the norm's weight, `scheme` the product's. `shared` f32 [1] is the global scale of NVFP4 rows.
+    [decoded, H], if given, is added to them, and they are divided by their root mean square. w_next
+    [H] is the norm's weight, `scheme` the product's. `shared` f32 [1] is the global scale if the
+    product reads NVFP4 rows, else None.
     """
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -243,10 +244,11 @@ def attention_heads(
 ) -> Tensor:
     """Apply norms and rope to the heads in qkv; return q bf16 [M, q_heads, D]; write k, v to the cache.
 
-    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; without v heads, v is made from k before its norm.
-    Weights are [D]; cos, sin [M, D / 2]; keys and values, the cache, bf16 [slots, capacity, kv_heads,
-    D]; slots int32 [B], one for each sequence of M / B rows; positions int32 [M]. Row m is written at
-    positions[m] % capacity. Raise ValueError for other shapes, or a capacity not a multiple of CELLS.
+    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; if it lacks v heads, v is made from k before k's
+    norm. Weights are [D], cos and sin [M, D / 2]. The cache is keys and values, bf16 [slots,
+    capacity, kv_heads, D]. slots int32 [B] has a slot for each sequence of M / B rows. Row m is
+    written at positions[m] % capacity; positions is int32 [M]. Raise ValueError for other shapes,
+    or if capacity is not a multiple of CELLS.
     """
     _, capacity, kv_heads, D = keys.shape
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
@@ -275,10 +277,10 @@ def attend(
 ) -> Activation:
     """Return softmax(q @ K.T) @ V of each row m over the cached positions first[m] .. last[m].
 
-    q is bf16 [M, q_heads, D]; first and last are int32 [M], inclusive; first > last gives a row of
-    zeros. keys, values and slots are as in `attention_heads`. The result [M, q_heads * D] is rounded to
-    bf16, then quantized if `scheme` reads quantized rows; `shared` is as in `begin`. Values must be
-    below 65,504, since programs that share a row store partial results in float16.
+    q is bf16 [M, q_heads, D]. first and last are int32 [M], inclusive; if first > last, the row is
+    zero. keys, values and slots are as in `attention_heads`. The result [M, q_heads * D] is rounded
+    to bf16, then quantized if `scheme` reads quantized rows; `shared` is as in `begin`. Values must
+    be below 65,504, since programs that share a row store partial results in float16.
     """
     _check_cells(q, keys, slots)
     if kernels := kernels_of("attention", q.device):
@@ -303,11 +305,11 @@ def after_attention(
     eps: float = 1e-6,
     shared: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Activation, Activation, Tensor]:
-    """Add the norm of attention's output o to h; return h and inputs of dense MLP, experts, router.
+    """Return h + norm(o), and from it the inputs of dense MLP, experts and router.
 
-    h and o are bf16 [M, H]. `norms` are weights [H]: of the norm of o, of the norm before the dense
-    MLP, of that before the experts, and the router's scale. `schemes` and `shared` are a pair each, for
-    dense MLP and experts; `shared` is as in `begin`.
+    h and attention's output o are bf16 [M, H]. `norms` are four weights [H]: of the norm of o, of
+    the norm before the dense MLP, of the norm before the experts, and the router's scale. `schemes`
+    and `shared` are pairs, for dense MLP and experts; `shared` is as in `begin`.
     """
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
     x_dense, x_experts = (
@@ -320,9 +322,9 @@ def after_attention(
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's topk experts, ids int32 in ascending order, and routing weights f32: [M, topk].
+    """Return each row's topk expert ids int32, ascending, and routing weights f32, both [M, topk].
 
-    x bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
+    x is bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
     """
     return reference.choose_experts(x, router, per_expert_scale, topk)
 
@@ -339,12 +341,12 @@ def after_experts(
     eps: float = 1e-6,
     shared: Tensor | None = None,
 ) -> tuple[Tensor, Activation]:
-    """Add the norms of the dense MLP's and experts' outputs to h; return h and the next layer's input.
+    """Add the outputs of dense MLP and experts to h, with norms; return h and the next layer's input.
 
     h and dense are bf16 [M, H]; routed [M, topk, H] is from `routed_experts`. `norms` are weights [H]
-    of the norms of the dense output, of the experts' sum, of these two added, and of the next input.
+    of four norms: of `dense`, of the experts' sum, of these two norms' sum, and of the next input.
     Before the last norm, the first `decoded` rows of h (the decoder's) are multiplied by scalars[0],
-    the rest (the encoder's) by scalars[1], both [1]. `scheme`, `shared` are as in `begin`.
+    the others (the encoder's) by scalars[1], both [1]. `scheme` and `shared` are as in `begin`.
     """
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -352,25 +354,22 @@ def after_experts(
 
 @with_kernels("residual")
 def scaled_norm(x: Tensor, factor: float, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the RMS norm of x * factor with weight [H]: bf16 [M, H] of x bf16 [M, H]."""
+    """Return the RMS norm of x * factor with `weight` [H]: bf16 [M, H] for x bf16 [M, H]."""
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
 @with_kernels("residual")
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Return gelu_tanh(gate) * up, bf16 [M, I], of bf16 [M, 2I], whose first I columns are the gate.
-
-    gelu_tanh(gate) is rounded to bf16 before it is multiplied.
-    """
+    """Return bf16(gelu_tanh(gate)) * up, bf16 [M, I], of bf16 [M, 2I], whose first half is the gate."""
     return reference.gelu_mul(*gate_up.chunk(2, -1))
 
 
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
-    """Draw the tokens of one denoising step from logits [B, L, V]: bf16 or f32, not divided by T.
+    """Draw one denoising step's tokens from logits [B, L, V]: bf16 or f32, not yet divided by T.
 
-    `schedule` f32 [N] has the temperature T of each step, step 1 first. A GPU sums the CDF in another
-    order than torch. So they may draw different tokens if a random number lies within rounding of the
-    boundary between two tokens.
+    `schedule` f32 [N] has the temperature T of each step, step 1 first. A GPU sums the CDF in
+    another order than torch. So the two may draw different tokens if a random number is within
+    rounding of the boundary between two tokens.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(

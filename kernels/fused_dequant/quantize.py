@@ -5,15 +5,15 @@ FP8 and INT8: scale[m] = amax(|h[m]|) / 448 or / 127 for token m, codes h * (1 /
     GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
 
 NVFP4 (W4A4): blocks of 16 with e4m3 scales under a global scale; `input_rounding` has the formulas.
-There h is rounded to bf16 first, as a tensor would hold it. A block with NaN has scale NaN.
+Here h is rounded to bf16 first, as a bf16 tensor would hold it.
 
-The row is held in registers between the reduction and the division, so x is read once, and one byte a
-value is written (FP8, INT8), or half a byte (NVFP4). `residual` and `attention` quantize the rows that
-they make with the same functions.
+A row stays in registers between the reduction and the division. So x is read once, and one byte per
+value is written (FP8, INT8), or half a byte (NVFP4). `residual` and `attention` quantize the rows
+that they make with the same functions. Rows for weights of `nvfp4_e4m3` are stored with their
+columns in the order that `w4a8` describes.
 
-Rows for weights of `nvfp4_e4m3` are stored with their columns in the order that `w4a8` describes.
-
-A token holding NaN or infinity gets scale NaN: its outputs are NaN and no other token's are.
+In FP8 and INT8 a token with NaN or infinity gets scale NaN: all its outputs are NaN, and no other
+token's. In NVFP4 a block with NaN gets scale NaN, and infinity becomes the largest code.
 """
 
 import torch
@@ -28,7 +28,7 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """Return |h|'s int32 bits, which sort like |h|, NaN last: one instruction can reduce a warp's."""
+    """Return |h|'s bits as int32: they sort like |h|, NaN last; one instruction reduces a warp's."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -79,7 +79,7 @@ def quantize_rows_kernel(
     CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, MOVED: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program quantizes ROWS rows to 8 bits; BLOCK >= K is a power of two."""
+    """Each program quantizes ROWS rows to 8 bits; BLOCK is a power of two, at least K."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def quantize_blocks_kernel(
     GELU_MUL: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program quantizes COUNT blocks of 16 to NVFP4; they may belong to several rows."""
+    """Each program quantizes COUNT blocks of 16 values to NVFP4; blocks may belong to several rows."""
     follow(CHAINED)
     block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     there = block < blocks
@@ -130,7 +130,7 @@ def quantize_blocks_kernel(
 def room(
     M: int, K: int, scheme: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate empty rows [M, K] and their scales (None for bf16), as `scheme` stores activations."""
+    """Return uninitialised memory for rows [M, K] as `scheme` reads them, and scales (bf16: None)."""
     if scheme == FOUR_BIT:
         scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
         return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale
@@ -152,8 +152,7 @@ def quantize_rows(x, scheme, shared=None, *, gelu_mul=False):
         )  # fmt: skip
         return q, scale
     block = triton.next_power_of_2(K)
-    # Thousands of short rows (the experts' hidden ones) would be as many tiny programs: 8,192 rows of
-    # 704 take 5.1 us, with one row a program 10.3.
+    # A program takes several short rows (experts' hidden rows): 8,192 of 704 take 5.1 us, singly 10.3.
     rows = max(1, 4096 // block) if M >= 1024 else 1
     loaded = rows * block * (width // K)
     quantize_rows_kernel[(triton.cdiv(M, rows),)](

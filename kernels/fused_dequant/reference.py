@@ -1,9 +1,9 @@
 """Every operation in plain torch: the reference for tests, and what a CPU runs.
 
-`dtype` is the precision of the arithmetic, and of results: float32 to serve, float64 to judge a kernel.
-Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one reference serves every
-format; `formats` dequantizes. Arguments without a type are those of the operation of the same name in
-`operations`.
+`dtype` is the precision of the arithmetic and of results: float32 to serve, float64 to judge a
+kernel. Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one reference
+serves every format; `weights` dequantizes. `operations` describes the arguments that have no type
+here. The sampler's reference is `canvas`.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
-LEFT_OUT, MOST = 1e-3, 64  # mass that a sparse row may leave out, and the tokens it may have
+LEFT_OUT, MOST = 1e-3, 64  # probability that a sparse row may leave out; tokens that it may have
 
 
 def sparse_soft_embedding(
@@ -96,8 +96,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` over only the most probable tokens, which hold 1 - LEFT_OUT of the mass.
 
-    A row that needs more than MOST tokens has the result of `soft_embedding`. That is computed for all
-    rows at once, so that the row's bits do not depend on which other rows need it.
+    A row that needs more than MOST tokens gets the result of `soft_embedding`, computed for all
+    rows at once, so that the row's bits do not depend on which other rows need more than MOST.
     """
     p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
     most, tokens = p.topk(min(MOST, p.shape[1]), -1)
@@ -111,16 +111,16 @@ def sparse_soft_embedding(
 
 
 def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Return [M]: how many top tokens of a row hold 1 - LEFT_OUT of its mass, 129 if 128 do not."""
+    """Return [M]: how many likeliest tokens of a row hold 1 - LEFT_OUT of its mass; 129 if over 128."""
     p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
     held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
     return (held < 1 - LEFT_OUT).sum(-1) + 1
 
 
 def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, dtype=torch.float32):
-    """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`.
+    """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`, in `dtype`.
 
-    Results of norms are rounded to the dtype of qkv before rope, as the model rounds them.
+    The results of norms are rounded to the dtype of qkv before rope, as the model rounds them.
     """
     parts = qkv.to(dtype).unflatten(1, (-1, len(q_weight)))
     k_raw = parts[:, q_heads : q_heads + kv_heads]
@@ -139,7 +139,7 @@ def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, d
 
 
 def attend(q, keys, values, slots, first, last):
-    """Compute `operations.attend`, a sequence at a time; return [M, q_heads, D] in q's dtype."""
+    """Compute `operations.attend`, one sequence at a time; return [M, q_heads, D] in q's dtype."""
     n, heads = len(q) // len(slots), keys.shape[2]
     out = torch.zeros_like(q)
     for b, slot in enumerate(slots.tolist()):
@@ -184,10 +184,10 @@ def after_attention(h, o, norms, eps):
 
 
 def after_experts(h, dense, routed, norms, scalars, decoded, eps):
-    """Return the next h and the next layer's input norm(h) * w_next, both bf16 [M, H].
+    """Return the new h and the next layer's input norm(new h) * w_next, both bf16 [M, H].
 
-    The next h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar, where `norms`
-    is (w_1, w_2, w, w_next); the first `decoded` rows take scalars[0], the others scalars[1].
+    The new h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar; `norms` is
+    (w_1, w_2, w, w_next). The first `decoded` rows take scalars[0] as scalar, the others scalars[1].
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
@@ -208,7 +208,7 @@ def begin(tokens, embedding, factor, update, w_next, decoded, eps):
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return ids int32, ascending, and routing weights f32, [M, topk], of x [M, H], router [E, H]."""
+    """Return ids int32, ascending, and routing weights f32, both [M, topk]; x [M, H], router [E, H]."""
     # in float32: torch's own bf16 products differ by CPU
     logits = matmul_each(x, router, sequence_rows(len(x))).to(x.dtype)
     p = torch.softmax(logits.float(), -1)

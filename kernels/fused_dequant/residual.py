@@ -1,9 +1,9 @@
-"""Norms and residual sums between the products of a layer, one program a row.
+"""Norms and residual sums between the products of a layer, one program per row.
 
-    begin             h = embedding[token] * factor    (for rows of the decoder norm(h + update))
+    begin             h = embedding[token] * factor    (then, in rows of the decoder, norm(h + update))
                       x = norm(h) * w_next             (the first layer's input; bf16, 8 bits or NVFP4)
     after_attention   h += norm(o) * w_post
-                      x_dense = norm(h) * w_dense      (bf16, 8 bits a token with a scale, or NVFP4)
+                      x_dense = norm(h) * w_dense      (bf16, 8 bits with a scale per token, or NVFP4)
                       x_experts = norm(h) * w_experts
                       x_router = norm(h) * w_router * H^-0.5
     after_experts     routed = sum over a token's choices of experts
@@ -12,15 +12,15 @@
     scaled_norm       norm(x * factor) * weight
     gelu_mul          gelu_tanh(gate) * up
 
-norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in a
-tensor is rounded to bf16 here too, so the two differ by the order of sums alone. As separate torch
-operations this would take some thirty launches a layer; here it takes two.
+norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in
+a tensor is rounded to bf16 here too, so the two differ only in the order of sums. As separate torch
+operations this would take some thirty launches per layer; here it takes two.
 
-A pass may have rows of the decoder and, behind them, rows of the encoder. `begin` sets h to
-norm(h + update) in the decoder's rows only. `after_experts` has a scalar for each kind of row.
+A pass may have rows of the decoder, followed by rows of the encoder. `begin` sets h to norm(h +
+update) in the decoder's rows only. `after_experts` has a scalar for each kind of row.
 
-A program issues all its loads early: norms' weights before it waits for the kernel before it (`chain`),
-the rest right after that wait, since a load behind a reduction's barrier costs its whole latency.
+A program issues all its loads early: norms' weights before it waits for the previous kernel (`chain`),
+all else right after this wait. A load after a reduction's barrier would cost its whole latency.
 """
 
 import torch
@@ -70,7 +70,7 @@ def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, B
 
 @triton.jit
 def load_halves(x, low, high, H):
-    """Return a row's columns `low`, all below H, and its columns `high`, zero from H on."""
+    """Return a row's columns `low` (all below H) and its columns `high` (zero from column H on)."""
     return tl.load(x + low), tl.load(x + high, mask=high < H, other=0.0)
 
 
@@ -138,8 +138,9 @@ def after_attention_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Program m handles row m in halves; DENSE, EXPERTS choose formats as LARGEST in `store_row` does.
+    """Program m handles row m in two parts, as in `after_experts_kernel`.
 
+    DENSE and EXPERTS choose the formats of x_dense and x_experts, as LARGEST does in `store_row`.
     If MOVED, the columns of x_experts are stored in the order of `quantize.place`.
     """
     m = tl.program_id(0).to(tl.int64)
@@ -196,7 +197,7 @@ def after_experts_kernel(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Program m handles row m in two halves, of LOW and of HIGH columns: LOW <= H <= LOW + HIGH.
+    """Program m handles row m in two parts, of LOW and of HIGH columns: LOW <= H <= LOW + HIGH.
 
     LOW and HIGH are powers of two. As one vector, 2,816 columns would take the registers of 4,096.
     """
@@ -249,7 +250,7 @@ def begin_kernel(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles a row; BLOCK >= H is a power of two."""
+    """Program m handles row m; BLOCK is a power of two, at least H."""
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -270,7 +271,7 @@ def begin_kernel(
 
 @triton.jit
 def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program handles a row."""
+    """Program m writes row m of y, norm(x * factor) * weight; BLOCK is a power of two, at least H."""
     place = tl.program_id(0).to(tl.int64) * H
     k = tl.arange(0, BLOCK)
     inside = k < H
@@ -283,7 +284,7 @@ def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOC
 
 @triton.jit
 def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (m, i) handles columns from i * BLOCK on of row m."""
+    """Program (m, i) writes row m of y, columns i * BLOCK to (i + 1) * BLOCK - 1."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -294,7 +295,7 @@ def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def _stored(x: Activation, shared: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return rows and scales that a kernel stores, and the global scale; bf16 rows have neither."""
+    """Return rows, scales and global scale as a kernel's arguments; missing ones are the rows again."""
     rows, scale = x
     return rows, rows if scale is None else scale, rows if shared is None else shared
 
@@ -333,7 +334,7 @@ def after_experts(h, dense, experts, norms, scalars, decoded, scheme, eps=1e-6, 
     after_experts_kernel[(M,)](
         h, dense, experts, w_1, w_2, w, *scalars, w_next, h_out, *_stored(x, shared), decoded, H, eps,
         CHOICES=experts.shape[1], LARGEST=_largest(scheme), **_halves(H),
-        num_warps=16 if launched_as(M) <= 512 else 8,  # many rows wait for instructions, few for memory
+        num_warps=16 if launched_as(M) <= 512 else 8,  # instructions limit many rows, memory limits few
         **chained(h.device),
     )  # fmt: skip
     return h_out, x

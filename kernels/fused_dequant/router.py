@@ -1,16 +1,16 @@
-"""The router: logits of all experts, the best of them, and their weights.
+"""The router: logits of all experts, the topk experts of each token, and their routing weights.
 
     logits [M, E] = x @ w.T      float32 sums, rounded to bf16 as transformers' linear layer does
     p = softmax(logits)          over all experts, in float32
     ids, weights                 the topk largest p, renormalised, times each expert's scale
 
-The product has few outputs (256 x 128 at one canvas) and a long K: one program for each tile would
-leave most of the GPU idle. Therefore K is split. `choose_kernel`, a program for each token, adds up the
-splits without atomics. Both kernels begin to load weights before they wait for the kernel before them.
+The product has few outputs (256 x 128 at one canvas) and a long K: one program per tile would leave
+most of the GPU idle. Therefore K is split. `choose_kernel`, one program per token, adds up the
+splits without atomics. Both kernels start loading weights before they wait for the previous kernel.
 
-The choice takes TOPK maxima one after the other. Score and index make one integer, so a maximum is one
-instruction of a warp. Both kernels take 4.8 us for 256 rows on an H200; with floating-point maxima and
-their indices, the same tiles, and nothing loaded early, they took 6.4 us.
+The choice takes TOPK maxima one after the other. Score and index form one integer, so a maximum is
+one instruction of a warp. Both kernels together take 4.8 us for 256 rows on an H200. With the same
+tiles, but floating-point maxima with separate indices and nothing loaded early, they took 6.4 us.
 """
 
 import torch
@@ -21,8 +21,8 @@ from fused_dequant.chain import chained, follow
 from fused_dequant.dispatch import launched_as
 
 BK = 256
-PROGRAMS = 264  # two a streaming multiprocessor of an H200; more splits only add reads of sums
-MOST_STEPS = 2  # of a program: their loads are in flight together, and those of 4 spill
+PROGRAMS = 264  # two per streaming multiprocessor of an H200; more splits only add sums to read
+MOST_STEPS = 2  # per program: their loads are in flight together, and loads of 4 steps would spill
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def logits_kernel(
 
 @triton.jit
 def ordered(bits):
-    """Map bf16 bits, sign-extended to int32, to integers that sort as the values; its own inverse."""
+    """Map bf16 bits, sign-extended to int32, to integers that sort like the values; its own inverse."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
@@ -91,14 +91,14 @@ def choose_kernel(
     for split in tl.static_range(SPLITS):
         score += tl.load(partial + (split * M + m) * E + e, mask=e < E, other=0.0)
     score = score.to(tl.bfloat16)
-    # All keys differ: also a row of NaN has TOPK experts.
+    # All keys differ, so even a row of NaN gets TOPK experts.
     key = ordered(score.to(tl.int16, bitcast=True).to(tl.int32)) << 16 | (EXPERTS - 1 - e)
     key = tl.where(e < E, key, -0x80000000)
     best = tl.max(key)
     top = score_of(best)
     p = tl.exp(score.to(tl.float32) - top)
     total = 1.0
-    # A token's slots are its chosen experts by index, which only changes the order of a sum.
+    # A token's slots follow the expert's index, not its score: only a sum's order depends on this.
     rank = (e > EXPERTS - 1 - (best & 0xFFFF)).to(tl.int32)
     for _ in tl.static_range(TOPK - 1):
         best = tl.max(tl.where(key < best, key, -0x80000000))

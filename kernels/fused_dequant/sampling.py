@@ -6,25 +6,25 @@
     next canvas = y where accepted, else a token drawn uniformly
     finished when a did not change over `history` steps and mean(H) < confidence
 
-Three launches a step, whatever the batch:
+A step takes three launches, whatever the batch size:
 
-    1. `statistics_kernel`  a row in ranges of RANGE tokens: max, sum(e) and sum(e x) of each, with
+    1. `statistics_kernel`  for each row and range of RANGE tokens: max, sum(e) and sum(e x), with
                             e = exp(x) and x = (logit - the range's max) / T
-    2. `draw_kernel`        a row: combines its ranges, finds the one that holds the maximum and the one
-                            in which the cumulative distribution passes u, and reads those two again
-    3. `accept_kernel`      a sequence: acceptance, the next canvas, the stop, the next step's number
+    2. `draw_kernel`        for each row: combines its ranges, finds the range with the maximum and the
+                            range in which the cumulative distribution passes u, reads these two again
+    3. `accept_kernel`      for each sequence: acceptance, next canvas, stop, number of the next step
 
-H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written. A canvas of 256 bf16
-positions over 262,144 tokens reads 134 MB. On Hopper lm_head may store launch 1's numbers for its tiles
-(`vocabulary_hopper`). RANGE is then 256, a tile's width, and launch 1 is left out.
+H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written. A canvas of 256
+positions over 262,144 tokens in bf16 reads 134 MB. On Hopper, lm_head may store the numbers of launch
+1 for its tiles (`vocabulary_hopper`). RANGE is then 256, a tile's width, and launch 1 is left out.
 
 A random number is a function of its place: Philox4x32-10 has the sequence's seed as key and (position,
 step, canvas, 0) as counter. Word 0 draws y, word 1 the uniform token, 24 bits each. `accept_kernel`
 counts the step in device memory. So one CUDA graph replays every step, and sequences of one batch may
 be at different steps. Sequences that are finished or past the last step do not change.
 
-Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes the
-entropy NaN: the position is not accepted and its sequence does not finish; tokens stay in range.
+Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes
+the entropy NaN: its position is not accepted, its sequence does not finish, tokens stay in range.
 """
 
 import torch
@@ -40,7 +40,7 @@ RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43, 8,192 with f
 
 @triton.jit
 def finite(logits):
-    """Return logits in float32, minus infinity as LOWEST, so that no difference is NaN; NaN stays."""
+    """Return logits in float32, LOWEST in place of -inf, so that no difference is NaN; NaN stays."""
     return tl.maximum(logits.to(tl.float32), LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -66,7 +66,7 @@ def statistics_kernel(
     EVEN: tl.constexpr,
     RANGE: tl.constexpr,
 ):
-    """Program (row, range) stores max, sum(e), sum(e x) in `tops`, `sums`, `moments` [rows, ranges]."""
+    """Program (row, part) stores max, sum(e), sum(e x) in `tops`, `sums`, `moments` [rows, ranges]."""
     follow(CHAINED)
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * RANGE + tl.arange(0, RANGE)
@@ -114,7 +114,7 @@ def draw_kernel(
     RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
     RANGE: tl.constexpr,
 ):
-    """Program `row` combines its ranges and draws a token; if SURVEYED, it sums `rounded` over them."""
+    """Program `row` combines its ranges and draws tokens; if SURVEYED, it also sums up `rounded`."""
     follow(CHAINED)
     row = tl.program_id(0)
     b, position = row // L, row % L
@@ -142,7 +142,7 @@ def draw_kernel(
 
     target = uniform(word0) * total
     passed = tl.cumsum(mass, 0)
-    # Rounding may leave no range whose cumulative mass exceeds the target: the last with any.
+    # Rounding may leave no range whose cumulative mass exceeds the target: then the last with any mass.
     chosen = tl.min(tl.where((passed > target) & (mass > 0.0), part, RANGES))
     chosen = tl.where(chosen < RANGES, chosen, tl.max(tl.where(mass > 0.0, part, 0)))
     before = tl.sum(tl.where(part < chosen, mass, 0.0))
@@ -191,7 +191,7 @@ def draw(
 ) -> Draw:
     """Return a step's draw from logits [B, L, V] and their `statistics`, f32 [3 or 4, B * L, ranges].
 
-    If `total` f32 [B * L] is given, each row's sum of statistics[3] over its ranges is written to it.
+    A range has `width` tokens. `total` f32 [B * L], if given, gets each row's sum of statistics[3].
     """
     B, L, V = logits.shape
     ranges, device = statistics.shape[2], logits.device

@@ -1,6 +1,6 @@
 """Checks that this GPU multiplies correctly, by comparing products with torch's in float64.
 
-Shapes and rows are the real model's at one canvas, so a run launches the kernels that compile here.
+Shapes are the real model's, with the rows of one canvas: a run launches the kernels compiled here.
 """
 
 import torch
@@ -8,17 +8,14 @@ import torch
 from fused_dequant import cases, reference, weights
 from fused_dequant.operations import linear, routed_experts
 
-ROWS, EXPERTS, TOPK = 256, 8, 2
+ROWS, EXPERTS, TOPK = 256, 8, 2  # two of the experts get no token
 LARGEST_ERROR = 3e-2  # rounding costs 2e-3, and 1.3e-2 where hidden rows have 8 bits
-# What a scheme's weights become where its kernel failed; None where the simulation takes over.
+# The scheme that weights get if their scheme's kernel failed; None: `simulated` takes over.
 PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:
-    """Return the larger of two relative errors: of a dense product, and of routed experts.
-
-    NaN counts as infinite. Two of the experts get no token.
-    """
+    """Return the larger relative error, of a dense product or of routed experts; NaN if either is."""
     place = str(device)
     x = cases.random_tokens(ROWS, cases.HIDDEN, place)
     dense = cases.random_weight(scheme, 1, 4096, cases.HIDDEN, place)
@@ -39,7 +36,7 @@ def relative_error(scheme: str, device: torch.device) -> float:
 
 
 def fault(scheme: str, device: torch.device) -> str | None:
-    """Return what is wrong with a scheme's products on a GPU, None if nothing is."""
+    """Return what is wrong with products of `scheme` on a GPU; None if nothing is wrong."""
     try:
         error = relative_error(scheme, device)
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used

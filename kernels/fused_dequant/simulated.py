@@ -1,11 +1,11 @@
 """Products for calibration and scoring whose inputs are rounded as W4A4 rounds them, or not at all.
 
     round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
-    scaled             the NVFP4 weight for such rows; its factor is divided by their global_scale
+    scaled             the NVFP4 weight for such rows; its factor is divided by the rows' global scale
     plain              an 8-bit weight in bf16, for rows that are not rounded
-    experts            routed experts on rows rounded with each expert's scale, one scale, or none
+    experts            routed experts; rows are rounded with a scale per expert, with one, or not at all
 
-Products differ from W4A4's only in the order of float32 sums. On a CPU torch does the same.
+Products differ from those of W4A4 only in the order of float32 sums. On a CPU torch does the same.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from fused_dequant.kept import kept
 from fused_dequant.operations import routed_experts
 from fused_dequant.weights import Weight
 
-EXPERTS_AT_ONCE = 16
+EXPERTS_AT_ONCE = 16  # that go through float32 in `plain`: all experts of a layer would take 4 GB
 
 
 def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
-    """Round rows bf16 or f32 [M, K], K % 16 == 0, to NVFP4: bf16 [M, K] of codes times block scales.
+    """Round x bf16 or f32 [M, K], K % 16 == 0, to NVFP4; return codes times block scales, bf16 [M, K].
 
-    `global_scale` is f32 [1]. Or it is [E], with `experts` int [M, topk]: each row is then rounded once
-    for each of its experts, to bf16 [M * topk, K].
+    `global_scale` is f32 [1]. With `experts` int [M, topk] it is [E]: each row is then rounded once
+    for each of its experts, and the result is [M * topk, K].
     """
     if launches(x.device):
         from fused_dequant import input_rounding
@@ -39,7 +39,7 @@ def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) 
 
 
 def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
-    """Do what `round_nvfp4` does, in plain torch on any device."""
+    """Return what `round_nvfp4` returns, computed by plain torch on any device."""
     if experts is not None:
         x = x.repeat_interleave(experts.shape[1], 0)
         global_scale = global_scale[experts.flatten().long()]
@@ -48,17 +48,17 @@ def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = Non
 
 
 def scaled(weight: Weight, global_scale: Tensor) -> Weight:
-    """Return `weight`, NVFP4, with its factor divided by the rows' `global_scale`, f32 [1] or [E]."""
+    """Return the NVFP4 `weight`, its factor divided by the rows' `global_scale` f32 [1] or [E].
+
+    Raise ValueError if the weight has no factor, as it is then not NVFP4.
+    """
     if weight.factor is None:
         raise ValueError(f"rounded rows are multiplied with NVFP4 weights, not {weight.scheme}")
     return replace(weight, factor=weight.factor / global_scale[:, None])
 
 
 def plain(weight: Weight) -> Weight:
-    """Return an 8-bit weight as a bf16 one, for rows that are not rounded; return others as given.
-
-    A few experts at a time go through float32: all of a layer's at once would take 4 GB.
-    """
+    """Return an 8-bit weight in bf16, for rows that are not rounded; return other weights unchanged."""
     if weight.scheme not in EIGHT_BIT or weight.scale is None:
         return weight
     if launches(weight.data.device):
@@ -84,11 +84,11 @@ def experts(
     scales: tuple[Tensor, Tensor] | None = None,
     see: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Return `operations.routed_experts` of x bf16 [M, H], whose rows are rounded first: [M, topk, H].
+    """Return `operations.routed_experts` [M, topk, H] of x bf16 [M, H], with the inputs rounded.
 
-    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are below E. `scales` are a pair
-    of global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds nothing. `see`
-    is called with the input of down before it is rounded, bf16 [M * topk, I], in the order of `ids`.
+    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are in 0..E-1. `scales` are two
+    global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds nothing. `see` is
+    called with the input of down before it is rounded, bf16 [M * topk, I], in the order of `ids`.
     """
 
     def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:

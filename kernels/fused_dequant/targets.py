@@ -18,7 +18,7 @@ FORCE = "QUANTIZE_TARGET"
 class Target:
     """Properties of the GPUs of one compute capability, which is the key in `TARGETS`."""
 
-    example: str  # a GPU of it
+    example: str  # a GPU of this capability
     shared: int  # KiB of shared memory that a block may have
     processors: int  # streaming multiprocessors
     fp4: bool = False  # whether tensor cores multiply NVFP4
@@ -38,12 +38,12 @@ TARGETS: dict[Capability, Target] = {
 
 
 def name_of(target: Capability) -> str:
-    """Return a compute capability's name: sm_90 for (9, 0)."""
+    """Return the name of a compute capability, such as sm_90 for (9, 0)."""
     return f"sm_{target[0]}{target[1]}"
 
 
 def forced() -> Capability | None:
-    """Return the capability that QUANTIZE_TARGET names, None if unset; ValueError if not in TARGETS."""
+    """Return the capability in QUANTIZE_TARGET, None if unset; raise ValueError if not in TARGETS."""
     name = os.environ.get(FORCE)
     if not name:
         return None
@@ -56,7 +56,7 @@ def forced() -> Capability | None:
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the capability to compile for: the `forced` one, else `device`'s ("meta": current GPU)."""
+    """Return the capability to compile for: the `forced` one, or `device`'s ("meta": current GPU)."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
 
@@ -72,8 +72,8 @@ def fp4_units(device: torch.device) -> bool:
 def lowering(device: torch.device) -> dict[str, str]:
     """Return launch arguments that make Triton use `device`'s tensor cores; only sm_121 needs any.
 
-    For sm_121 Triton 3.7 would emit Ampere's instructions: they multiply FP8 in half precision, NVFP4
-    not at all. So it emits sm_120's instructions, which sm_121 also has, and assembles for sm_121.
+    For sm_121 Triton 3.7 would emit Ampere's instructions, which multiply FP8 in half precision and
+    cannot multiply NVFP4. With "sm120" it emits sm_120's, which sm_121 has, and assembles for sm_121.
     """
     return {"arch": "sm120"} if device.type != "cpu" and capability(device) == (12, 1) else {}
 

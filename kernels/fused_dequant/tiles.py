@@ -1,9 +1,9 @@
 """Functions and constants that Triton kernels share: a block's rows, the activation, stores.
 
-A *block* is `BM` rows of activations that are multiplied by the same weights. In a dense product block
-i is rows BM*i .. BM*i + BM - 1 of x. In a grouped product, of experts, block i is of `block_expert[i]`,
-and `slots[BM*i + m]` tells its row m: token * topk + choice, or `total` for padding. The host need not
-know how many blocks are in use.
+A *block* is `BM` rows of activations that are multiplied by the same weights. In a dense product,
+block i is rows BM*i .. BM*i + BM - 1 of x. In a grouped product (of experts), block i belongs to
+expert `block_expert[i]`, and `slots[BM*i + m]` is the slot of its row m: token * topk + choice, or
+`total` for padding. The host need not know how many blocks are in use.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite: the difference of two of them is 0 and not NaN
 FAR = tl.constexpr(1 << 30)  # beyond every position of a sequence
-# Where the results of a product belong: experts' (11 MB for a canvas) would otherwise leave the L2
-# before they are read, pushed out by 700 MB of weights (FP8: 0.12 ms of 9.5 a forward).
+# How results of a product are cached: 700 MB of weights would otherwise push the experts' results
+# (11 MB per canvas) out of the L2 before they are read (FP8: 0.12 of 9.5 ms per forward).
 KEPT = tl.constexpr("evict_last")
 
 
@@ -60,7 +60,7 @@ def store_nvfp4(
     result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Store result f32 [BN, BM] * `factor` in rows of y, after gelu_mul and row weights if asked."""
+    """Scale result f32 [BN, BM] by `factor`, apply gelu_mul and row weights, store it in rows of y."""
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:

@@ -11,12 +11,9 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
-    """Capture what the block launches; `options` are those of `torch.cuda.graph`.
-
-    Python's garbage collector is off meanwhile: freeing an older graph would invalidate the capture.
-    """
+    """Capture what the `with` block launches in `graph`; `options` are those of `torch.cuda.graph`."""
     collects = gc.isenabled()
-    gc.disable()
+    gc.disable()  # collecting an older graph would free it, which would invalidate the capture
     try:
         with torch.cuda.graph(graph, **options):
             yield
@@ -26,11 +23,11 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
 
 
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
-    """Return the median microseconds of a call.
+    """Return the median microseconds of one call.
 
-    `calls` do the same work on different buffers, which together are several times as large as the L2
-    cache. One CUDA graph captures whole rounds of them, with at least `least` calls in all, so that
-    gaps between launches are those of a real step. The graph is replayed `replays` times.
+    `calls` do the same work on different buffers, which together are several times as large as the
+    L2 cache. One CUDA graph captures whole rounds of the calls, at least `least` calls in all, so
+    that gaps between launches are those of a real step. The graph is replayed `replays` times.
     """
     rounds = -(-least // len(calls))
     for call in calls:

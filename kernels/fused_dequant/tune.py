@@ -3,13 +3,13 @@
 It tunes each product of the real model that the GPU can run, at several numbers of tokens. Candidates
 are compiled in parallel, against tensors without storage; those that do not fit the device are dropped.
 Each must give the result of the first, and is timed as a CUDA graph over buffers larger than the L2;
-the fastest is kept. Both products of the experts share one block of rows, so their pair is chosen
-together. What runs without the table is a candidate too, which shows what the table gains. On an H200
-products of 64, 256 and 1,024 tokens take about two minutes in all; the larger ones have not been timed.
+the fastest is kept. Both products of the experts read the same blocks of rows, so their pair is chosen
+together. The untuned default is a candidate too, which shows what the table gains. On an H200, tuning
+for 64, 256 and 1,024 tokens takes about two minutes in all; larger numbers have not been timed.
 
-A candidate with more than `candidates.MAX_ACCUMULATORS` registers of accumulators a thread is never
-made. Products are timed in a child process: if a candidate breaks its CUDA context, a new process times
-the others, and a warning names it.
+No candidate has more than `candidates.MAX_ACCUMULATORS` accumulator registers per thread. Products
+are timed in a child process: if a candidate breaks the CUDA context there, a new process times the
+other candidates, and a warning names the broken one.
 """
 
 import itertools
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Operands:
-    """A product's operands; those on "meta" have no storage, and serve to compile a launch."""
+    """A product's operands; on "meta" they have no storage, and serve only to compile a launch."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
     weight: Weight
     row_weight: torch.Tensor | None
-    blocks: dict[int, routing.Routing]  # by a block's rows; empty for a dense product
+    blocks: dict[int, routing.Routing]  # by number of rows per block; empty for a dense product
 
 
 def operands(product: Product, device: str) -> Operands:
@@ -70,7 +70,7 @@ def operands(product: Product, device: str) -> Operands:
 
 
 def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
-    """Route the batch once for each block size: timing a product leaves the routing out."""
+    """Route the batch once for each block size, so that a product is timed without routing."""
     own = candidates(product, capability(torch.device(device)))
     sizes = {tuning.block_rows(config) for config in own}
     if device != "meta":
@@ -106,7 +106,7 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
     """Compile (product, configuration) jobs into Triton's cache, one process per core; log failures."""
-    # One job for each kernel: all shapes share it, but those whose K leaves a remainder.
+    # One job per kernel: all shapes share a kernel, except those whose K leaves a remainder.
     own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
         for failure in pool.imap_unordered(_compile, own.values(), chunksize=4):
@@ -119,7 +119,7 @@ class BrokenCandidateError(Exception):
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Time configs not `excluded`; return (us, config), fastest first. ValueError: results differ."""
+    """Return (us, config) of candidates not `excluded`, fastest first; ValueError if results differ."""
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]
@@ -148,13 +148,13 @@ Work = Callable[[Product, list[Config]], Timed]
 
 
 class Timer:
-    """Times products in a child process, which it replaces when a candidate breaks it."""
+    """Times products in a child process, which is replaced when a candidate breaks it."""
 
     def __init__(self, work: Work = time_candidates) -> None:
         self._work, self._child = work, _child()
 
     def __call__(self, product: Product) -> Timed:
-        """Return `time_candidates`, without the candidates that broke a process."""
+        """Return what `time_candidates` returns, without candidates that broke a process."""
         excluded: list[Config] = []
         while True:
             try:
@@ -173,12 +173,12 @@ def _child() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's chosen configuration; a launch's microseconds with it, and with the earlier one."""
+    """A product's chosen configuration, and a launch's time with it and with the one used before."""
 
     product: Product
     config: Config
-    microseconds: float  # with it
-    before: float | None  # with what ran before; None if that is no candidate or broke its process
+    microseconds: float  # of a launch with `config`
+    before: float | None  # with the configuration used before; None if it was not timed
 
 
 def tuned(
@@ -188,9 +188,9 @@ def tuned(
 ) -> Iterator[Choice]:
     """Time the candidates of products, and yield the fastest for each.
 
-    Each experts_up must be followed by its experts_down: the pair is chosen together, with equal block
-    rows. `now` returns the configuration in use, which the new table would replace. `timer` returns a
-    product's timed candidates; None stands for a `Timer` on this GPU.
+    Each experts_up must be followed by its experts_down: the pair is chosen together, with equal
+    rows per block. `now` returns the configuration in use, which the new table would replace.
+    `timer` returns a product's timed candidates; None stands for a `Timer` on this GPU.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)
@@ -210,7 +210,7 @@ def tuned(
 def write_table(
     path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
 ) -> None:
-    """Add choices to the table at `path`, or create it; the file is replaced atomically."""
+    """Add `choices` to the table at `path`, creating it if missing; the file is replaced atomically."""
     kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for choice in choices:
         kernels.setdefault(choice.product.key, {})[str(choice.product.M)] = choice.config

@@ -4,12 +4,13 @@
     {"device": ..., "capability": "sm_90", "triton": ...,
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
-A key is verb/scheme/NxK, and has an entry for each of several M, numbers of tokens. A launch takes the
-smallest M at or above its own, or the largest there is. If its N is missing, it takes the nearest N of
-the same K. Tables of the device's own name come before others of its compute capability, so an H100
-runs what was tuned on an H200. A table that `quantize tune` wrote (`user_tables`) comes before one that
-ships. Nothing is tuned while serving: a launch that no table covers gets `default`, which is untuned
-but fits every target. A device without any table causes one warning.
+A key is verb/scheme/NxK, and has an entry for each of several numbers of tokens M. A launch takes
+the entry of the smallest M that is at least its own M, else of the largest. If its N is missing, it
+takes the nearest N with the same K. Tables of the device's own name take precedence over others of
+its compute capability; an H100, without its own, runs what was tuned on an H200. A table that
+`quantize tune` wrote (`user_tables`) takes precedence over one that ships. Nothing is tuned while
+serving: a launch that no table covers gets `default`, which is untuned but fits every target. A
+device without any table causes one warning.
 """
 
 import json
@@ -27,12 +28,12 @@ from fused_dequant.targets import TARGETS, capability, forced, name_of
 Config = dict[str, int]
 Table = dict[str, dict[str, Config]]  # kernel key -> bucket of M -> config
 SHIPPED = Path(__file__).parent / "tuning"
-_folders = [SHIPPED]  # later ones count more
+_folders = [SHIPPED]  # later ones take precedence
 _log = logging.getLogger(__name__)
 
 
 def user_tables(folder: Path) -> None:
-    """From now on read the tables in `folder` too; they come before those that ship."""
+    """From now on read the tables in `folder` too; they take precedence over those that ship."""
     _folders[:] = [SHIPPED, folder]
     forget()
 
@@ -45,7 +46,7 @@ def forget() -> None:
 
 
 def table_path(device_name: str, folder: Path = SHIPPED) -> Path:
-    """Return the path of the table in `folder` for the device of this name."""
+    """Return the path in `folder` of the table for the device named `device_name`."""
     return folder / f"{device_name.replace(' ', '_')}.json"
 
 
@@ -64,7 +65,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` as one, in which the device's own entries win."""
+    """Return all tables of capability `target` as one; of equal keys, the device's own table wins."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
@@ -81,7 +82,7 @@ def table(device_name: str | None, target: str) -> Table:
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
     """Return the configuration for a launch on `device`; "meta" stands for the current GPU.
 
-    If QUANTIZE_TARGET forces a target, the device's own tables have no precedence over others.
+    If QUANTIZE_TARGET forces a target, the device's own tables do not take precedence over others.
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
@@ -95,7 +96,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the entry for the nearest N, and its least size >= M, else its largest; or `default`."""
+    """Return the entry for the nearest N and least size >= M, else largest; if none, `default`."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}
@@ -119,7 +120,7 @@ def block_rows(config: Config) -> int:
 
 
 def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
-    """Return an untuned configuration for any target: at most 99 KiB of shared memory a block."""
+    """Return an untuned configuration for any target: at most 99 KiB of shared memory per block."""
     if verb == "soft_embedding":
         return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
     if verb == "lm_head":

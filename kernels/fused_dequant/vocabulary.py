@@ -1,27 +1,26 @@
 """The two products with the embedding matrix: lm_head with softcap, and the soft embedding.
 
 Both are bound by arithmetic at one canvas of 256 tokens. So both read their tiles with TMA (tensor
-descriptors), whose addresses take no arithmetic in the loop and no registers. Before sm_90 Triton turns
-the descriptors into ordinary loads.
+descriptors), whose addresses take no arithmetic in the loop and no registers. On GPUs older than
+sm_90 Triton turns the descriptors into ordinary loads.
 
-lm_head: programs are persistent, one an SM, and loop over tiles; the next tile's loads run while the
-last tile is capped and stored. Logits are written once, as bf16 [M, V]: in float32 the 256 x 262,144
-logits of one canvas would be 268 MB a copy. For sm_90 `vocabulary_hopper` has another kernel.
+lm_head: programs are persistent, one per SM, and loop over tiles; the next tile's loads run while
+the last tile is capped and stored. Logits are written once, as bf16 [M, V]: in float32 the 256 x
+262,144 logits of one canvas would take 268 MB. For sm_90 `vocabulary_hopper` has another kernel.
 
-Soft embedding: softmax(logits / T) @ embedding, the input of self-conditioning. K = V is 262,144 long
-and M x H only 22 tiles, so K is split into S ranges to fill the GPU. Each range s has an anchor a_s, a
-number near its maximum:
+Soft embedding: softmax(logits / T) @ embedding, the input of self-conditioning. K = V is 262,144
+long, but M x H has only 22 tiles, so K is split into S ranges to fill the GPU. Each range s has an
+anchor a_s, a number near its maximum:
 
     1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
     3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
 
-The anchor is the maximum of a range's first few thousand logits, so that the logits are read once and
-no program holds more than those. It need not be the range's maximum: p may be large, since bf16 has
-float32's exponents.
+The anchor is the maximum of a range's first 2,048 logits, so a program reads logits once and holds
+only that many. It need not be the range's maximum: p may be large, since bf16 has float32's exponents.
 
-There are no atomics, so two runs are equal bit for bit. p is rounded to bf16 before it is normalised.
-The sums are of rounded values, so that the weights of a row still add up to 1.
+There are no atomics, so two runs are equal bit for bit. p is rounded to bf16 before it is
+normalised. The sums are taken of rounded values, so that the weights of a row still add up to 1.
 """
 
 import torch
@@ -54,7 +53,7 @@ def lm_head_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write capped x [M, H] @ w [V, H].T to y [M, V]; TMA boxes [BM, BK], [BN, BK], [BM, BN/2]."""
+    """Write capped x [M, H] @ w [V, H].T to y [M, V]; boxes: x [BM, BK], w [BN, BK], y [BM, BN/2]."""
     follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
@@ -78,7 +77,7 @@ def lm_head(
 ) -> torch.Tensor:
     """Launch the kernel for `operations.lm_head`; a `config` with STAGES selects the one for sm_90.
 
-    A `config` of None is looked up. V and H must be multiples of 8: TMA reads rows of 16-byte units.
+    If `config` is None, the tables give it. V and H must be multiples of 8: TMA reads 16-byte units.
     """
     (M, H), V = x.shape, len(w)
     config = config or tuning.choose("lm_head", "bf16", M, V, H, x.device)
@@ -100,8 +99,8 @@ def lm_head(
 def rounded_exponential(x, HARDWARE: tl.constexpr):
     """Return 2^x rounded to bf16, as bf16 and as float32; results below 2^-126 are zero.
 
-    If HARDWARE is true, 5 instructions make two values. The compiler's code would rescale subnormal
-    results and convert to bf16 one value at a time, as slowly as it computes an exponential.
+    If HARDWARE is true, 5 instructions make two values. The compiler's own code would rescale subnormal
+    results, and convert to bf16 one value at a time, as slowly as it computes an exponential.
     """
     if HARDWARE:
         p, p_wide = tl.inline_asm_elementwise(
@@ -150,8 +149,8 @@ def exponential_kernel(
 ):
     """Program (m, s) stores p of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    The anchor (the logit where p is 1) is the maximum of these columns' first 8 * EIGHTS, so logits are
-    read once. If a p exceeds 2^REACH, all columns are done again with their own maximum as anchor.
+    The anchor (the logit where p is 1) is the maximum of the first 8 * EIGHTS of these, so logits
+    are read once. If a p exceeds 2^REACH, all are computed again with their own maximum as anchor.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
@@ -255,7 +254,7 @@ def look(x, w, cap, state, schedule, logits, probabilities):
 
 
 def soft_embedding(logits, embedding, inverse_temperature, out=None, config=None):
-    """Launch the kernels for `operations.soft_embedding`; `config` None is looked up in the tables."""
+    """Launch the kernels for `operations.soft_embedding`; if `config` is None, the tables give it."""
     (M, V), H = logits.shape, embedding.shape[1]
     config = config or tuning.choose("soft_embedding", "bf16", M, H, V, logits.device)
     p, anchors, total = exponentials(logits, inverse_temperature, *split_lengths(V, config))
@@ -284,7 +283,7 @@ def exponentials(
 
 
 def split_lengths(V: int, config: Config) -> tuple[int, int]:
-    """Return how many ranges the V tokens are split into, and how many tokens a range has."""
+    """Return the number of ranges that V tokens are split into, and the number of tokens per range."""
     length = -(-V // (config["SPLITS"] * config["BK"])) * config["BK"]
     return -(-V // length), length
 
@@ -309,7 +308,7 @@ def reduce(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Combine the ranges' products to bf16 [M, H], in `out` if given; `anchors` None: one is shared."""
+    """Combine ranges' products to bf16 [M, H], in `out` if given; `anchors` None: ranges share one."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)

@@ -3,13 +3,13 @@
 Triton's loop (`vocabulary.lm_head_kernel`) leaves the tensor cores idle while a block caps and stores a
 tile. Here a block has one warp that copies, and two sets of four warps that multiply:
 
-    the one warp    copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
-    each set        multiplies 64 rows into accumulators of 64 x 256, then caps and stores them
+    one warp        copies tiles of x [128, BK] and w [256, BK] into a ring of STAGES places (TMA)
+    each of 2 sets  multiplies 64 rows into accumulators of 64 x 256, then caps and stores them
 
 The two sets share only the ring: while one caps and stores, the other may multiply.
 
 `survey` also stores numbers for the sampler and the soft embedding, so that neither reads all logits
-again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these are:
+again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these numbers are:
 
     statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of p
     p            2^((l - cap) log2(e) / T + REACH) as bf16
@@ -17,7 +17,7 @@ again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, th
 All p are relative to `cap`, so the soft embedding is one product. With |l| <= cap they span
 2 cap log2(e) / T powers of two; bf16's exponents allow that down to T = 0.39 for cap = 30 (`holds`).
 
-Programs are persistent, one an SM. A place of the ring is `ready` when its bytes have arrived, `free`
+Programs are persistent, one per SM. A place of the ring is `ready` when its bytes have arrived, `free`
 when both sets have read it. A set stores results through two buffers of 64 x 64; TMA clips them to y.
 """
 
@@ -43,14 +43,13 @@ from fused_dequant.tuning import processors
 BM = gl.constexpr(128)
 BN = gl.constexpr(256)
 PIECE = gl.constexpr(64)  # columns of a store: 128 bytes, one swizzled row
-# Base-2 logarithms of the largest p (262,144 of 2^96 times values of 1,000 are 2^124) and of the least
-# normal bf16.
+# log2 of the largest p (262,144 of 2^96 times values of 1,000 are 2^124) and of the least normal bf16.
 REACH, LEAST = gl.constexpr(96.0), -126.0
 
 
 @gluon.jit
 def copy_tiles(x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES: gl.constexpr):
-    """Copy the x and w of this program's tiles into the ring, BK columns a step."""
+    """Copy x and w of this program's tiles into the ring, BK columns per step."""
     BK: gl.constexpr = x.block_shape[1]
     rows = gl.cdiv(M, BM)
     step = 0
@@ -79,7 +78,7 @@ def multiply_and_cap(
     for tile in range(gl.program_id(0), rows * gl.cdiv(V, BN), programs):
         m, n = (tile % rows) * BM + 64 * SET, (tile // rows) * BN
         sharpness = 0.0
-        if SURVEYED:  # asked for before the products, under which it arrives
+        if SURVEYED:  # requested before the products, arrives while they run
             row = m + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
             now = gl.load(steps_taken + row // L, mask=row < M, other=1)
             sharpness = LOG2_E / gl.load(schedule + gl.minimum(now, N) - 1)
@@ -115,7 +114,7 @@ def quarters(acc):
 
 @gluon.jit
 def rounded(x):
-    """Round float32 to bf16, two values an instruction; return the bf16, and its value in float32."""
+    """Return x rounded to bf16, and the same values in float32; one instruction rounds two values."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
         "=&r,=r,=r,f,f", [x], dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=2,
@@ -152,7 +151,7 @@ def store_capped(acc, y, results, m, n, cap):
 
 @gluon.jit
 def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
-    """Return logits cap * tanh(x) in bf16, LOWEST past V, and each row's maximum before rounding."""
+    """Return logits cap * tanh(x) in bf16 (past V, LOWEST), and each row's maximum before rounding."""
     logits = capped(x, cap)
     if not EVEN:
         column = n + gl.arange(0, PIECE, layout=gl.SliceLayout(0, x.type.layout))
@@ -224,8 +223,8 @@ def lm_head_hopper_kernel(
 ):
     """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    Only if SURVEYED, also write p [M, V] (boxes like y's) and `statistics`; a row's temperature is then
-    read from `schedule` [N], at the step that `steps_taken` [M / L] gives for the row's sequence.
+    If SURVEYED, also write p [M, V] (in boxes like y's) and `statistics`; a row's temperature is
+    then read from `schedule` [N], at the step that `steps_taken` [M / L] has for the row's sequence.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
@@ -252,7 +251,7 @@ def lm_head_hopper_kernel(
             (copy_tiles, (x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES)),
         ],
         [4, 1],
-        [240, 24],  # registers a thread
+        [240, 24],  # registers per thread
     )  # fmt: skip
 
 
@@ -289,7 +288,7 @@ def survey(
 
 
 def holds(cap: float, coldest: float) -> bool:
-    """Return whether no p of `survey` is subnormal in bf16 for logits within +-cap at T = `coldest`."""
+    """Return whether no p of `survey` is subnormal in bf16, for logits within +-cap, T >= `coldest`."""
     return 2 * cap * LOG2_E.value / coldest <= REACH.value - LEAST
 
 

@@ -1,4 +1,4 @@
-"""The soft embedding of rows whose probability lies in few tokens: only their embeddings are read.
+"""The soft embedding of rows whose probability lies in few tokens: it reads only these embeddings.
 
     S          the most probable tokens of a row, of equal ones the lower id first, until their mass
                is at least 1 - LEFT_OUT; a row that needs more than MOST tokens is multiplied whole
@@ -6,26 +6,26 @@
 
 Let eps <= LEFT_OUT be the mass outside S, R the largest |E_i|. The sum of p_j E_j outside S is lost:
 
-    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R; and the norm that
-                                          reads the result takes out any factor
+    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R; besides, the norm
+                                          that reads the result removes any common factor
     |rounded - exact| <=  2^-8 |exact|    bf16's rounding of the result, 1.65e-3 |exact| as a rule
 
-The loss is below the rounding's bound where |exact| > 0.26 R, and below its usual size where |exact| >
-0.61 R. No model promises either, so the sparse product is an option that is off by default.
+The loss is below the rounding's bound where |exact| > 0.26 R, and below the rounding's usual size
+where |exact| > 0.61 R. No model promises either, so the sparse product is an option, off by default.
 
-MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB in 0.34 ms; 64 tokens of each of
-256 rows are 92 MB. A loop of 64 turns finds them; it ends at once where 64 cannot suffice.
+MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB in 0.34 ms; 64 tokens of each
+of 256 rows are 92 MB. A loop of at most 64 turns finds them; it ends as soon as 64 cannot suffice.
 
-    1. `choose_kernel`    finds S of a row by the maxima and sums of tiles of 256 tokens, which lm_head
-                          stores on Hopper. Each turn takes the most probable token left
+    1. `choose_kernel`    finds S of a row from the maxima and sums of tiles of 256 tokens, which
+                          lm_head stores on Hopper. Each turn takes the most probable token left
     2. `list_kernel`      lists the rows to be multiplied whole, in order, and counts them
-    3. `some_rows_kernel` multiplies them, BM listed rows a program; programs beyond the list return
-    4. `reduce_kernel`    of `vocabulary` combines all rows; those not listed are overwritten by 5
+    3. `some_rows_kernel` multiplies listed rows, BM per program; programs beyond the list return
+    4. `reduce_kernel`    of `vocabulary` combines all rows; kernel 5 overwrites the rows not listed
     5. `gather_kernel`    sums the sparse rows
 
-A row's bits do not depend on other rows. Kernels 1 and 5 read the row's own numbers alone. Kernel 3
-sums over the same tokens in the same order, wherever the row stands in the list. The dense product sums
-in that order too, so both have the same bits.
+A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3
+sums over the same tokens in the same order, wherever the row is in the list. The dense product sums
+in that order too, so both give the same bits.
 """
 
 import torch
@@ -58,8 +58,8 @@ def choose_kernel(
 ):
     """Program `row` stores its likeliest tokens, their probabilities, and their count (0 if over MOST).
 
-    Tokens are taken by falling logit, of equal ones the lowest id first, until they hold 1 - LEFT_OUT.
-    `tops` [rows, tiles] has a tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
+    Tokens are taken by falling logit, equal ones by rising id, until they hold 1 - LEFT_OUT. `tops`
+    [rows, tiles] has each tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
     """
     follow(CHAINED)
     row = tl.program_id(0)
@@ -93,7 +93,7 @@ def choose_kernel(
 
 @triton.jit
 def list_kernel(counts, rows, M, CHAINED: tl.constexpr, ROWS: tl.constexpr):
-    """Write to `rows` [M + 1], in order, the rows whose count is 0, and to rows[M] their number."""
+    """Write to `rows` [M + 1], in order, the rows whose count is 0; write their number to rows[M]."""
     follow(CHAINED)
     row = tl.arange(0, ROWS)
     whole = tl.load(counts + row, mask=row < M, other=1) == 0
@@ -120,7 +120,7 @@ def some_rows_kernel(
 ):
     """Store only the listed rows of what `vocabulary.split_k_kernel` stores in `partial`.
 
-    p is [M, V], `embedding` a descriptor. A tile that ends past the list `rows` repeats its first row.
+    p is [M, V], `embedding` a TMA descriptor. A tile that ends past the list repeats its first row.
     """
     follow(CHAINED)
     count, first = tl.load(rows + M), tl.program_id(0) * BM
@@ -202,9 +202,10 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the tokens S of each row of logits [M, V]; return (counts, list, tokens, probabilities).
 
-    `statistics` f32 [2 or more, M, tiles of 256] begin with max l and sum 2^x of `vocabulary_hopper`.
-    Counts int32 [M] are sizes of S, 0 for a row to be multiplied whole. The list int32 [M + 1] begins
-    with the rows of count 0, and ends with their number. Tokens int32, probabilities f32: [M, MOST].
+    `statistics` f32 [2 or more, M, tiles of 256] begin with max l and sum 2^x
+    (`vocabulary_hopper`). Counts int32 [M] are the sizes of S, 0 for a row to be multiplied whole.
+    The list int32 [M + 1] begins with the rows of count 0, and ends with their number. Tokens are
+    int32, probabilities f32, both [M, MOST].
     """
     (M, V), device, MOST = logits.shape, logits.device, reference.MOST
     counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))

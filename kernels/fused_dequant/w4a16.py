@@ -1,19 +1,20 @@
 """Lays out the NVFP4 weights that Hopper multiplies in bf16; decodes them in torch as the kernel does.
 
-*Fragments* are NVFP4 weights in the order in which Hopper's `wgmma` wants operand A in
-registers. A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds
-rows 16w + l//4 (+8) and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. Its 16 bytes are two
-pairs of 32-bit words; each pair is 16 codes, which decode to 8 registers of two bf16. A code's bits are
-spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent and mantissa at bits 8..6.
-Read as bf16 that is exactly e2m1 * 2^-126 (0.5 is subnormal, which tensor cores and HMUL2 honour). In
-each half word, three codes fill 12 of the 16 bits under rotations. The other 4 bits hold half of two
-more codes: one bitwise select joins those of both words of a pair. 16 codes take 16 instructions; an
-exhaustive search over rotations found these (`REGISTERS`, `SELECT_FIRST`).
+*Fragments* are NVFP4 weights in the order in which Hopper's `wgmma` reads operand A from registers.
+A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds rows 16w
++ l//4 (+8) and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. Its 16 bytes are two
+pairs of 32-bit words. Each pair has 16 codes, which decode to 8 registers of two bf16. A code's
+bits are spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent and mantissa
+at bits 8..6. Read as bf16, these bits are exactly e2m1 * 2^-126 (0.5 is subnormal, which tensor
+cores and HMUL2 honour). In each half word, three codes fill 12 of the 16 bits under rotations. The
+other 4 bits hold half the bits of two more codes; one bitwise select joins them with the other
+half, in the pair's other word. 16 codes take 16 instructions. An exhaustive search over rotations
+found this layout (`REGISTERS`, `SELECT_FIRST`).
 
-Scales of fragments are one byte each, unsigned with 5 exponent and 3 mantissa bits (bias 15). Every
-finite non-negative e4m3 value, its subnormals included, has such a byte, and `(byte << 4) + 0x7380` is
-the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The product of the two bf16
-numbers, e2m1 * scale * 2^-7, has 6 significant bits: the decode is exact.
+A fragment's scales are one byte each, unsigned, with 5 exponent and 3 mantissa bits (bias 15).
+Every finite non-negative e4m3 value, subnormals included, has such a byte, and `(byte << 4) +
+0x7380` is the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The product of
+the two bf16 numbers, e2m1 * scale * 2^-7, has 6 significant bits, so the decode is exact.
 """
 
 from functools import cache
@@ -25,11 +26,11 @@ from fused_dequant.formats import GROUP
 FRAGMENT = 64  # rows and columns of one fragment
 FRAGMENTED_AT_ONCE = 1 << 24  # bytes of codes: enough for a GPU, and 128 MB of temporaries
 
-# Which word (0, 1, or 2 = the select of both) and which left rotation yields register i of a pair
-# of words: i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2); its halves are columns k, k+1.
+# For each register i of a pair of words: the word it comes from (0, 1, or 2 = the select of both),
+# and the left rotation. i = 4 * (k // 16 % 2) + 2 * (k // 8 % 2) + (row // 8 % 2) has columns k, k+1.
 REGISTERS = ((0, 0), (0, 4), (0, 10), (1, 2), (1, 6), (1, 12), (2, 8), (2, 14))
 SELECT_FIRST = (0, 1, 9, 10)  # bits (mod 16) that the select takes from word 0
-_CODE_BITS = (6, 7, 8, 15)  # where mantissa, exponent (2) and sign of a code lie in bf16
+_CODE_BITS = (6, 7, 8, 15)  # bits of bf16 that hold a code's mantissa, exponent (2) and sign
 
 
 def _bit_table() -> torch.Tensor:
@@ -58,8 +59,8 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     """Lay NVFP4 weights out in fragments, in torch; on a GPU `fragments.to_fragments` does the same.
 
     Return words int32 [E, N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64], from packed
-    uint8 [E, N, K/2] and scale e4m3 [E, N, K/16]. Raise ValueError if N or K is no multiple of 64, or a
-    scale is negative or NaN. Temporaries take 4 bytes a weight, so few experts are done at a time.
+    uint8 [E, N, K/2] and scale e4m3 [E, N, K/16]. Raise ValueError if N or K is no multiple of 64, or
+    a scale is negative or NaN. Temporaries take 4 bytes per weight, so few experts are done at a time.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -78,7 +79,7 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
     for start in range(0, experts, step):
         part = slice(start, start + step)
-        bytes_ = scale_bytes[part].flatten(0, 1)  # rows of one expert behind those of another
+        bytes_ = scale_bytes[part].flatten(0, 1)  # rows of one expert after those of another
         codes = packed[part].flatten(0, 1).unflatten(-1, (-1, GROUP // 2))
         codes = torch.where(bytes_[..., None] > 0, codes, torch.zeros_like(codes)).flatten(-2)
         words[part] = _fragment_words(codes, table).view(words[part].shape)
@@ -103,14 +104,14 @@ def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @cache
 def byte_table() -> torch.Tensor:
-    """Return which bits of a word pair each byte (two codes) sets, by register: int64 [8, 256]."""
+    """Return the bits that each byte (two codes) sets in a word pair, by register: int64 [8, 256]."""
     low, high = _bit_table().reshape(8, 2, 16, 2).unbind(1)  # the even and the odd input's code
     both = high[:, :, None] | low[:, None]  # [8, 16, 16, 2]
     return both.contiguous().view(torch.int64).reshape(8, 256)
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decode fragments in torch as the kernel's assembly does; return w * 2^-7, bf16 [E, N, K]."""
+    """Decode fragments in torch as the kernel's assembly does: e2m1 * scale * 2^-7, bf16 [E, N, K]."""
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
     first = sum(1 << (bit + 16 * half) for bit in SELECT_FIRST for half in range(2))

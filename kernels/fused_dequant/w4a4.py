@@ -1,9 +1,9 @@
-"""NVFP4 weights that Blackwell multiplies with rows in NVFP4 (W4A4): how their block scales lie.
+"""The layout of block scales of NVFP4 weights that Blackwell multiplies by NVFP4 rows (W4A4).
 
-The tensor cores read codes as they are on disk. They read the scales of 128 rows x 64 columns together,
-as 512 bytes: byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and columns 16 c .. 16 c + 15. A
-*tile* is 128 x 4 scales in that order (PTX, tcgen05.mma, scale_vec::4X), so that a block of the kernel
-reads consecutive bytes. Scales of 0 fill up the last tiles.
+The tensor cores read codes as they are on disk. They read the scales of 128 rows x 64 columns
+together, as 512 bytes: byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and columns 16 c ..
+16 c + 15. A *tile* is 128 x 4 scales in this order (PTX, tcgen05.mma, scale_vec::4X), so that a
+block of the kernel reads consecutive bytes. Scales of 0 fill up the last tiles.
 """
 
 import torch
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from fused_dequant.formats import GROUP
 
-ROWS = 128  # of a tile
-COLUMNS = 64  # of the weight
-TILE = ROWS * COLUMNS // GROUP  # scales
+ROWS = 128  # rows of the weight per tile
+COLUMNS = 64  # columns of the weight per tile
+TILE = ROWS * COLUMNS // GROUP  # scales per tile
 
 
 def tiles(N: int, K: int) -> tuple[int, int]:

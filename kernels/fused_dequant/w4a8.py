@@ -7,19 +7,19 @@ share a table of eight magnitudes, which fits two registers; one PRMT instructio
     byte of the table  0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
                        0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
 
-b is the e4m3 code of scale / 16. A factor of two adds 8 to a code. A factor of 1.5 adds 12 + d, where d
-depends on the mantissa alone: by rounding half to even it is 1 for mantissas 1 to 5, else 0. Nothing is
-subnormal, as blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale is stored as b, d as its sign.
+b is the e4m3 code of scale / 16. A factor of two adds 8 to a code. A factor of 1.5 adds 12 + d, where
+d depends only on the mantissa: by rounding half to even, d is 1 for mantissas 1 to 5, else 0. Nothing
+is subnormal, as blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale's byte is b, with d as sign.
 
-A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32 columns.
-There lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of each block of 16.
-Columns are reordered, so that a thread needs one block's scale for each row: column 16t + 4q + j of
-the weight, in block t, is column 16q + 4t + j of the product. The tokens' columns are stored in that
-order (`quantize.place`), so the sum over columns is the same.
+A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32
+columns. In this order, lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of
+each block of 16. Columns are reordered so that a thread needs only one block's scale per row: column
+16t + 4q + j of the weight, in block t, becomes column 16q + 4t + j of the product. The tokens'
+columns are stored in the same order (`quantize.place`), so the sum over columns is the same.
 
-A thread's 16 bytes are two words of row g and two of row g + 8, of one block. Code c of a word is its
-c-th column. Bits 4c .. 4c + 2 hold its magnitude, as on disk, and bit 8c + 7 (c < 4) or 8(c - 4) + 3
-its sign. A decoded byte has its sign at the same bit, the second four codes' after a shift by 4.
+A thread's 16 bytes are two words of row g and two of row g + 8, all of one block. A word has 8 codes,
+code c for its c-th column: bits 4c .. 4c + 2 hold the magnitude, as on disk, bit 8c + 7 (c < 4) or
+8(c - 4) + 3 the sign. A decoded byte has its sign at the same bit, for c >= 4 after a shift by 4.
 """
 
 import torch
@@ -31,8 +31,8 @@ from fused_dequant.w4a16 import FRAGMENT, FRAGMENTED_AT_ONCE
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay NVFP4 weights out in fragments for FP8 products; N and K are multiples of 64.
 
-    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return words int32 [E, N/64, K/64, 512] of
-    codes, and scale bytes as int32 [E, N/64, K/64, 64].
+    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return the codes in words int32 [E,
+    N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64].
     """
     experts, rows, half = packed.shape
     tiles, columns = rows // FRAGMENT, half // (FRAGMENT // 2)
@@ -79,6 +79,6 @@ def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     magnitude = torch.stack((pairs & 7, pairs >> 4 & 7), -1).flatten(-3)  # 16 codes
     signs = torch.cat((pairs & 0x80, pairs << 4 & 0x80), -1).flatten(-2)
     values = table.gather(-1, magnitude.long()) | signs
-    # -> tile, row//8 behind warp, columns: tile, t, code
+    # -> rows: tile, warp, row//8, row%8; columns: tile, t, code
     values = values.permute(0, 1, 3, 6, 4, 2, 5, 7)
     return values.reshape(experts, tiles * 64, columns * 64).view(torch.float8_e4m3fn)

@@ -1,7 +1,7 @@
 """Weights, quantized or BF16, of one Linear or of all experts, laid out for the kernel of a device.
 
-`layouts.KERNELS` describes each scheme's tensors and names its kernel. `build` makes a weight of
-tensors as they are on disk, and chooses the layout by the device that holds them.
+`layouts.KERNELS` describes each scheme's tensors and names its kernel. `build` makes a weight from
+tensors as stored on disk, and chooses the layout by the device that holds them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from fused_dequant.kept import kept
 from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import capability
 
-SCALED_ROWS = ("fp8", "int8")  # schemes whose scale is one number a row
+SCALED_ROWS = ("fp8", "int8")  # schemes with one scale per row
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Weight:
     data: Tensor
     scale: Tensor | None = None
     factor: Tensor | None = None
-    # in memory filled on another stream: no kernel reads it before its predecessor ends (`chain`)
+    # whether another stream fills it: if so, no kernel reads it before the previous one ends (`chain`)
     streamed: bool = False
 
     @property
@@ -42,7 +42,7 @@ class Weight:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all tensors, which a kernel reads if every expert is used."""
+        """Return the total bytes of all tensors; a kernel reads this many if every expert is used."""
         return sum(t.nbytes for t in (self.data, self.scale, self.factor) if t is not None)
 
     @property
@@ -65,9 +65,9 @@ class Weight:
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
     def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
-        """Convert rows x [M, K] to what this weight multiplies: bf16, or 8 bits or NVFP4 with scales.
+        """Return rows x [M, K] as this weight multiplies them: bf16, or 8 bits or NVFP4 with scales.
 
-        Rows given with a `scale` are already quantized. Raise ValueError if rows do not fit the weight.
+        With `scale`, rows are already quantized. Raise ValueError if the rows do not fit the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1
@@ -116,10 +116,10 @@ def build(
 
     Args:
         scheme: bf16, fp8, int8, nvfp4 or mxfp4.
-        codes: [N, ...] of a dense weight, [E, N, ...] of experts.
-        scale: of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
+        codes: [N, ...] for a dense weight, [E, N, ...] for experts.
+        scale: scales of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
         factor: for NVFP4, 128 / global_scale, f32 [1], [E] or, for gate and up, [E, 2]; None for 1.
-        in_fp8: whether to lay NVFP4 out for products in FP8 (W4A8). These round weights to e4m3
+        in_fp8: whether to lay NVFP4 out for FP8 products (W4A8), which round weights to e4m3
             (`formats.nvfp4_as_e4m3`) and read activations in FP8. On Hopper, experts' weights stay
             in 4 bits; all other weights become scheme fp8.
         shared: f32 [1], the activations' global scale, to lay NVFP4 out for FP4 units (W4A4); or None.
@@ -152,7 +152,7 @@ def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor, dense: bool) -> Weight
 
 
 def bf16(weight: Tensor) -> Weight:
-    """Return the weight of scheme bf16 that holds a tensor [N, K] or [E, N, K]."""
+    """Return a weight of scheme bf16 made from a tensor [N, K] or [E, N, K]."""
     return build("bf16", weight.to(torch.bfloat16))
 
 
@@ -171,7 +171,7 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     data, columns = _decoded(weight, dtype), _columns(weight)
     if columns is None:
         return data
-    if weight.shared is not None:  # in its factor, but no part of the weight
+    if weight.shared is not None:  # the factor includes 1 / shared, which is no part of the weight
         columns = columns * weight.shared
     return data * columns.to(dtype)[..., None]
 
@@ -191,7 +191,7 @@ def _multiply_in_torch(
     ids: Tensor | None = None,
     share: Tensor | None = None,
 ) -> Tensor:
-    """Multiply as `matmul.launch`, by `ids` [M, topk], not blocks; experts' rows stay float32."""
+    """Do what `matmul.launch` does, with `ids` [M, topk] for blocks; experts' rows stay float32."""
     rows, columns = values((x, x_scale)), _columns(weight)
     if ids is None:
         y = reference.matmul_each(rows, _unscaled(weight)[0], sequence_rows(len(rows)))
@@ -215,7 +215,7 @@ def _multiply_in_torch(
 
 
 def _by_expert(chosen: Tensor, experts: int, each: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Sort choices int64 [N], `each` a sequence, by expert: indices, runs of (expert, how many)."""
+    """Sort choices int64 [N], `each` per sequence, by expert: indices, runs of (expert, how many)."""
     count = -(-len(chosen) // each)
     sequence = torch.arange(len(chosen)) // each
     outside = (chosen < 0) | (chosen >= experts)  # of no existing expert: left out
@@ -226,7 +226,7 @@ def _by_expert(chosen: Tensor, experts: int, each: int) -> tuple[Tensor, list[tu
 
 
 def _halves(rows: Tensor) -> Tensor:
-    """Return interleaved rows [E, 2I, ...] with all of gate's first, then all of up's."""
+    """Return interleaved rows [E, 2I, ...] reordered: all gate rows first, then all up rows."""
     runs = rows.unflatten(1, (-1, 2, formats.GATE_UP_RUN))
     return runs.transpose(1, 2).flatten(1, 3)
 

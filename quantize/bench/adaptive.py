@@ -1,10 +1,10 @@
-"""Times canvases that stop by themselves, in slots that do or do not wait for each other.
+"""Times canvases that stop by themselves, in slots that wait for each other and in slots that do not.
 
 Real canvases differ: some take a few denoising steps, some all. A slot holds one sequence of a batch.
-"By step", as `serve` works, a slot whose canvas has stopped takes its next canvas or another request at
-once. "By canvas" it first waits until every canvas of the batch has stopped. Each slot gets REQUESTS
-requests of two canvases, and the time includes encoding their prompts. Canvases of random weights never
-stop, so they take recorded numbers of steps; so do canvases in `speeds`, for each sampler setting.
+"By step", as in `serve`, a slot whose canvas has stopped takes its next canvas or another request at
+once. "By canvas", the slot first waits until every canvas of the batch has stopped. Each slot gets
+REQUESTS requests of two canvases, and the time includes encoding the prompts. Canvases of random
+weights never stop by themselves: they take recorded numbers of steps, as all canvases in `speeds` do.
 """
 
 import itertools
@@ -36,11 +36,11 @@ class AdaptiveRow:
     batch: int
     slots_go_on: str  # "by step" or "by canvas"
     tokens_a_second: float
-    steps_of_canvases: list[int]  # two canvases a request, in the order of requests
+    steps_of_canvases: list[int]  # steps of each canvas, two canvases per request, in their order
 
 
 class SomeSlots:
-    """An engine's first `slots` slots; with `whole`, a slot waits until all have their canvas."""
+    """An engine's first `slots` slots; with `whole`, each slot waits until all have their canvas."""
 
     def __init__(self, engine: Engine, slots: int, *, whole: bool) -> None:
         self._engine, self.slots, self._whole = engine, slots, whole
@@ -61,10 +61,10 @@ class SomeSlots:
 def adaptive_rows(
     engine: FusedEngine, prompts: list[list[int]], sampler: Sampler, stops: Sequence[int] | None
 ) -> list[AdaptiveRow]:
-    """Time `prompts`, one a slot, with slots going on "by step" and then "by canvas"; return both rows.
+    """Time `prompts`, one per slot, "by step" and then "by canvas"; return both rows in this order.
 
-    Each prompt is asked REQUESTS times, for two canvases each; the engine must have room for both. The
-    sampler stops canvases, or `stops` gives their numbers of steps in turn. All slots are freed first.
+    Each prompt is asked REQUESTS times for two canvases; the engine must have room. `stops` has
+    the canvases' numbers of steps, in turn; if None, the sampler stops them. All slots are freed first.
     """
     for slot in range(engine.capacity):
         engine.release(slot)
@@ -93,7 +93,7 @@ def speeds(
 ) -> dict[str, float]:
     """Return tokens/s by sampler setting; `steps` lists how many steps canvases took under each.
 
-    Each timed canvas follows `context` random tokens and takes a number of steps from that list.
+    Prompts are `context` random tokens. Slots go on "by step". Canvases take listed numbers of steps.
     """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
@@ -107,7 +107,7 @@ def speeds(
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Sort `steps`, take `count` of them evenly spaced, and return these in a fixed random order."""
+    """Return `count` of the sorted `steps`, evenly spaced, in a random order that is fixed."""
     ordered = sorted(steps)
     found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
     random.Random(0).shuffle(found)
@@ -115,7 +115,7 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Return `count` prompts of `length` random tokens, without low ids: control tokens are there."""
+    """Return `count` prompts of `length` random tokens, without low ids, which are control tokens."""
     vocabulary = weights.config.text_config.vocab_size
     generator = torch.Generator().manual_seed(0)
     low, high = vocabulary // 8, vocabulary - 8
@@ -123,7 +123,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 
 
 def read_stops(path: Path) -> list[int]:
-    """Read a JSON list of steps a canvas; raise InputError if it is empty or a number is below 1."""
+    """Return a JSON file's steps per canvas; raise InputError if it has none, or one below 1."""
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

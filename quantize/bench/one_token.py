@@ -1,8 +1,8 @@
-"""Continues texts greedily, one token a forward pass, to time the same weights without canvases.
+"""Continues texts greedily, one token per forward pass, to time the same weights without canvases.
 
 The encoder is a causal language model: it has the decoder's layers, with layer scalars of its own. Here
 the final norm and lm_head follow its last layer. A pass reads the weights that one token of each
-sequence needs; a denoising step reads those that a whole canvas needs. `quantize bench
+sequence needs; a denoising step reads the weights that a whole canvas needs. `quantize bench
 --autoregressive` compares their times. The model was not trained for this: only times mean something.
 The chosen token stays on the device as the next pass' input, so the host never waits for a token.
 """
@@ -17,9 +17,9 @@ from quantize.runtime.fused.graphs import Replayed
 
 
 class Continuation:
-    """Extends the texts in slots of an engine, each by one token a forward pass.
+    """Extends the texts in `slots` of an engine, each text by one token per forward pass.
 
-    If the engine uses CUDA graphs, each pass replays one. Afterwards the slots cannot denoise.
+    If the engine uses CUDA graphs, passes after the first replay one. Slots cannot denoise afterwards.
     """
 
     def __init__(self, engine: FusedEngine, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin a text after each slot's context, with its token of `tokens`; keep the CUDA graph."""
+        """Begin a text after each slot's context, with the slot's token of `tokens`; keep the graph."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))
@@ -41,7 +41,7 @@ class Continuation:
         self.rewind()
 
     def rewind(self) -> None:
-        """Go back to the first tokens; later passes overwrite the cache entries made since."""
+        """Go back to the first tokens; later passes overwrite the cache entries made since then."""
         self._start.copy_(self._first)
         self._tokens.copy_(self._given)
 

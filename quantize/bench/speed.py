@@ -1,21 +1,20 @@
-"""Measures how fast a checkpoint denoises on this GPU, and how far from the floor: `quantize bench`.
+"""`quantize bench`: measures how fast a checkpoint denoises on this GPU, and how far from the floor.
 
-A row is one batch size with one number of denoising steps. A canvas of a "fixed" number never stops
+A row is one batch size with one number of denoising steps. With a fixed number, a canvas never stops
 early, so it costs the same with random weights as with real ones. N steps count as N + 1 forwards: the
-pass of the first step also encodes the previous canvas, which counts as one more. "Adaptive" canvases
+pass of the first step also encodes the previous canvas, which counts as a forward. "Adaptive" canvases
 stop by the checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a
-canvas has, greedily, one token a forward (`one_token`). Times include the host's work.
+canvas has, greedily, one token per forward (`one_token`). Times include the host's work. Random weights
+have the model's exact shapes and routing, but their answers are noise.
 
-    ms a canvas, ms a forward, tokens/s   over `canvases` canvases, each behind `context` tokens
-    W, J a forward, tokens a joule        over SECONDS or more, between two updates of an energy counter
-    MHz, power-capped                     mean clock meanwhile, and how often power held it down
-    first canvas                          ms to encode a prompt of `context` tokens and write a canvas
-    ms a step                             of steps alone, graph behind graph
-    x floor                               ms a step over the least that its bytes and FLOP allow
-    parts                                 GPU ms of one step's kernels by what they do, from a profile
-    unexplained                           ms a step minus its parts: gaps between kernels, less overlaps
-
-Random weights have the model's exact shapes and routing, but their answers are noise.
+    ms/canvas, ms/forward, tokens/s   median of `canvases` or more canvases, each after `context` tokens
+    W, J/forward, tokens/J            over SECONDS or more, between two updates of an energy counter
+    MHz, power-capped                 mean clock in that time, and how often power held it down
+    first canvas ms                   time to encode a prompt of `context` tokens and write a canvas
+    ms/step                           mean of steps that encode nothing, launched back to back
+    x floor                           ms/step divided by the least that its bytes and FLOP allow
+    parts                             GPU ms of one step's kernels by what they do, from a profile
+    unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
 
 import statistics
@@ -61,9 +60,9 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size with one number of steps a canvas; a canvas' and a forward's times are medians.
+    """One batch size with one number of steps per canvas; ms per canvas and forward are medians.
 
-    If `steps` is ONE_TOKEN, each forward writes one token a sequence, a "step" is one forward, and
+    If `steps` is ONE_TOKEN, each forward writes one token per sequence, a "step" is one forward, and
     `parts` is empty. Figures that the GPU does not report, and an unknown price, are None.
     """
 
@@ -77,18 +76,18 @@ class Row:
     joules_a_forward: float | None
     tokens_a_joule: float | None
     clock_mhz: float | None
-    power_capped: float | None  # share of the counter's steps at which power held the clock down
+    power_capped: float | None  # share of the counter's updates at which power held the clock down
     first_canvas_ms: float
     experts_hit: float
     ms_a_step: float
     floor_ms_a_step: float
-    parts: dict[str, float]  # of one denoising step with self-conditioning
-    floor_parts: dict[str, float]
+    parts: dict[str, float]  # GPU ms of one denoising step with self-conditioning
+    floor_parts: dict[str, float]  # the least ms of each part
     price_a_million_tokens: float | None
 
     @property
     def unexplained(self) -> float:
-        """A step's ms minus the sum of its parts: gaps between kernels, minus their overlaps."""
+        """A step's ms minus the sum of its parts: gaps between kernels, minus overlaps of kernels."""
         return self.ms_a_step - sum(self.parts.values())
 
     @property
@@ -99,16 +98,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows that `bench` measured, and the device and the weights that it measured."""
+    """All rows that `bench` measured, and facts about the device and the weights."""
 
     model: str
     device: str
     torch: str
-    context: int
+    context: int  # positions before each canvas
     weight_bytes: int
     peak_bytes: int
     load_seconds: float
-    experts_hit: list[int]
+    experts_hit: list[int]  # per layer, by one denoising step of one canvas
     rates: Rates
     rows: list[Row] = field(default_factory=list[Row])
     adaptive: list[AdaptiveRow] = field(default_factory=list[AdaptiveRow])
@@ -133,7 +132,8 @@ def bench(
     If `checkpoint` is None, the model has the shapes of `config`, and random weights in the schemes of
     MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases stop by
     themselves, or after the numbers of steps that the JSON file `stops` lists, in turn. A row times
-    `canvases` canvases behind `context` tokens. Raise ResourceError if there is no GPU or too little
+    `canvases` canvases after `context` tokens. `autoregressive` adds rows of one token per forward, and
+    `hourly_price` a price per million tokens. Raise ResourceError if there is no GPU or too little
     memory on it, and InputError if a mix or number of steps is unknown, or loading fails.
     """
     if not torch.cuda.is_available():
@@ -244,7 +244,7 @@ def _admit(engine: FusedEngine, prompts: list[list[int]], left_out: int, sampler
 def _measure_tokens(
     engine: FusedEngine, prompts: list[list[int]], canvases: int
 ) -> tuple[dict[str, Any], float]:
-    """Time as many tokens as a canvas has, one a forward; return also how many experts one hits."""
+    """Time a canvas' number of tokens, one per forward; return also how many experts a forward hits."""
     slots, length = list(range(len(prompts))), engine.canvas_length
     last = [prompt[-1] for prompt in prompts]
     _admit(engine, prompts, 1, Sampler())
@@ -274,7 +274,7 @@ def _measure_tokens(
 def _repeated(
     canvas: Callable[[], int], count: int, device: torch.device, tokens: int
 ) -> dict[str, Any]:
-    """Time `canvas`, which returns its forwards, `count` times, or longer where energy is counted."""
+    """Time `canvas`, which returns its forwards, `count` times, or longer if energy is counted."""
     gauge = Gauge.of(device)
     least = SECONDS if gauge and gauge.joules() is not None else 0.0
     seconds: list[float] = []
@@ -317,7 +317,7 @@ def _row(
 
 
 def tables(result: Bench) -> list[Table]:
-    """Return those tables of a result that have rows: speeds, a step's parts, adaptive canvases."""
+    """Return the tables of a result that have rows: speeds, a step's parts, adaptive canvases."""
     title = (
         f"{result.model} on {result.device}: {result.weight_bytes / 1e9:.1f} GB of weights, "
         f"{result.peak_bytes / 1e9:.1f} GB at most, context {result.context}, "

@@ -1,4 +1,4 @@
-"""Times one denoising step of the fused engine, and how its time divides into parts."""
+"""Times one denoising step of the fused engine, and the parts of a step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
     """Return the milliseconds of one denoising step of `slots`, the mean over TIMED steps.
 
-    Each slot's next canvas is begun and thrown away. Steps past a canvas' last take as long as others.
+    Each slot's next canvas is begun and discarded. Steps after a canvas' last take as long as others.
     """
     step, graphs = engine.begin_canvases(slots)
     seconds = seconds_of(lambda: step.take(graphs), TIMED)
@@ -28,8 +28,8 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
     """Return the GPU milliseconds that each part of one denoising step takes, by PARTS' names.
 
-    Kernels outside all parts are "rest". The step runs twice and the second run counts, since the
-    first meets an idle GPU. The canvases of `slots` are thrown away.
+    Kernels outside all parts are "rest". The step runs twice and only the second run counts, since the
+    first meets an idle GPU. The canvases begun in `slots` are discarded.
     """
     step, _ = engine.begin_canvases(slots)
     step.take(graphs=False)

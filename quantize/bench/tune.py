@@ -1,6 +1,6 @@
 """Measures which launch configurations are fastest on this GPU, and keeps them in the user's cache.
 
-Every engine prefers what is found to the tables that ship (`gpus.check_gpu`).
+Every engine prefers these configurations to the tables that ship (`gpus.check_gpu`).
 """
 
 import re
@@ -27,12 +27,12 @@ SAVED_EVERY = 8  # choices, the most that a stop loses
 def tune_gpu(
     only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
 ) -> list["Choice"]:
-    """Find the fastest configuration of each matrix product, and write them to this device's table.
+    """Write the fastest configuration of each matrix product to this device's table; return them.
 
-    The regular expression `only` selects products by "KEY M=TOKENS". Tables lie in `folder`, a file a
-    device. `timer` times a product's candidates; None compiles and times them on this GPU. Raise
-    InputError if `only` is no regular expression, finds no product, or finds only one of the experts'
-    two products, up and down. Raise ResourceError without a GPU that the kernels run on.
+    The regular expression `only` selects products by "KEY M=TOKENS". `folder` has one table per device.
+    `timer` times a product's candidates; None compiles and times them on this GPU. Raise InputError if
+    `only` is no regular expression, finds no product, or finds only one of the experts' two products,
+    up and down. Raise ResourceError if there is no GPU that the kernels run on.
     """
     device = torch.device("cuda")
     check_gpu([], device)

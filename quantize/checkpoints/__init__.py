@@ -1,1 +1,1 @@
-"""Checkpoints on disk: found, read, laid out, written in shards, loaded, inspected."""
+"""Finds, reads, checks, writes, loads and inspects checkpoints on disk."""

@@ -1,7 +1,7 @@
-"""Computes the names and shapes of a DiffusionGemma's tensors from its config alone.
+"""Computes the names and shapes of a DiffusionGemma's tensors from its config only.
 
-They are those of transformers' model, which takes 6 s of a core to build; a test compares every tensor.
-A config is left to transformers if it does not state all that shapes depend on, or has unusual traits.
+The result equals transformers' model, which takes 6 s of one core to build; a test compares every
+tensor. If a config lacks a field that shapes depend on, or has unusual settings, transformers is used.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ VISION_SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_hidden_layers", "patch_size", "position_embedding_size",
 )  # fmt: skip
-LARGEST = 1 << 24  # the largest size spelled out here; transformers may refuse what is larger
+LARGEST = 1 << 24  # sizes from here on are left to transformers, which may refuse them
 
-# Names, each with a letter for each size of the tensor: H hidden, V vocabulary, F of a dense MLP, E
-# experts, I of one, U of its gate and up, Q queries, K keys, D of a head, C of a patch, P positions;
-# T is the text's H beside the tower's.
+# Names, each followed by its shape, one letter per dimension: H hidden size, V vocabulary, F width of
+# a dense MLP, E experts, I width of an expert, U = 2 I (its gate and up), Q all queries, K all keys, D
+# one head, C values of a patch, P positions. For the vision tower, H is its own size, T the text's.
 DECODER = """
     embed_tokens.weight VH  norm.weight H  self_conditioning.pre_norm.weight H
     self_conditioning.gate_proj.weight FH  self_conditioning.up_proj.weight FH
@@ -52,7 +52,7 @@ TOWER_LAYER = """
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
-    """Return on-disk name -> spec of each BF16 tensor; None if a config is unusual or incomplete."""
+    """Return on-disk name -> spec of each BF16 tensor; None if `config` is unusual or incomplete."""
     text, vision = config.get("text_config"), config.get("vision_config")
     if not (
         isinstance(text, dict) and isinstance(vision, dict) and _says_all(config, text, vision)

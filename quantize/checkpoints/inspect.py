@@ -1,12 +1,12 @@
 """Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
-It reads config, index and headers, and of the weights only global and input scales. A module's own
-tensors tell its scheme, so a config that says something else is a problem. Two layouts are known
+JSON files and headers are read, and of the tensors only global and input scales. A module's tensors
+show its scheme; if config.json states another scheme, that is a problem. Two layouts are known
 (`schemes.records`): compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
 
-A problem makes servers fail or answer nonsense: scales on modules that they read in BF16, two tensors
-for one module, tensors missing from a module, experts that are missing or of several schemes, a config
-that disagrees, no tokenizer, and scales that are 0, missing, or unequal where a server fuses Linears.
+Problems make servers fail or answer nonsense: scales on modules that servers read in BF16, two tensors
+for one module, a module without some of its tensors, missing experts, several schemes in one layer's
+experts, a wrong config or index, no tokenizer, scales that are 0, missing, or unequal in fused Linears.
 """
 
 import re
@@ -77,7 +77,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Row:
-    """How many Linears, or other parameters, have one `kind` and `scheme`, and their bytes."""
+    """All Linears (or other parameters) of one `kind` and `scheme`: their number and their bytes."""
 
     kind: str
     scheme: str
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds, and what is wrong with it; the first of `rows` has the most bytes."""
+    """What a checkpoint holds, and what is wrong with it; `rows` with the most bytes come first."""
 
     folder: Path
     format: str
@@ -105,9 +105,9 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """Inspect a DiffusionGemma checkpoint by its JSON files, headers, and global and input scales.
+    """Return what a DiffusionGemma checkpoint holds and what is wrong with it.
 
-    Raise InputError if config, index and headers disagree, or the model is no DiffusionGemma.
+    Raise InputError if it is another model, a file is missing, or index and headers disagree.
     """
     checkpoint = Checkpoint.open(folder)
     modules = _modules(checkpoint.tensors)
@@ -194,7 +194,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Count tensors by their name once encoder and decoder are merged, without layer scalars."""
+    """Return name -> number of tensors, with encoder and decoder merged and layer scalars left out."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors

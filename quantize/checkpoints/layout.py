@@ -1,10 +1,10 @@
-"""Which tensors a DiffusionGemma checkpoint must hold by its config, and the check that it does.
+"""Computes which tensors a checkpoint must hold by its config.json, and checks that it holds them.
 
-The BF16 layout is what transformers' own class builds, under on-disk names: 1,047 tensors for the 26B
-model. If a config says everything that a shape depends on, `architecture` spells the layout out, since
-importing transformers takes seconds. The quantized layout follows from it and `quantization_config`: a
-Linear becomes its scheme's tensors if a group targets it and `ignore` does not name it. Each projection
-of an expert is one Linear. Plan, load and verify all compare against these layouts.
+The BF16 layout is that of transformers' own class, under on-disk names: 1,047 tensors for the 26B
+model. If the config states all that shapes depend on, `architecture` computes the layout, since
+importing transformers takes seconds. The quantized layout follows from the BF16 layout and
+`quantization_config`: if a group targets a Linear and `ignore` does not name it, the tensors of its
+scheme replace its weight. Each projection of an expert is one Linear. Plan, load and verify use both.
 """
 
 import json
@@ -29,7 +29,7 @@ SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compres
 
 
 def model_config(config: dict[str, Any]) -> Any:
-    """Return a config.json as transformers' configuration object."""
+    """Return transformers' configuration object for a config.json, without quantization_config."""
     from transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -37,7 +37,7 @@ def model_config(config: dict[str, Any]) -> Any:
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return on-disk name -> spec of the BF16 checkpoint that `config` describes.
+    """Return on-disk name -> spec of each tensor of the BF16 model that `config` describes.
 
     Raise InputError if transformers cannot build a model from this config.
     """
@@ -46,12 +46,12 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return a config's `bf16_layout`, from transformers' model on the meta device (no memory)."""
+    """Return the `bf16_layout` of `config`, built by transformers on the meta device (no memory)."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
 
-@lru_cache(4)  # a quarter of a second for the smallest; a run asks for the same one several times
+@lru_cache(4)  # a build takes a quarter of a second or more; a run repeats some
 def _built(config: str) -> dict[str, TensorSpec]:
     import torch
     from transformers import DiffusionGemmaForBlockDiffusion
@@ -85,7 +85,7 @@ def _check_depth(config: dict[str, Any]) -> None:
 
 
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return on-disk name -> spec of the checkpoint that `config` describes, quantized or BF16.
+    """Return on-disk name -> spec of each tensor that `config` calls for, quantized or BF16.
 
     Raise InputError if `quantization_config` matches no Linear, or only some experts of a tensor.
     """
@@ -113,9 +113,10 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """Compare tensors' names, dtypes, shapes with config.json, bytes with the index; return the layout.
+    """Check a checkpoint's tensors; return the layout (name -> spec) that its config.json calls for.
 
-    Raise InputError at the first difference, which it names; missing or unexpected names are counted.
+    Raise InputError for a missing or unexpected name (the first, and how many there are), a wrong
+    dtype or shape, or a total_size in the index that is not the bytes of all tensors.
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
@@ -156,7 +157,7 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes | None":
-    """Return an object whose `of` gives each Linear's scheme; None if there is no quantization_config.
+    """Return an object whose `of(module)` returns a Linear's scheme; None for a BF16 config.
 
     Raise InputError if the quantization is of a method or a scheme that this package does not read.
     """
@@ -168,7 +169,7 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
 
 
 def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
-    """Raise InputError if an activation mode is `fp8` and no weight of a checkpoint is NVFP4."""
+    """Raise InputError if the mode `activations` is `fp8` and the checkpoint has no NVFP4 weight."""
     schemes = stated_schemes(checkpoint.config)
     used = schemes.used if schemes else ()
     if why := refusal(activations, [scheme.kernel for scheme in used]):
@@ -176,7 +177,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Gives modules' schemes by a compressed-tensors config; `used`: the schemes of all its groups."""
+    """Finds a module's scheme in a compressed-tensors config; `used` has the schemes of all groups."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")
@@ -199,12 +200,12 @@ class ConfigSchemes:
         self.used = set(self._schemes.values())
 
     def of(self, module: str) -> Scheme | None:
-        """Return the scheme of a Linear module, None when it stays BF16."""
+        """Return the scheme of the Linear `module`, or None if it stays BF16."""
         name = self.group_of(module)
         return None if name is None else self._schemes[name]
 
     def group_of(self, module: str) -> str | None:
-        """Return the name of a Linear module's config group, None if it has none or is ignored."""
+        """Return the name of the first group that targets `module`; None if ignored or in no group."""
         if self._ignored(module):
             return None
         return next((name for name, own in self._rules.items() if own(module)), None)

@@ -1,9 +1,9 @@
 """Loads a checkpoint folder as a DiffusionGemma model: unless every key fits, nothing loads.
 
-transformers' own from_pretrained leaves per-expert weights aside, fills the experts with random
-numbers and only warns; it cannot load NVFP4 at all. Here the tensors on disk are first compared with
-what config.json calls for (names, dtypes, shapes), then dequantized to BF16, restacked to fused
-experts and handed to transformers, whose own account of missing and unexpected keys must be empty.
+transformers' own from_pretrained skips per-expert weights, fills the experts with random numbers and
+only warns; it cannot load NVFP4 at all. Here names, dtypes and shapes on disk are first compared with
+those that config.json calls for. Then the tensors are dequantized to BF16, restacked to fused experts
+and passed to transformers, which must report no missing and no unexpected key.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def load(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
 
-    The folder has Google's BF16 layout or the one that `quantize convert` writes. Weights are
-    dequantized to BF16 first, then cast to `dtype`.
+    The folder has Google's BF16 layout or a quantized one that `check_layout` knows. Quantized weights
+    are dequantized to BF16; then all weights are cast to `dtype`.
 
     Raises:
         InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.
@@ -46,7 +46,7 @@ def load(
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
     _check_memory(checkpoint, dtype, device)
-    logging.disable_progress_bar()  # it would cut into the caller's own
+    logging.disable_progress_bar()  # it would interrupt the caller's own bar
     loaded: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(
         None,
         config=model_config(checkpoint.config),
@@ -87,7 +87,7 @@ class _Lazy:
 
 
 def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
-    """Return all tensors by BF16 name; each is read, dequantized and fused when it is used."""
+    """Return BF16 name -> lazy tensor, which is read, dequantized and fused when it is sliced."""
     schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
@@ -98,7 +98,7 @@ def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
 def read_weight(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
 ) -> torch.Tensor:
-    """Read a tensor by its name and `shape` in the BF16 layout, dequantized to BF16 if need be."""
+    """Return tensor `name` of the BF16 layout, dequantized to BF16 if `schemes` has its Linears."""
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return read_finite(checkpoint, name)
@@ -109,7 +109,7 @@ def read_weight(
 def read_module(
     checkpoint: Checkpoint, module: str, scheme: Scheme, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Read one quantized Linear of a checked layout to a device, dequantized: [out, in] BF16."""
+    """Return a Linear's dequantized weight, BF16 [out, in], on `device`; the layout must be checked."""
     tensors = {
         name.removeprefix(f"{module}."): read_finite(checkpoint, name).to(device)
         for name in module_tensors(checkpoint, module)
@@ -118,7 +118,10 @@ def read_module(
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read a tensor; raise InputError for NaN, infinity, a scale < 0 or a global scale <= 0."""
+    """Return a tensor; raise InputError if a value is not finite, or a scale is too low.
+
+    A global or input scale must be above 0, and an e4m3 block scale not below 0.
+    """
     tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
     if not all_finite(tensor):
         raise InputError(f"{place} holds NaN or infinity; {FIX}")

@@ -1,16 +1,16 @@
-"""Reads from NVIDIA ModelOpt's configs which Linear has which scheme and tensors.
+"""Reads from NVIDIA ModelOpt's configs which scheme each Linear has.
 
-The records of `quantize.schemes.records` say which tensors a Linear of each quant_algo has.
+`quantize.schemes.records` says which tensors a Linear of each quant_algo has.
 
-config.json has `quantization_config` {quant_method: "modelopt", quant_algo, ignore}; older exports have
-only hf_quant_config.json, with `exclude_modules`. MIXED_PRECISION lists `quantized_layers`, each with
-its own quant_algo. Names are Linears or modules above them, and `*` and `?` are wildcards. Both the
-encoder's and the decoder's names count, since the two are tied.
+config.json has `quantization_config` {quant_method: "modelopt", quant_algo, ignore}. Older exports have
+only hf_quant_config.json, with `exclude_modules`. If quant_algo is MIXED_PRECISION, `quantized_layers`
+gives each module its own quant_algo. An entry names a Linear or a module above it; in `ignore`, `*`
+and `?` are wildcards. Encoder and decoder are tied, so an entry may use the name of either.
 
-Source: ModelOpt's export code and vLLM's loader, read, not run. No published file was at hand: tests
-write theirs from this description, so it is UNVERIFIED against NVIDIA's real checkpoints. Refused by
-name: block-128 and per-channel FP8, MX formats, AWQ and SVD variants. Scales of an FP8 KV cache are
-ignored: the cache here is BF16.
+Source: ModelOpt's export code and vLLM's loader, which were read and not run. No published checkpoint
+was at hand; tests write their own from this description, so it is UNVERIFIED against NVIDIA's real
+checkpoints. These are refused by name: block-128 and per-channel FP8, MX formats, AWQ and SVD variants.
+Scales of an FP8 KV cache are ignored, since the cache here is BF16.
 """
 
 import re
@@ -27,9 +27,9 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Finds a module's scheme in ModelOpt's quantization_config; `used` is the set of all it names."""
+    """Finds a module's scheme in ModelOpt's quantization_config; `used` is the set of its schemes."""
 
-    on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # all that `of` returns have one
+    on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # not None for a scheme of `of`
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         stated = quantization_config
@@ -43,7 +43,7 @@ class ModelOptSchemes:
         self.used = set(self._schemes.values())
 
     def of(self, module: str) -> Scheme | None:
-        """Return the scheme of a Linear module, None when it stays BF16."""
+        """Return the scheme of the Linear `module`, or None if it stays BF16."""
         names = {module, module.replace("model.decoder.", "model.encoder.language_model.", 1)}
         if any(_covers(entry, name) for entry in self._ignore for name in names):
             return None
@@ -63,7 +63,7 @@ def _scheme(entry: dict[str, Any]) -> Scheme:
 
 
 def _covers(entry: str, name: str) -> bool:
-    """Whether an entry names a module, one above it, or a wildcard that matches one of them."""
+    """Return whether `entry` is `name`, a module above it, or a pattern that matches `name`."""
     return name == entry or name.startswith(f"{entry}.") or fnmatchcase(name, entry)
 
 

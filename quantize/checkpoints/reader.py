@@ -1,11 +1,11 @@
-"""Finds a checkpoint, reads its safetensors headers strictly, and tensors by byte range.
+"""Finds a checkpoint, reads its safetensors headers strictly, and reads tensors by byte range.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
 order (format: https://huggingface.co/docs/safetensors). A checkpoint is one such file, or several
-with `model.safetensors.index.json` saying which file holds which tensor. Nothing else is read: no
-pickle, no code. Every disagreement between index, headers, file sizes and config is an error here,
-before a byte of weights is used.
+with `model.safetensors.index.json`, which says which file holds which tensor. No pickle and no code is
+read. If index, headers and file sizes disagree, that is an error before any weight is read. `layout`
+checks tensors against config.json.
 """
 
 import importlib.resources
@@ -30,13 +30,13 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 CONFIG = "config.json"
-MODELOPT = "hf_quant_config.json"  # where ModelOpt said what is quantized before config.json did
+MODELOPT = "hf_quant_config.json"  # where older ModelOpt exports say what is quantized
 MODEL_TYPE = "diffusion_gemma"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
     "chat_template*",
 )  # fmt: skip
-# Files besides config.json and weights that can change an answer.
+# Files that can change an answer, besides config.json and weights.
 GENERATION = "generation_config.json"
 SETTINGS = (GENERATION, *TOKENIZER_FILES, "*processor*.json")
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
@@ -51,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: bytes `begin` to `end` of its file; `dtype` is safetensors' name."""
+    """Where a tensor is stored: bytes `begin` to `end` of `file`; `dtype` as safetensors names it."""
 
     name: str
     dtype: str
@@ -80,14 +80,14 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the header of one safetensors file.
+    """Return name -> place of every tensor of a safetensors file, in the order of their bytes.
 
     The library safetensors checks that names and shapes are well-formed, and that offsets cover the
-    file without gaps. Raise InputError if the file is missing, truncated, not safetensors, or has a
-    dtype that is not supported.
+    file without gaps. Raise InputError if the file is missing, truncated or not safetensors, or if it
+    has an unsupported dtype.
     """
     try:
-        # For "pt" it would map the file privately, and a machine with less memory refuses that.
+        # "pt" would map the file privately, which a machine with less memory than the file refuses.
         with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
@@ -117,7 +117,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Read config, index and headers; raise InputError unless the folder is a DiffusionGemma."""
+        """Return a folder's checkpoint; raise InputError if it is damaged or no DiffusionGemma."""
         folder = Path(folder)
         return cls(folder, read_config(folder), _read_tensors(folder))
 
@@ -137,11 +137,11 @@ class Checkpoint:
         return "quantization_config" in self.config
 
     def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
-        """Read one whole tensor into memory of its own, page-locked for a GPU if `pinned`."""
+        """Return one whole tensor in host memory of its own, page-locked for a GPU if `pinned`."""
         return self.read_stacked([name], pinned=pinned)[0]
 
     def read_rows(self, name: str, start: int, stop: int, *, pinned: bool = False) -> torch.Tensor:
-        """Read only rows `start:stop` of dimension 0; raise IndexError if the tensor has fewer."""
+        """Return rows `start:stop` of dimension 0; raise IndexError if the tensor has fewer rows."""
         info = self._info(name)
         rows = info.shape[0]
         if not 0 <= start <= stop <= rows:
@@ -153,7 +153,7 @@ class Checkpoint:
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
-        """Read tensors as one [len(names), *shape]; raise InputError if dtypes or shapes differ."""
+        """Return tensors stacked [len(names), *shape]; raise InputError if dtypes or shapes differ."""
         infos = [self._info(name) for name in names]
         for info in infos:
             if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
@@ -165,7 +165,7 @@ class Checkpoint:
         return data.view(DTYPES[infos[0].dtype]).view(len(infos), *infos[0].shape)
 
     def read_bytes(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
-        """Read the bytes of tensors, one after the other: uint8 [n]."""
+        """Return the bytes of tensors, one tensor after the other: uint8 [n]."""
         runs: list[TensorInfo] = []
         for info in map(self._info, names):
             if runs and runs[-1].file is info.file and runs[-1].end == info.begin:
@@ -185,7 +185,7 @@ class Checkpoint:
 
 
 def _fill(room: memoryview, runs: Sequence[TensorInfo]) -> memoryview:
-    """Fill `room` with what one file has in `runs`; return what is left of it."""
+    """Fill `room` with the bytes `runs` of one file; return the part of `room` that is left."""
     info = runs[0]
     try:
         with info.file.open("rb", buffering=0) as file:
@@ -204,13 +204,13 @@ def _fill(room: memoryview, runs: Sequence[TensorInfo]) -> memoryview:
 
 
 def bytes_of(data: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous uint8 tensor [n], to read into or write from."""
+    """Return a writable view of the memory of a contiguous uint8 tensor [n]."""
     array: Any = data.numpy()  # numpy's stubs do not declare the buffer protocol
     return memoryview(array)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json; if it has no quantization_config, take that of hf_quant_config.json, if any.
+    """Return config.json; hf_quant_config.json, if any, supplies a missing quantization_config.
 
     Raise InputError if there is no config.json, it is another model's, or a file is damaged.
     """
@@ -282,7 +282,7 @@ def _shard_path(folder: Path, name: str) -> Path:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object; raise InputError if it cannot be read or holds none."""
+    """Return the object in a JSON file; raise InputError if the file is unreadable or holds none."""
     try:
         return read_json(path, remedy=FIX)
     except OSError as error:
@@ -290,7 +290,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise InputError, which names the file, if a tokenizer's file is missing or is not JSON."""
+    """Raise InputError if tokenizer.json is missing, or it or tokenizer_config.json is not JSON."""
     if not (folder / TOKENIZER).is_file():
         raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
     for file in (folder / TOKENIZER, *folder.glob("tokenizer_config.json")):
@@ -298,7 +298,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
-    """Raise InputError if the index states a total_size that is not the bytes of all tensors."""
+    """Raise InputError if the index states a total_size other than the bytes of all tensors."""
     path = checkpoint.folder / INDEX
     metadata = read_json_object(path).get("metadata", {}) if path.is_file() else {}
     if not isinstance(metadata, dict):
@@ -311,19 +311,19 @@ def check_total_size(checkpoint: Checkpoint) -> None:
 
 
 def known_config(model: str) -> dict[str, Any] | None:
-    """Return a published model's config from the copies that ship with quantize, None if not there."""
+    """Return the config.json that ships with quantize for a published model; None if none ships."""
     name = model.replace("/", "--") + ".json"
     path = importlib.resources.files("quantize.checkpoints").joinpath("known_models", name)
     return json.loads(path.read_text("utf-8")) if path.is_file() else None
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:
-    """Return the local folder of `model`: a folder, a Hub id, or None or "bundled" for the bundled one.
+    """Return the local folder of `model`; a model of the Hub is downloaded to the Hub's cache.
 
-    A run's folder stands for the checkpoint in it. A Hub id may carry its revision, as in
-    `ORG/NAME@revision`. The model is downloaded to the Hub's cache, or with HF_HUB_OFFLINE only looked
-    up there. Raise InputError if there is no such folder or model, and ResourceError if the Hub cannot
-    be reached.
+    `model` is a checkpoint folder, a run's folder (whose checkpoint is returned), a Hub id, which may
+    carry its revision (`ORG/NAME@revision`), or None or "bundled" for the bundled model. With
+    HF_HUB_OFFLINE set, the cache is searched and nothing is downloaded. Raise InputError if there is no
+    such folder or model, ResourceError if the Hub cannot be reached or withholds a gated model.
     """
     if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT
@@ -332,7 +332,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     if (folder := Path(model)).is_dir():
         if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():
             return folder / "checkpoint"
-        read_config(folder)  # a tokenizer's own message would hide that there is no model
+        read_config(folder)  # else an error of the tokenizer would hide that there is no model
         return folder
     name, at, own_revision = model.partition("@")
     if (
@@ -350,7 +350,7 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
 
 
 def hub_commit(folder: Path) -> str | None:
-    """Return the commit of a folder in the Hub's cache, None for any other folder."""
+    """Return the commit (40 hex digits) of a folder in the Hub's cache, None for any other folder."""
     found = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
     return folder.name if found else None
 

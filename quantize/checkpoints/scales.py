@@ -1,8 +1,8 @@
 """Checks global scales and input scales, each of which is one number for a whole matrix.
 
-A server fuses q/k/v of a layer, and gate/up of an expert or MLP, into one matrix each and multiplies
-all its rows by one global scale: the first Linear's, or the largest. It divides by a scale of 0, and
-loads a missing one as 0. Experts may differ from each other.
+A server fuses q/k/v of a layer into one matrix, and gate/up of an expert or MLP into another. It
+applies one global scale to all rows of such a matrix: the first Linear's, or the largest. It loads a
+missing scale as 0, and divides by a scale of 0. Experts may differ from each other.
 """
 
 import math
@@ -16,7 +16,7 @@ from quantize.schemes.records import INPUT_SCALES, TENSOR_SCALES
 
 LAYER_EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
 Scales = dict[str, dict[str, float]]  # module -> suffix -> value
-Finding = tuple[bool, str]  # whether it is right, and what is wrong if not
+Finding = tuple[bool, str]  # whether a scale is right, and the fault to report if not
 
 
 def read_scales(checkpoint: Checkpoint) -> Scales:
@@ -35,14 +35,14 @@ def read_scales(checkpoint: Checkpoint) -> Scales:
 
 
 def positive(scales: Scales) -> Iterator[Finding]:
-    """Yield, for each scale, whether it is a finite number above 0, and what is wrong if not."""
+    """Yield a finding for each scale: whether it is a finite number above 0."""
     for module, own in scales.items():
         for suffix, value in own.items():
             yield 0 < value < math.inf, f"{module}.{suffix} is {value}, not above 0"
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
-    """Yield, for each scale of Linears that a server fuses, whether it equals the first Linear's."""
+    """Yield a finding for each scale of a Linear fused with an earlier one: whether both are equal."""
     first: dict[tuple[str, str], tuple[str, float]] = {}
     for module, own in scales.items():
         for suffix, value in own.items():
@@ -54,7 +54,7 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Yield, for each input scale that some Linear of a group has, whether each Linear has it.
+    """Yield a finding for each Linear: whether it has each input scale that others of its group have.
 
     A group is the Linears that a server fuses, or the experts of one layer.
     """

@@ -1,15 +1,15 @@
 """Writes safetensors shards in one pass: bounded memory, restartable, the same bytes every time.
 
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
-plan. A shard is then its header and the bytes of its pieces, one after the other. Worker threads
-produce the next few blocks (read, quantize) while the last one is written and hashed and earlier ones
-are synced to disk, each on a thread of its own. One core hashes 0.85 GB/s, as much as four cores
-produce; with more cores, several files are written side by side.
+plan. A shard is its header, followed by the bytes of its pieces. Worker threads read and quantize the
+next few blocks. Meanwhile one thread writes the last block, one hashes it, and one syncs earlier blocks
+to disk. One core hashes 0.85 GB/s, as much as four cores produce, so with more cores several files are
+written side by side.
 
-Restart: a shard counts as finished when it is on disk (fsync) and `<folder>.state.json` holds its
-sha256. A later try keeps the finished shards whose bytes still have that hash and writes the others
-from their first byte; a try that would write other bytes (another source or plan) starts over. For a
-format of one large file, several shards are stretches of that file: see `Shard.begin`.
+Restart: a shard is finished when it is on disk (fsync) and `<folder>.state.json` holds its sha256. A
+later try keeps finished shards whose bytes still have that hash, and writes other shards from their
+first byte. A try that would write other bytes (another source or plan) starts over. In a format with
+one large file, several shards are stretches of that file: see `Shard.begin`.
 """
 
 import errno
@@ -43,11 +43,11 @@ Task = Callable[[], torch.Tensor]
 RESUME = "then run the same command again (`run` with --resume): finished shards are kept"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 HASH_BLOCK = 1 << 24
-# One call writes this much. Larger ones make Linux (6.18, ext4) look for large pages: it takes 0.25 s
-# of system time a GB at best and 2.3 s when memory is fragmented; up to 256 KB always 0.3 s.
+# Bytes of one write call. For larger calls Linux (6.18, ext4) looks for large pages: that takes 0.25 s
+# of system time per GB at best, 2.3 s if memory is fragmented. Up to 256 KB it is always 0.3 s.
 WRITE_BLOCK = 1 << 18
 WORKERS_A_FILE = 4
-SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard, so that the last is short
+SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard; the last sync is then short
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to be written, or a stretch of a file, which starts at byte `begin`.
+    """One file to be written, or the stretch of a file that starts at byte `begin`.
 
-    `header` is everything before the first tensor. The stretches of a file come in order. If one must
-    be written again, so must all that follow it, even finished ones.
+    `header` holds the bytes before the first tensor. The stretches of a file come in order. If one
+    stretch must be written again, all later stretches are written again, even finished ones.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """The name under which the shard is recorded: the file's, with `begin` unless that is 0."""
+        """The shard's name in the record: its file's name, followed by `@begin` unless that is 0."""
         return f"{self.name}@{self.begin}" if self.begin else self.name
 
     @property
@@ -88,7 +88,7 @@ class Shard:
 
 
 def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
-    """Distribute pieces over shards in order; only a shard of a single piece may exceed the limit.
+    """Return shards of `pieces`, in order; only a shard of one piece may exceed `max_shard_bytes`.
 
     Pieces whose size is no multiple of 4 (layer scalars) go last, so that FP32 scales stay aligned.
     Raise InputError if a tensor would be written twice.
@@ -134,7 +134,7 @@ def write_shards(
     workers_a_file: int = WORKERS_A_FILE,
     what: str = "convert",
 ) -> dict[str, str]:
-    """Write all shards to `folder`, with an index if they are several files; return key -> sha256.
+    """Write all shards to `folder`, with an index for several files; return `Shard.key` -> sha256.
 
     Shards that an earlier try with the same `identity` finished are kept, so `identity` must change if
     the same plan gives other bytes (source, settings). `workers` threads produce blocks; the default is
@@ -156,7 +156,7 @@ def write_shards(
 
 
 def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int, what: str) -> None:
-    """Write up to `lanes` files side by side, of two blocks a worker at most; record each shard."""
+    """Write up to `lanes` files side by side, two blocks per worker in flight; record each shard."""
     files = [list(same) for _, same in groupby(todo, lambda shard: shard.name)]
     lanes = max(1, min(len(files), lanes))
     count, lock = sum(len(piece.tasks) for shard in todo for piece in shard.pieces), Lock()
@@ -185,7 +185,7 @@ def _write_file(
     state: "_State", recorder: ThreadPoolExecutor, makers: ThreadPoolExecutor, ahead: int,
     done: Callable[[], None], shards: Sequence[Shard],
 ) -> None:  # fmt: skip
-    """Write the shards of one file, beside other files, with `ahead` blocks in the making."""
+    """Write the shards of one file, with `ahead` blocks in flight."""
     tasks = [task for shard in shards for piece in shard.pieces for task in piece.tasks]
     blocks = _in_order(makers, tasks, ahead)
     with ThreadPoolExecutor(1) as syncer, ThreadPoolExecutor(1) as hasher:
@@ -321,7 +321,7 @@ def _write(
                     syncing.result()
                 begun, syncing = file.tell(), syncer.submit(sync_file, path)
             done()
-        if syncing:  # the kernel tells a write error once, so none may go unread
+        if syncing:  # the kernel reports a write error once: read every result
             syncing.result()
         if file.tell() != shard.begin + shard.nbytes:
             raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
@@ -329,7 +329,7 @@ def _write(
 
 
 def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write `pieces` to one new file, those of wide dtypes first, so that all tensors are aligned."""
+    """Write `pieces` to one new file, the widest dtypes first, so that all tensors are aligned."""
     # Other threads run meanwhile; safetensors' `save_file` holds Python's lock until all is written.
     ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
     with path.open("wb", buffering=0) as file:

@@ -1,12 +1,12 @@
-"""Decides which tensor of a DiffusionGemma gets which scheme, and why the rest stay BF16.
+"""Decides which scheme each tensor of a DiffusionGemma gets, and why other tensors stay BF16.
 
 On disk the BF16 model has one set of text weights, under `model.decoder.*`; the 128 experts of a layer
 are fused into two 3-D tensors. Under `model.encoder.*` are the vision tower and the `layer_scalar`s of
 the encoder's text stack, which is otherwise tied to the decoder. `lm_head` is tied to the embedding. A
-name that no rule below knows is an error: an unknown tensor is a changed model.
+name that no rule below matches is an error, since an unknown tensor means a changed model.
 
-What vLLM reads in BF16 only must stay BF16 whatever a recipe says: its DiffusionGemma builds the router
-and self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
+Tensors that vLLM reads only in BF16 must stay BF16, whatever a recipe says: vLLM builds the router and
+self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
 """
 
 import re
@@ -44,14 +44,14 @@ WHY_KEPT = {
     "norm": "not a Linear",
     "layer_scalar": "not a Linear",
 }
-# What servers build without a quantization config, by the patterns that `ignore` names it with.
+# Classes that servers build without a quantization config, each with its pattern for `ignore`.
 KEPT_LINEARS = {
     "router": "re:.*router.*",
     "self_conditioning": "re:.*self_conditioning.*",
     "embedding": "re:.*embed_tokens.*",
     "vision": "re:.*vision.*",
 }
-OPTIONAL = "optional:"  # before an entry of `ignore` that may match nothing
+OPTIONAL = "optional:"  # prefix of an entry of `ignore` that may match nothing
 QUANTIZABLE = ("experts", "attention", "mlp")
 Chosen = Callable[[str], str | None]  # module -> the name of its scheme
 
@@ -74,7 +74,7 @@ class Target:
 
 
 def module_class(name: str) -> str:
-    """Return the kind of an on-disk tensor by its name: "experts", "attention" or another of CLASSES.
+    """Return the class of an on-disk tensor by its name: "experts", "attention" or another of CLASSES.
 
     Raise InputError if DiffusionGemma has no tensor of that name.
     """
@@ -87,7 +87,7 @@ def module_class(name: str) -> str:
 def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names of the Linear modules that an on-disk tensor holds, () for none.
 
-    Fused experts [E, 2I, H] and [E, H, I] hold one gate, up or down projection per expert.
+    Fused experts hold the experts' gate and up projections [E, 2I, H] or down projections [E, H, I].
     """
     fused = re.fullmatch(rf"({DECODER_LAYER}experts)\.(gate_up|down)_proj", name)
     if fused:
@@ -100,8 +100,9 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
     """Return what a recipe makes of each tensor of a BF16 checkpoint; tied copies are left out.
 
-    Raise InputError if a tensor is unknown, if two schemes match a module, if a scheme cannot quantize
-    a module that it matches, or if a scheme or an entry (target or ignore) matches nothing.
+    Raise InputError if a tensor is unknown; if two schemes match a module; if a tensor's experts get
+    different schemes; if a scheme matches what it cannot quantize or what must stay BF16; or if a
+    scheme or an entry (target or ignore) matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     chosen = _chosen_by(quantization)
@@ -161,7 +162,7 @@ def _target(info: TensorInfo, chosen: Chosen) -> Target:
 
 
 def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
-    """Return the shape (out, in) of one of the Linears `modules` in a tensor of `shape`."""
+    """Return the shape (out, in) of each of the Linears `modules` that a tensor of `shape` holds."""
     if len(shape) == 2:
         return shape[0], shape[1]
     experts, rows, columns = shape
@@ -169,7 +170,7 @@ def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int,
 
 
 def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
-    """Group Linears that share a global scale; every other tensor stands alone. Order is kept."""
+    """Return targets in groups that share a global scale, in order; other targets are groups of one."""
     units: dict[str, list[Target]] = {}
     for target in targets:
         units.setdefault(fused_with(target.name.removesuffix(".weight")), []).append(target)
@@ -177,7 +178,7 @@ def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
 
 
 def fused_with(module: str) -> str:
-    """Return the key that `module` shares with Linears that servers fuse with it, else its name."""
+    """Return a key that is equal for Linears that servers fuse; for any other module, its name."""
     match = FUSED.fullmatch(module)
     return match[1] or match[2] if match else module
 
@@ -215,8 +216,8 @@ def _chosen_by(quantization: Quantization) -> Chosen:
 def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
     """Return a function that tells whether one of `entries` names a Linear, given the Linear's name.
 
-    Entries are compressed-tensors': `Linear` names every Linear, `re:PATTERN` those whose names begin
-    with a match of the pattern. Any other entry is the exact name of a module.
+    Entries are as in compressed-tensors: `Linear` names every Linear, `re:PATTERN` every Linear whose
+    name begins with a match of the pattern. Any other entry is the exact name of a module.
     """
     exact = {entry for entry in entries if not entry.startswith("re:")}
     if "Linear" in exact:
@@ -239,7 +240,7 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
 
 @cache
 def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
-    """Return the tensors of a Linear [out, inputs] by suffix, in writing order; results are cached."""
+    """Return suffix -> spec of the tensors of a Linear [out, inputs], in writing order; cached."""
     return {suffix: TensorSpec(*spec) for suffix, spec in layout.tensors(out, inputs).items()}
 
 
@@ -249,15 +250,15 @@ def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
-    """Return the total bytes of a plan's tensors as (before, after) quantization."""
+    """Return the total bytes of a plan's tensors (before, after) quantization."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 
 
 def ignore_for_config(targets: list[Target]) -> list[str]:
-    """Return the `ignore` list of quantization_config: every Linear left in BF16, by pattern.
+    """Return the `ignore` list of quantization_config, which names every Linear left in BF16.
 
-    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, so it
-    names the tied lm_head and the encoder's Linears too. Patterns follow the on-disk names.
+    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, so the list
+    has the tied lm_head and the encoder's Linears too. Its patterns match on-disk names.
     """
     ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:

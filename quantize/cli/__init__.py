@@ -1,8 +1,8 @@
 """The command line: each command parses, calls one function, and maps errors to exit codes.
 
-Each group of commands has a file, named after the first word of its title in `GROUPS`. A new command is
-a function in its group's file, and a name in `GROUPS`. Heavy imports (torch, transformers) stay inside
-the function, so that `quantize --help` answers at once.
+Each group of commands has a file, named after the first word of its title in `GROUPS`. A new
+command is a function in its group's file, and a name in `GROUPS`. Heavy imports (torch,
+transformers) stay inside the functions, so that `quantize --help` answers at once.
 """
 
 import difflib
@@ -42,7 +42,7 @@ Exit codes:
 
 
 class _Commands(click.Group):
-    """Lists commands by what they are for and imports one when it is asked for."""
+    """Lists commands by purpose, and imports a command's module only when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -85,8 +85,8 @@ def cli(context: click.Context) -> None:
       quantize plan --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
       quantize run  --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
 
-    A run lies in outputs/RECIPE-HASH/. --resume continues a run that was interrupted, or whose files
-    were changed, and keeps all results that are still valid.
+    A run is a folder, outputs/RECIPE-HASH/. --resume continues a run that was interrupted, or whose
+    files were changed, and keeps all results that are still valid.
     """
     command = context.invoked_subcommand
     if command not in [stage.name for stage in STAGES if stage.shares_work]:
@@ -98,7 +98,7 @@ def main() -> None:
     sys.exit(_exit_code())
 
 
-# The libraries' own bars and messages would cut into ours; their variables turn them on again.
+# Libraries' own bars and messages would cut into ours; set these variables to see them again.
 QUIET = {
     "TQDM_DISABLE": "1",
     "LLM_COMPRESSOR_LOG_LEVEL": "ERROR",
@@ -127,7 +127,7 @@ def _exit_code() -> int:
 
 
 def _going_on() -> str:
-    """Return the command that goes on with what this one has done, where one does."""
+    """Return "; `COMMAND` goes on" with the command that continues this one, or ""."""
     words = sys.argv[1:]
     if words[:1] in (["run"], ["judge"]) and "--resume" not in words:
         words = [*words, "--resume"]

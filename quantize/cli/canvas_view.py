@@ -1,8 +1,8 @@
 """Answers one prompt and shows its canvas denoise, for `quantize generate`.
 
-In a terminal every denoising step is drawn over the last one: accepted tokens bright, the decoder's
-best guesses for the others dim. With --plain, a canvas' text is written when it is committed, and
-never changes: bytes of an incomplete character at its end wait for the next canvas. The answer goes to
+In a terminal every denoising step is drawn over the last one: accepted tokens are bright, the
+decoder's best guesses elsewhere are dim. With --plain, a canvas' text is written at its commit, and
+never changes: an incomplete character at its end waits for the next canvas. The answer goes to
 stdout, thoughts and everything else to stderr.
 """
 
@@ -38,9 +38,9 @@ def watch(
     max_new_tokens: int | None, where: Placement, plain: bool, pictures: Sequence[Path],
     soft_tokens: int, write: Write,
 ) -> None:  # fmt: skip
-    """Generate the answer to a prompt; options are those of `quantize generate`.
+    """Generate and show the answer to a prompt; the arguments are options of `quantize generate`.
 
-    `write` gets the answer without thoughts, as a whole or, with `plain`, canvas by canvas. InputError:
+    `write` gets the answer without thoughts: whole or, with `plain`, canvas by canvas. InputError:
     a checkpoint or picture cannot be loaded, or the prompt is too long.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
@@ -84,7 +84,7 @@ def watch(
 
 
 class _Output:
-    """Writes an answer as it grows, without thoughts, and only what no later canvas can change."""
+    """Writes an answer as it grows, thoughts aside, and only what no later canvas can change."""
 
     def __init__(self, tokenizer: Any, sampler: Sampler, write: Write, aside: Write) -> None:
         split = partial(split_thoughts, tokenizer)

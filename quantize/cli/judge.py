@@ -19,7 +19,7 @@ PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 @with_options("recipe", "out", "task", "limit")
 @click.option(
     "--fine-tuned", is_flag=True,
-    help="Weights differ from BF16's on purpose: they are not compared, and the report says so.",
+    help="Weights differ from BF16's on purpose: do not compare them, and say so in the report.",
 )  # fmt: skip
 @with_options("scoring", "machine", "resume")
 def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **options: Any) -> int:
@@ -41,13 +41,13 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(
     "--questions", type=click.IntRange(min=0), default=20, show_default=True,
-    help="Most questions to list of a task, of those that differ.",
+    help="Most questions to list per task, of those that differ.",
 )  # fmt: skip
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    It lists the questions that B lost, won or answered otherwise than A. Those of a private task are
-    listed as hashes. It exits with 4 when the scores are not comparable.
+    Lists the questions that RUN_B lost, won or answered differently from RUN_A; a private task's
+    questions are listed as hashes. The exit code is 4 if the scores are not comparable.
     """
     from rich.console import Console
 
@@ -68,8 +68,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
 def baseline() -> None:
     """Take BF16's answers from one machine to another.
 
-    They do not depend on the recipe, and on a small GPU they cost most of an evaluation. Where a pack
-    was imported, `run` and `evaluate` ask the quantized model alone; report and card name its origin.
+    BF16's answers do not depend on the recipe, and on a small GPU they take most of an evaluation.
+    Once a pack of answers is imported, `run` and `evaluate` ask only the quantized model; report
+    and card name the pack's origin.
     """
 
 
@@ -77,7 +78,7 @@ def baseline() -> None:
 @with_options("run")
 @PACK
 def export_(run: Path, pack: Path) -> None:
-    """Write BF16's answers of a run to PACK, without questions."""
+    """Write BF16's answers in a run to the file PACK, without questions."""
     from quantize.runs.folder import existing_run
     from quantize.stages.evaluate.baseline_pack import export_pack
 
@@ -88,10 +89,10 @@ def export_(run: Path, pack: Path) -> None:
 @PACK
 @with_options("out")
 def import_(pack: Path, out: Path) -> None:
-    """Let the runs in a folder take BF16's answers from PACK.
+    """Let the runs in the folder --out take BF16's answers from the file PACK.
 
-    Each run checks that the pack's sampler, data, seed, weights, tokenizer and versions equal its own,
-    and names what differs.
+    Each run checks that the pack's sampler, data, seed, weights, tokenizer and versions (those that
+    answers depend on) equal its own, and names what differs.
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
@@ -104,18 +105,19 @@ def import_(pack: Path, out: Path) -> None:
 @click.option(
     "--bytes", "nbytes", type=click.FloatRange(min=0), help="Most bytes of the checkpoint."
 )
-@click.option("--kl", type=click.FloatRange(min=0), help="Instead: the largest predicted KL.")
+@click.option("--kl", type=click.FloatRange(min=0), help="Or the largest predicted KL, in nats.")
 @click.option(
     "--scheme", "schemes", multiple=True, default=("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
-    show_default=True, help="A scheme that a part may get beside BF16; repeatable.",
+    show_default=True, help="A scheme that a part may get, besides BF16; repeatable.",
 )  # fmt: skip
 @with_options("model", "revision", "out", "gpu-memory", "gpu")
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     """Choose a scheme for every layer's attention, MLP and experts, and write the choice as a recipe.
 
-    Each of these parts is quantized alone, and its KL from BF16 measured. Then the choice of least KL
-    within --bytes, or of fewest bytes within --kl, is computed, and measured as a whole. RECIPE gives
-    everything else. A second search in the same folder measures no part again.
+    Each part is quantized by itself to measure its KL from BF16, and some whole models are measured
+    to predict the KL of others. The choice with the least KL within --bytes, or the fewest bytes
+    within --kl, is then measured too. RECIPE gives everything else. A second search measures no part
+    again.
     """
     from quantize.pipeline.search import search as search_schemes
 
@@ -131,7 +133,7 @@ def nemo() -> None:
 @with_options("run")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def nemo_export(run: Path, folder: Path) -> None:
-    """Write the scores of a run to FOLDER, without any text."""
+    """Write the scores of a run to FOLDER, without questions or answers."""
     from quantize.reports.nemo import export
     from quantize.runs.folder import existing_run
 
@@ -148,12 +150,12 @@ def nemo_export(run: Path, folder: Path) -> None:
 )  # fmt: skip
 @click.option(
     "--estimand", type=click.Choice(["these_questions", "such_questions"]), required=True,
-    help="Whether the loss is judged on the benchmarks as they stand, or on questions like theirs.",
+    help="Judge the loss on exactly the benchmarks' questions, or on all questions like them.",
 )  # fmt: skip
 def nemo_judge(
     baseline: Path, candidate: Path, margins: tuple[tuple[str, float], ...], estimand: Any
 ) -> int:
-    """Judge two folders of NeMo Evaluator's scores by our gate.
+    """Judge CANDIDATE against BASELINE, two folders of NeMo Evaluator's scores, by our gate.
 
     Only accuracy is judged. Exit codes are those of `quantize run`.
     """

@@ -1,4 +1,4 @@
-"""`quantize recipes`, `tasks`, `inspect` and `doctor`: what there is, and what is wrong with it."""
+"""`quantize recipes`, `tasks`, `inspect` and `doctor`: list what ships, find what is wrong."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +30,8 @@ def recipes(name: str | None) -> None:
 @click.option("--recipe", help="A recipe whose own tasks are listed too: a name or a YAML file.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S",
-    help="Tokens a second with which hours are computed.  [default: 1562, the 26B model "
-    "in BF16 on an H200, 16 slots, 26 steps a canvas]",
+    help="Tokens per second with which hours are computed.  [default: 1562, the 26B model "
+    "in BF16 on an H200, 16 slots, 26 steps per canvas]",
 )  # fmt: skip
 def tasks(recipe: str | None, rate: float | None) -> None:
     """List the tasks that a recipe can be scored on, and what each of them costs.
@@ -81,8 +81,8 @@ def _data(task: Mapping[str, Any]) -> str:
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    It reads headers, and those scales that hold for a whole matrix. CHECKPOINT is a folder or a Hub id;
-    `bundled` is the model that ships. It exits with 1 when something is wrong.
+    Of the weights it reads headers and the scales of whole matrices. CHECKPOINT is a folder or a
+    Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
     """
     from rich.console import Console
 
@@ -101,7 +101,7 @@ def inspect(checkpoint: str) -> int:
 @click.command()
 @with_options("out")
 def doctor(out: Path) -> int:
-    """Look at this machine: packages, compiler, GPUs and driver, memory, disk, caches.
+    """Check this machine: packages, compiler, GPUs and driver, memory, disk, caches.
 
     A line with an arrow says what to do. The exit code is 3 if something is missing that commands need.
     Nothing is downloaded, written or sent; the output is meant to be pasted into a bug report.

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share; `with_options` gives a command those it takes."""
+"""Arguments and options that several commands share; `with_options` adds them to a command."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,11 +26,11 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "recipe": click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file."),
     "limit": click.option(
-        "--limit", type=click.IntRange(min=2), help="Score only the first N problems of a task."
+        "--limit", type=click.IntRange(min=2), help="Score only the first N problems per task."
     ),
     "task": click.option(
         "--task", "tasks", multiple=True, metavar="NAME",
-        help="Score this task and leave others out (`quantize tasks` lists them); repeatable.",
+        help="Score only this task (`quantize tasks` lists all tasks); repeatable.",
     ),
     "resume": click.option(
         "--resume", is_flag=True, help="Continue an interrupted run, or show a complete one."
@@ -48,16 +48,16 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "scratch": click.option(
         "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-        help="Folder for calibrate's recording, by default the run's; it takes up "
-        "to 1.44 MB a canvas and step of a 26B model, and is removed when round is done.",
+        help="Folder for calibrate's recording, by default the run's. The recording takes up to "
+        "1.44 MB per canvas and step of the 26B model, and is removed when round is done.",
     ),
     "activations": click.option(
         "--activations", type=click.Choice(ACTIVATION_MODES),
-        help="How activations are rounded; by default to 8 bits for 8-bit weights alone.",
+        help="How activations are rounded; by default to 8 bits if weights have 8 bits, else not.",
     ),
     "modes": click.option(
         "--activations", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES),
-        help="Measure this way of rounding activations too; repeatable.",
+        help="Also measure with activations rounded this way; repeatable.",
     ),
     "hourly-price": click.option(
         "--hourly-price", type=click.FloatRange(min=0),
@@ -65,19 +65,19 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "full": click.option(
         "--full", is_flag=True,
-        help="Compare all values with BF16 again, also those that convert compared.",
+        help="Compare all values with BF16 again, including those that convert compared.",
     ),
     "gguf": click.option(
         "--gguf", type=click.Path(path_type=Path),
-        help="Score the exported file too, in llama.cpp, with the same prompts and noise.",
+        help="Also score this exported file, in llama.cpp, with the same prompts and noise.",
     ),
     "llama-cpp": click.option(
         "--llama-cpp", type=click.Path(path_type=Path), metavar="PROGRAM",
-        help="llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
+        help="Path of llama.cpp's llama-diffusion-gemma-server, which --gguf needs.",
     ),
     "steps": click.option(
         "--steps", multiple=True, type=STEPS, metavar="T",
-        help="Judge the candidate with at most T steps of a canvas too; repeatable.",
+        help="Also judge the candidate with at most T steps per canvas; repeatable.",
     ),
     "data-dir": click.option(
         "--data-dir", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -87,7 +87,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
 
 
 def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
-    """Return a decorator that adds options to a command; a string names one of those in SHARED."""
+    """Return a decorator that adds options to a command; a string is a key of SHARED."""
 
     def add(command: FC) -> FC:
         for option in reversed(options):
@@ -104,15 +104,15 @@ SHARED["scoring"] = with_options(
     "data-dir",
     click.option(
         "--noise-floor", is_flag=True,
-        help="Score BF16 once more with another seed: the difference that noise alone makes.",
+        help="Also score BF16 with another seed, to show the difference that noise alone makes.",
     ),
     click.option(
         "--operating-points", is_flag=True,
-        help="Judge the recipe's operating points too, and name the fastest that passes.",
+        help="Also judge the recipe's operating points, and name the fastest that passes.",
     ),
     click.option(
         "--batch-size", type=click.IntRange(min=1),
-        help="Problems answered at once, in place of the recipe's number.",
+        help="Problems to answer at once, in place of the recipe's number.",
     ),
     click.option(
         "--all", "go_on", is_flag=True,
@@ -127,18 +127,18 @@ SHARED["scoring"] = with_options(
         "--base-server", "base_servers", multiple=True, help="URL of a server with the BF16 model."
     ),
     click.option(
-        "--server-revision", help="Revision that --server serves, where it reports no fingerprint."
+        "--server-revision", help="Revision that --server serves, if it reports no fingerprint."
     ),
     click.option("--base-server-revision", help="Revision that --base-server serves."),
     click.option(
         "--in-flight", type=click.IntRange(min=1), default=8, show_default=True,
-        help="Number of requests to each server at once.",
+        help="Requests in flight to each server.",
     ),
 )  # fmt: skip
 
 
 def served_name(checkpoint: str, folder: Path) -> str:
-    """Return a served model's name: a Hub id, the run's name if a run made it, or else its folder's."""
+    """Return a served model's name: its Hub id, else its run's name, else its folder's name."""
     if not Path(checkpoint).is_dir():
         return checkpoint
     path = folder.resolve()

@@ -30,9 +30,9 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy of the model before the run that takes hours.
 
     Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
-    small limits: 32 prompts, all weights, 4 questions a task. A finding does not end the rehearsal: all
-    findings are printed, and the most time, memory and disk that the whole run takes. The verdict of
-    so few answers says nothing. The exit code is that of the first finding, else 0.
+    small limits: 32 prompts, all weights, 4 questions per task. A finding would end a run, but not
+    the rehearsal: all findings are printed, and the most time and disk that the whole run takes.
+    The verdict of so few answers says nothing. The exit code is that of the first finding, else 0.
 
     rehearsal.json in the run folder holds all of this, with versions and hardware, but no questions or
     answers: send it along when you ask for help. The same command continues an interrupted rehearsal.
@@ -45,7 +45,7 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
 @click.command()
 @with_options("run")
 def status(run: Path) -> None:
-    """Say what a run, a search or a judgement is doing: stage, task, interim look, rate, time left."""
+    """Show what a run, search or judgement is doing: stage, task, interim look, rate, time left."""
     from quantize.errors import InputError
     from quantize.host.files import read_json
     from quantize.host.locks import holder

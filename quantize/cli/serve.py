@@ -26,26 +26,26 @@ the extra: pip install 'diffusiongemma-quantize[serve]'.
   answers 226.
 
 \b
-Also /v1/completions, /v1/models, /health, /metrics (Prometheus), /version, /docs.
+Also /v1/completions, /v1/responses, /v1/models, /health, /metrics (Prometheus), /version, /docs.
 Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
   image_url parts of a user's message (data URLs of PNG, JPEG or WebP; image_tokens, 70
-  to 1120, is the most that one takes; nothing is fetched),
+  to 1120, is the most tokens per picture; nothing is fetched),
   chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
   the sampler's CONTROLS,
   the canvas: suffix of a completion, pinned [{position, text}], initial_text,
   tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
-  guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or not).
+  guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or other).
 What steers sampling token by token (temperature, top_p, top_k, min_p, penalties) has no meaning
   here. It is ignored, and named in the header X-Ignored-Parameters; --strict refuses it. The same
   holds for a message's name and a picture's detail.
-  temperature 0 without a seed takes a fixed one. Anything else is refused with 400 and its name.
+  temperature 0 without a seed takes a fixed seed. Any other field is refused with 400, by name.
 A stream sends finished canvases; stream_options.include_drafts shows them denoise.
 
-Clients must send the key in the environment variable QUANTIZE_API_KEY, when there is one.
+If the environment variable QUANTIZE_API_KEY is set, clients must send its value as the API key.
 Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
 on a GPU rounding depends on the batch, unless --batch-invariant is given.
---data-parallel N serves with a copy of the weights on each of N GPUs; X-Worker says which answered.
-SIGTERM lets running requests finish and refuses those that wait.
+--data-parallel N serves with a copy of the weights on each of N GPUs; the header X-Worker says
+which one answered. SIGTERM lets running requests finish and refuses waiting ones.
 """.replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 
@@ -57,14 +57,14 @@ def _option(setting: Field[Any]) -> Callable[[Any], Any]:
 @click.command(help=HELP)
 @with_options(
     "checkpoint",
-    click.option("--model-name", help="Name that clients ask for; by default the folder's."),
+    click.option("--model-name", help="Name in requests; by default the Hub id, run or folder."),
     click.option(
         "--data-parallel", "workers", type=click.IntRange(1, 64), default=1, show_default=True,
         help="Number of GPUs that serve behind one port; each has a process and a copy of the weights.",
     ),
     click.option(
         "--prefix-cache", "prefix_mib", type=click.IntRange(min=0), default=0, show_default=True,
-        help="MiB of the device in which encoded beginnings of prompts are kept for later requests.",
+        help="MiB of device memory that keep encoded beginnings of prompts for later requests.",
     ),
     *(_option(setting) for setting in fields(Options) if setting.metadata),
     "activations",
@@ -72,7 +72,7 @@ def _option(setting: Field[Any]) -> Callable[[Any], Any]:
     click.option("--ignore-unsupported", is_flag=True, expose_value=False, hidden=True),
     click.option(
         "--allow-origin", "origins", multiple=True, metavar="URL",
-        help="Let web pages of this origin ask, as https://chat.example; * for all; repeatable.",
+        help="Let pages of this origin send requests: https://chat.example; * for all; repeatable.",
     ),
 )  # fmt: skip
 def serve(

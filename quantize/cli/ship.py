@@ -1,4 +1,4 @@
-"""`quantize adopt`, `card`, `bundle`, `push` and `verify-signature`: what leaves this machine."""
+"""`quantize adopt`, `card`, `bundle`, `push`, `verify-signature`: make and check a release."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,13 @@ from quantize.cli.options import with_options
 @click.command()
 @with_options("run")
 @click.option(
-    "--repo", metavar="ORG/NAME", help="Name in the card's commands; by default the run's."
+    "--repo", metavar="ORG/NAME", help="Name in the card's commands; by default the run's name."
 )
 def card(run: Path, repo: str | None) -> None:
     """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
 
-    The Hub is not asked: `push` writes the card once more, when it has compared the base model's
-    checksums.
+    The Hub is not asked. `push` makes the card again after it has compared the base model's
+    checksums with the Hub's.
     """
     from quantize.host.progress import say
     from quantize.pipeline.run import reported
@@ -32,12 +32,12 @@ def card(run: Path, repo: str | None) -> None:
 @click.command()
 @with_options("run")
 @click.argument("point", required=False)
-@click.option("--own", is_flag=True, help="Write the model's own settings again.")
+@click.option("--own", is_flag=True, help="Restore the model's own settings instead.")
 def adopt(run: Path, point: str | None, own: bool) -> int:
     """Write the sampler settings of an operating point that passed into the checkpoint.
 
-    Without POINT the fastest that passes is taken. The settings go into generation_config.json, so that
-    servers serve what was judged. Then the checkpoint is verified and the report written again.
+    Without POINT, the fastest point that passes is taken. Its settings go into the checkpoint's
+    generation_config.json, so that servers serve what was judged. Then verify and report run again.
     """
     from quantize.pipeline.adopt import adopt as adopt_point
 
@@ -69,7 +69,7 @@ def bundle(run: Path, out: Path | None) -> None:
     "--to", default="pr", show_default=True, metavar="pr|main|BRANCH",
     help="Target: a pull request, main, or a branch.",
 )  # fmt: skip
-@click.option("--tag", help="Tag the release, as the last step (not with a pull request).")
+@click.option("--tag", help="Tag the release, after all is verified (not with a pull request).")
 @click.option("--public", is_flag=True, help="Make the repository public, once all is verified.")
 @click.option(
     "--allow", type=click.Choice(["inconclusive"]),
@@ -82,7 +82,7 @@ def bundle(run: Path, out: Path | None) -> None:
     "--sign", metavar="KEY.pem|sigstore",
     help="Sign all files: with a private key (elliptic curve, PEM), or by Sigstore.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, write nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded; upload nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask (for CI).")
 def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any) -> int:
     """Upload a run that passed its gate to the Hugging Face Hub, with a model card made from it.
@@ -108,14 +108,14 @@ def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--key", type=click.Path(path_type=Path), help="The signer's public key, PEM.")
 @click.option("--identity", help="With Sigstore: the account that signed.")
-@click.option("--issuer", help="With Sigstore: where that account was logged in, a URL.")
+@click.option("--issuer", help="With Sigstore: URL of the service where that account logged in.")
 def verify_signature(
     folder: Path, key: Path | None, identity: str | None, issuer: str | None
 ) -> None:
     """Check the signature of a published checkpoint: a folder that `hf download` made.
 
-    Every file but model.sig, .git* and .cache must be what was signed. Exit code 1 if there is no
-    signature, if another signer made it, or if a file was changed, added or taken away.
+    Every file but model.sig, .git* and .cache must be as it was signed. The exit code is 1 if there
+    is no signature, if another signer made it, or if a file was changed, added or removed.
     """
     from quantize.hub.signing import verify
 

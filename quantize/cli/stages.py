@@ -1,4 +1,4 @@
-"""`quantize plan`, and a command for each stage in STAGES that runs it again in a run folder."""
+"""`quantize plan`, and one command per stage in STAGES, which runs that stage of a run again."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ from quantize.pipeline.stages import STAGES, Stage
 @with_options("recipe", "model", "revision", "task", "gpu-memory", "gpu")
 @click.option(
     "--serve", is_flag=True,
-    help="Show instead how each format would be served: slots, memory, speed at best. Without --model, "
-    "of the 26B model.",
+    help="Show instead how each format would be served: slots, memory, speed at best. Without "
+    "--model, the 26B model is shown.",
 )  # fmt: skip
 @click.option(
     "--context", type=click.IntRange(min=1), metavar="N",
-    help="With --serve: positions of a prompt and its answer.  [default: 8192]",
+    help="With --serve: positions of a prompt and its answer together.  [default: 8192]",
 )  # fmt: skip
 @click.option(
     "--clients", type=click.IntRange(1, 64), default=4, show_default=True,
@@ -30,8 +30,8 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
-    --model may also be a config.json: the plan then comes from the config alone. It exits with 3
-    when a stage does not fit --gpu-memory. Without --gpu, and without a GPU here, times are an H200's.
+    --model may also be a config.json: the plan then comes from the config alone. The exit code is 3
+    if a stage does not fit --gpu-memory. Times are for --gpu, else for this GPU, else for an H200.
     """
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan
@@ -43,7 +43,7 @@ def plan(
 
 
 def command_of(stage: Stage) -> click.Command:
-    """Return the command that runs one stage of a run folder again."""
+    """Return the command that runs `stage` of a run folder again."""
 
     @click.command(name=stage.name, help=stage.summary)
     @with_options("run", *stage.options)

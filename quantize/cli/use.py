@@ -23,10 +23,10 @@ from quantize.schemes.modes import ActivationMode
 )  # fmt: skip
 @click.option(
     "--image-tokens", "soft_tokens", type=int, default=280, show_default=True,
-    help="Most tokens of a picture: 70, 140, 280, 560 or 1120.",
+    help="Most tokens per picture: 70, 140, 280, 560 or 1120.",
 )  # fmt: skip
 @click.option("--thinking", is_flag=True, help="Let the model think before it answers.")
-@click.option("--steps", type=STEPS, metavar="T", help="Most denoising steps of a canvas.")
+@click.option("--steps", type=STEPS, metavar="T", help="Most denoising steps per canvas.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling noise.")
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=1),
@@ -35,7 +35,7 @@ from quantize.schemes.modes import ActivationMode
 @with_options("activations", "gpu-memory")
 @click.option(
     "--plain", is_flag=True,
-    help="Write finished canvases and draw none; the default where stderr is a pipe.",
+    help="Write finished canvases and draw no steps; the default if stderr is no terminal.",
 )  # fmt: skip
 def generate(
     checkpoint: str, prompt: str, activations: ActivationMode | None, gpu_memory: float | None,
@@ -65,7 +65,7 @@ def generate(
 )  # fmt: skip
 @click.option(
     "--steps", multiple=True, default=("16",), show_default=True, metavar="N|adaptive",
-    help="Denoising steps of a canvas: fixed, or as the checkpoint stops. Repeatable.",
+    help="Denoising steps per canvas: a number, or as the checkpoint stops. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--batch", "batches", multiple=True, type=click.IntRange(1, 64), default=(1,),
@@ -77,21 +77,21 @@ def generate(
 )  # fmt: skip
 @click.option(
     "--canvases", type=click.IntRange(1), default=5, show_default=True,
-    help="Canvases measured for each row, whose median is shown.",
+    help="Canvases measured per row; their median is shown.",
 )  # fmt: skip
 @click.option(
     "--autoregressive", is_flag=True,
-    help="Also measure the same weights writing one token a forward, as without canvases.",
+    help="Also measure the same weights without canvases, writing one token per forward.",
 )  # fmt: skip
 @with_options("hourly-price")
 @click.option(
     "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="JSON list of the steps that canvases of adaptive rows take, one after the other.",
+    help="JSON list of the numbers of steps that canvases of adaptive rows take, in turn.",
 )  # fmt: skip
 @with_options("activations", "gpu-memory")
 @click.option(
     "--sparse-soft-embedding", "sparse", is_flag=True,
-    help="Condition steps on the tokens that hold 0.999 of a row's mass, where 64 do.",
+    help="Condition steps on the tokens that hold 0.999 of a row's probability, if 64 do.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
@@ -102,8 +102,8 @@ def bench(
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
     per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the driver
-    reports energy, each row is measured for 10 s or more and also shows means: W, J a forward, tokens a
-    joule, MHz, and how often the power limit held the clock down.
+    reports energy, each row is measured for 10 s or more and also shows means: W, J per forward,
+    tokens per joule, MHz, and how often the power limit held the clock down.
 
     \b
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
@@ -135,10 +135,10 @@ def bench(
 def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
-    Every product of the 26B model is timed with every candidate, at 64 to 8,192 tokens; the fastest at
-    8,192 also serves larger batches. Products of 64, 256 and 1,024 tokens take about two minutes on an
-    H200. The table goes into the user's cache folder; generate, bench, serve and every stage then use
-    it. Prints how much each product gained.
+    Every matrix product of the 26B model is timed with every candidate, at 64 to 8,192 tokens; the
+    fastest at 8,192 also serves larger batches. Products of 64, 256 and 1,024 tokens take about two
+    minutes on an H200. The table goes into the user's cache folder; generate, bench, serve and all
+    stages then use it. Prints how much each product gained.
     """
     from rich.console import Console
 
@@ -153,7 +153,7 @@ def tune(only: str) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
     "--type", "kept_as", type=click.Choice(["bf16", "q8_0"]), default="bf16", show_default=True,
-    help="Type of the matrices that the checkpoint holds in BF16.",
+    help="Type in OUT of the matrices that the checkpoint holds in BF16.",
 )  # fmt: skip
 def export(checkpoint: str, format_: str, out: Path, kept_as: Any) -> None:
     """Write a checkpoint in another format: quantize export CHECKPOINT --to gguf OUT.gguf

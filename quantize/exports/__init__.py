@@ -1,1 +1,1 @@
-"""Exports the same weights to other formats: GGUF for llama.cpp (docs/exports.md)."""
+"""Exports a checkpoint to other formats: GGUF for llama.cpp (docs/exports.md)."""

@@ -1,12 +1,12 @@
-"""Writes a checkpoint as one GGUF file, streamed and restartable as convert is.
+"""Writes a checkpoint as one GGUF file, streamed and restartable like the stage convert.
 
     header   magic, version 3, metadata, and name, shape, type and position of every tensor; the `gguf`
-             package makes it before the first weight is read
-    tensors  in that order, each beginning at a multiple of 32 bytes
+             package makes the header before the first weight is read
+    tensors  in the header's order, each beginning at a multiple of 32 bytes
 
-The file is written in stretches of about a gigabyte (`checkpoints.shards`); a few pieces of 4 MB are in
-memory at a time. After an interruption the same call goes on behind the last finished stretch, to the
-same bytes. The file gets its name when it is complete.
+The file is written in stretches of about a gigabyte (`checkpoints.shards`), with a few blocks of
+4 MB in memory at a time. After an interruption the same call continues after the last finished
+stretch, and the file has the same bytes. The file gets its name when it is complete.
 """
 
 import json
@@ -37,7 +37,7 @@ from quantize.runtime.llama_cpp import FINGERPRINT
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: the number of tensors of each type, and bytes read and written."""
+    """What an export wrote: tensors per type, and the bytes of the source and of the file."""
 
     types: dict[str, int]
     bytes_in: int
@@ -52,9 +52,9 @@ def export_gguf(
     Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
     export resumes after the last complete stretch; a stretch has about `stretch` bytes.
 
-    Raise InputError if `out` exists or is no .gguf, if GGUF or llama.cpp cannot hold its schemes,
-    widths, config or tokenizer, or if a weight is NaN or infinite. Raise ResourceError if the disk is
-    too small, or fails, or another process writes `out`.
+    Raise InputError if `out` exists or is no .gguf, if GGUF or llama.cpp cannot hold the source's
+    schemes, widths, config or tokenizer, or if a weight is NaN or infinite. Raise ResourceError if
+    the disk is too small or fails, or if another process writes `out`.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")
@@ -129,7 +129,7 @@ def _stretches(
 
 
 def _piece(tensor: GGUFTensor) -> Piece:
-    """Return a tensor and the zeros up to the next multiple of 32 bytes."""
+    """Return a tensor as a piece, with zeros up to the next multiple of 32 bytes."""
     padding = -tensor.nbytes % ALIGNMENT
     zeros = (partial(torch.zeros, padding, dtype=torch.uint8),) if padding else ()
     spec = TensorSpec("U8", (tensor.nbytes + padding,))

@@ -1,8 +1,8 @@
 """Makes the GGUF keys and values that llama.cpp's `diffusion-gemma` reads, from a model's configs.
 
 Head sizes and counts come from the tensors' shapes, the rest from config.json, and the sampler's
-settings from generation_config.json. llama.cpp takes some traits of the model for granted. They are
-checked here, so that a model without them is refused and not computed wrongly.
+settings from generation_config.json. llama.cpp takes some traits of the model for granted. This
+module checks them, so that a model without these traits is refused, not computed wrongly.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS
 
 ARCHITECTURE = "diffusion-gemma"
-# That runtime computes no other values.
+# config key -> the only value that llama.cpp computes.
 BUILT_IN: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return GGUF key -> value; raise InputError for a model that llama.cpp does not compute."""
+    """Return GGUF key -> value of a checkpoint; InputError: llama.cpp cannot compute this model."""
     text = model_config(source.config).to_dict()["text_config"]  # with transformers' defaults
     for key, wanted in BUILT_IN.items():
         value: Any = text
@@ -62,7 +62,7 @@ def _sizes(source: Checkpoint, text: dict[str, Any]) -> dict[str, Any]:
         "attention.sliding_window_pattern": sliding,
         "attention.causal": False,
         "final_logit_softcapping": float(text["final_logit_softcapping"]),
-        "rope.dimension_count": heads[full][0],  # all of them: `rope_freqs` says which rotate
+        "rope.dimension_count": heads[full][0],  # all dimensions: `rope_freqs` says which rotate
         "rope.dimension_count_swa": heads[swa][0],
         "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
         "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
@@ -78,7 +78,7 @@ def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
 
 
 def _diffusion(source: Checkpoint) -> dict[str, Any]:
-    """Return the canvas and the sampler's settings, those that generation_config.json states."""
+    """Return the canvas length, and the sampler's settings that generation_config.json states."""
     found: dict[str, Any] = {"diffusion.canvas_length": source.config["canvas_length"]}
     path = source.folder / "generation_config.json"
     if not path.is_file():

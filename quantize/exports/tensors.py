@@ -1,21 +1,24 @@
 """Plans the GGUF tensors that llama.cpp's `diffusion-gemma` reads, and packs each one's bytes.
 
-The `gguf` package has llama.cpp's names for Gemma 4, the table OWN all others. `ffn_gate_inp.scale` is
-the router's scale, `ffn_down_exps.scale` its scale of each expert. `enc_` marks encoder layers' scales.
+The `gguf` package has llama.cpp's names for Gemma 4; the table OWN has the other names.
+`ffn_gate_inp.scale` is the router's scale, `ffn_down_exps.scale` the router's scale per expert. The
+prefix `enc_` marks the encoder's layer scalars. A matrix stays BF16, bit for bit, or becomes Q8_0.
+Vectors and the router become F32, exactly, as llama.cpp wants.
 
-A matrix is BF16 as on disk, or Q8_0; vectors and the router are F32, exactly, as llama.cpp wants them.
-An NVFP4 Linear becomes `.weight`, its codes and block scales, and `.scale`, F32 [1] or [experts]:
-1 / weight_global_scale, which multiplies the product. Experts then stand in three tensors, since
-llama.cpp fuses gate and up only without a scale. The down projection's `.scale` has two factors:
-`ffn_down_exps.scale` is the router's scale of the expert times 1 / weight_global_scale, in float32.
+An NVFP4 Linear becomes two tensors: `.weight` holds its codes and block scales. `.scale`, F32 [1]
+or [experts], holds 1 / weight_global_scale, by which llama.cpp multiplies the product. Experts in
+NVFP4 become three such pairs (gate, up, down), since llama.cpp fuses gate and up only if they have
+no scale. `ffn_down_exps.scale` is then 1 / weight_global_scale times the router's scale per expert,
+in float32.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
-A block of NVFP4 holds four groups of 16 values: 4 block scales e4m3, read without their sign, and 4 x 8
-bytes of codes. Byte j of a group holds the codes of values j (low nibble) and j + 8, where a checkpoint
-pairs values 2 j and 2 j + 1. The `gguf` package reads such blocks, as tests do, but cannot write them.
+An NVFP4 block holds four groups of 16 values: 4 scales in e4m3, read without their sign, and 4 x 8
+bytes of codes. Byte j of a group has the codes of values j (low nibble) and j + 8; in a checkpoint
+it has those of values 2 j and 2 j + 1. The `gguf` package reads such blocks (as tests do), but
+cannot write them.
 
-llama.cpp reads text only, so the vision tower is left out. The calibrated scales of activations are
-left out too, since llama.cpp reads but does not use them. The embedding is also the output.
+llama.cpp takes text only, so the vision tower is left out. The calibrated input scales are left out
+too, since llama.cpp reads but does not use them. The embedding is also the output matrix.
 
 Source: src/models/diffusion-gemma.cpp of unslothai/llama.cpp at c3fb9724, read for names and shapes.
 """
@@ -43,14 +46,14 @@ KeptAs = Literal["BF16", "Q8_0"]
 GGMLType = Literal["F32", "BF16", "Q8_0", "NVFP4"]
 ALIGNMENT = 32  # bytes; every tensor begins at a multiple, GGUF's default
 TASK_BYTES = 1 << 22  # source bytes read at once, as in convert
-LARGEST_Q8_0 = 127 * 65504.0  # beyond it the F16 scale of a block is infinite
+LARGEST_Q8_0 = 127 * 65504.0  # for larger values the F16 scale of a block is infinite
 NO_ROTATION = 1e30
 
 NAME = re.compile(
     r"model\.(decoder|encoder\.language_model)\.(?:layers\.(\d+)\.)?(.+?)(?:\.weight)?"
 )
 OF_GEMMA = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, n_blocks=1)
-OWN = {  # what llama.cpp's Gemma 4 does not have
+OWN = {  # names of tensors that llama.cpp's Gemma 4 does not have
     "self_conditioning.pre_norm": "self_cond_pre_norm",
     "self_conditioning.gate_proj": "self_cond_gate",
     "self_conditioning.up_proj": "self_cond_up",
@@ -94,7 +97,7 @@ def _gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    The caller has checked the layout of `source`. BF16 matrices become `kept_as`, but routers' F32.
+    The caller has checked the layout of `source`. BF16 matrices become `kept_as`; routers, F32.
     Raise InputError if GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)
@@ -160,7 +163,7 @@ class _Planner:
     def _linears(
         self, target: str, shape: tuple[int, ...], modules: Sequence[str]
     ) -> Iterator[GGUFTensor]:
-        """Yield the weight and the scale of Linears that follow each other in one tensor."""
+        """Yield a weight tensor and a scale tensor for Linears that are adjacent in one tensor."""
         _check_width(modules[0], shape, "NVFP4")
         each = math.prod(shape) // len(modules) // 2  # bytes of codes
         runs = _runs(len(modules), each * len(modules))
@@ -172,7 +175,7 @@ class _Planner:
     def _experts(
         self, target: str, shape: tuple[int, ...], modules: Sequence[str]
     ) -> Iterator[GGUFTensor]:
-        """Yield gate and up, or down, of all experts of a layer."""
+        """Yield the tensors of gate and up, or of down, for all experts of a layer."""
         each = len(modules) // shape[0]
         separate = (shape[0], *linear_shape(shape, tuple(modules)))
         for index, part in enumerate(("gate", "up")[:each]):  # a name without gate_up stays
@@ -189,7 +192,7 @@ class _Planner:
         return torch.cat(blocks)
 
     def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:
-        """Return each module's 1 / global scale, FP32, for down experts times the router's scale."""
+        """Return each module's 1 / global scale (FP32), times the router's scale for down experts."""
         found: list[torch.Tensor] = []
         for module in modules:
             inverse = f"{module}.weight_scale_2"  # ModelOpt's
@@ -206,7 +209,7 @@ class _Planner:
 
 
 def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return GGUF blocks, uint8 [n], of codes U8 [..., in / 2] and scales e4m3 >= 0 [..., in / 16]."""
+    """Return NVFP4 blocks, uint8 [n], of codes U8 [..., in/2] and scales e4m3 >= 0 [..., in/16]."""
     pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
     low, high = codes.split(GROUP // 2, dim=-1)

@@ -5,12 +5,12 @@ llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can b
     gemma4   byte fallback, spaces as "▁": Gemma's own
     gpt2     bytes as characters, split beforehand by the bundled model's pattern. llama.cpp's splitter
              `starcoder` splits digits and words in the same way. It keeps runs of punctuation
-             together, which changes nothing: no merge of ours joins two of them
+             together, which changes nothing: no merge of ours joins two punctuation marks
 
-Any other tokenizer is refused; the message says what it has instead. Special tokens become CONTROL,
-except those of thinking and tool calls: they become USER_DEFINED, as llama.cpp's chat parser must see
-them in the text. Other added tokens become USER_DEFINED too, and `<0xXX>` BYTE. A vocabulary smaller
-than the embedding is padded with UNUSED tokens.
+Any other tokenizer is refused; the message says which model or splitter it has. Special tokens
+become CONTROL, except those of thinking and tool calls: these become USER_DEFINED, as llama.cpp's
+chat parser must see them in the text. Other added tokens become USER_DEFINED too, and `<0xXX>`
+becomes BYTE. UNUSED tokens fill up a vocabulary that is smaller than the embedding.
 
 Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
 """
@@ -29,13 +29,13 @@ BUNDLED_PATTERN = r"\d|\n| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s"
 MARKED = ("channel", "tool_call", "tool_response")
 VISIBLE = {'<|"|>'} | {mark for name in MARKED for mark in (f"<|{name}>", f"<{name}|>")}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-# Special tokens -> GGUF's names of them.
+# Special tokens -> GGUF's names for them.
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
 DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not start without one
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
-    """Return GGUF key -> value of a checkpoint's tokenizer, whose embedding has `size` rows.
+    """Return GGUF key -> value of the tokenizer in `folder`; the model's embedding has `size` rows.
 
     Raise InputError if there is no tokenizer or chat template, llama.cpp has no name for the tokenizer,
     or a token lies outside of the embedding.
@@ -50,7 +50,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InputError(f"{path}: not a tokenizer.json ({error!r}); {FIX}") from error
     keys: dict[str, Any] = {"model": model, "pre": pre, "merges": merges}
-    # That runtime drops the BOS that the template writes.
+    # llama.cpp drops the BOS that the chat template writes.
     keys |= {"tokens": texts, "token_type": types, "add_bos_token": True, "add_space_prefix": False}
     if model == "gemma4":
         keys["scores"] = [-1000.0] * size  # required but never read: merges have ranks
@@ -62,7 +62,7 @@ def vocabulary(folder: Path, size: int) -> dict[str, Any]:
 
 
 def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
-    """Return GGUF's names of the tokenizer's model and of the splitter before it."""
+    """Return GGUF's names of the tokenizer's model and of its pre-tokenizer (splitter)."""
     model, splitter = stated["model"], stated.get("pre_tokenizer") or {}
     if model["type"] != "BPE":
         raise InputError(f"{path}: its model is {model['type']!r}; only BPE can be exported")
@@ -79,7 +79,7 @@ def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
 
 
 def _tokens(path: Path, stated: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """Return texts and GGUF token types of a vocabulary, by id."""
+    """Return the texts and the GGUF token types of a vocabulary; indices are token ids."""
     added = {token["content"]: token for token in stated.get("added_tokens") or []}
     ids: dict[str, int] = stated["model"]["vocab"] | {t: each["id"] for t, each in added.items()}
     if len(by_id := {index: text for text, index in ids.items()}) != len(ids):

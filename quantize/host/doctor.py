@@ -1,7 +1,7 @@
-"""Looks at what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
+"""Checks what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
 
-The installed distribution's metadata lists the packages that are needed. torch lists the GPUs, and
-nvidia-smi tells the driver's version.
+The installed distribution's metadata lists the needed packages. torch lists the GPUs, and
+nvidia-smi reports the driver's version.
 """
 
 import os
@@ -28,7 +28,7 @@ NEEDED, WANTED = "needed", "wanted"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its name, what was found, and advice, which is None if all is well.
+    """One thing that was checked: its name, what was found, and advice (None if all is well).
 
     `level` is NEEDED if commands fail without the thing, else WANTED.
     """
@@ -40,7 +40,7 @@ class Finding:
 
 
 def findings(out: Path, version: str) -> Iterator[Finding]:
-    """Look at this machine and yield findings; `out` is the folder of runs, `version` is quantize's."""
+    """Check this machine and yield findings; `out` is the folder of runs, `version` quantize's."""
     yield Finding("quantize", f"{version} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
@@ -59,7 +59,7 @@ def findings(out: Path, version: str) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Yield a finding for each package that is missing or of a wrong version, and one for the rest."""
+    """Yield a finding for each package that is missing or misversioned, and one for the others."""
     from packaging.requirements import Requirement
 
     try:

@@ -1,6 +1,6 @@
 """Writes files and folders atomically: a kill or a power cut never leaves an incomplete one.
 
-Each is written under a temporary name in the same place, synced to disk, then renamed.
+A file or folder is written under a temporary name in the same place, synced to disk, then renamed.
 """
 
 import json
@@ -35,14 +35,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON with stable formatting, atomically. NaN and infinity are refused."""
+    """Write `value` as JSON, atomically, with stable formatting; ValueError: NaN or infinity."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
-    """Read a JSON object, which must have all `keys`: "source.folder" is "folder" within "source".
+    """Return the JSON object in a file; it must have all `keys` ("a.b" is the key "b" within "a").
 
-    `remedy` ends the messages of errors; by default it says to let `quantize run` make the file again.
+    `remedy` ends error messages; the default says that `quantize run` makes the file again.
 
     Raises:
         InputError: the file is not JSON, is not an object, or lacks a key.
@@ -64,9 +64,9 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
 
 @contextmanager
 def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generator[Path]:
-    """Yield a temporary folder beside `final`; rename it to `final` when the block ends well.
+    """Yield a temporary folder beside `final`; if the block ends well, replace `final` with it.
 
-    With `keep_partial` the folder that an interrupted try left is used again; else it starts empty.
+    If `keep_partial`, a folder that an interrupted try left is used again; else it starts empty.
     """
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
     if temporary.exists() and not keep_partial:

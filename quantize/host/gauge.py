@@ -1,7 +1,7 @@
-"""Reads from a GPU's driver (NVML) the energy it has taken, its clock, and whether power limits it.
+"""Reads a GPU's energy, clock, and whether power limits the clock, from its driver (NVML).
 
-The driver updates its energy counter every 20 to 100 ms. `watched` polls the counter while work runs,
-and notes each step it makes: power is the energy between two steps over the time between them.
+The driver updates its energy counter every 20 to 100 ms. `watched` polls the counter while work
+runs, and notes each change. Power is the energy between two changes, divided by the time between.
 """
 
 import ctypes
@@ -17,9 +17,9 @@ from quantize.host.progress import every
 
 LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
 PROCESSORS = 1  # NVML_CLOCK_SM
-# What may hold a clock for the power that it takes: the driver's limit, and the board's brake.
+# NVML's reasons for a clock that is held down by power: the driver's limit, and the board's brake.
 POWER = 0x04 | 0x80
-LOOK = 0.01  # seconds between two looks at the counter: what a step's time may be off by
+LOOK = 0.01  # seconds between two polls of the counter; a change's time may be off by this
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Gauge:
         return cls(library, handle)
 
     def joules(self) -> float | None:
-        """Return the joules taken since the driver was loaded; None if the driver does not say."""
+        """Return the joules used since the driver was loaded; None if the driver does not say."""
         millijoules, read = ctypes.c_ulonglong(), self._library.nvmlDeviceGetTotalEnergyConsumption
         failed = read(self._handle, ctypes.byref(millijoules))
         return None if failed else millijoules.value / 1e3
 
     def busy(self) -> float | None:
-        """Return the share (0 to 1) of the last sampled period in which kernels ran, or None."""
+        """Return the share (0 to 1) of the last period in which kernels ran; None if not known."""
         percent = (ctypes.c_uint * 2)()  # of the processors and of the memory
         failed = self._library.nvmlDeviceGetUtilizationRates(self._handle, percent)
         return None if failed else percent[0] / 100
 
     def clock(self) -> Clock | None:
-        """Return the clock of this moment; None if the driver does not say."""
+        """Return the present clock; None if the driver does not say."""
         now, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
         library, handle = self._library, self._handle
         if library.nvmlDeviceGetClockInfo(
@@ -93,7 +93,7 @@ class Watched:
 
 @contextmanager
 def watched(gauge: Gauge | None) -> Generator[Watched]:
-    """Poll `gauge` on a thread of its own while the block runs; without a gauge nothing is noted."""
+    """Yield what a thread notes of `gauge` while the block runs; without a gauge it stays empty."""
     seen = Watched()
     if gauge is None:
         yield seen

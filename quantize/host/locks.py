@@ -1,7 +1,7 @@
-"""Locks that let one process at a time work on a run folder or a store, and die with their holder.
+"""Locks that let one process at a time work on a run folder or a store, and end with the process.
 
-The lock is the kernel's (flock), so a killed process leaves none behind; the file stays, and only says
-who holds the lock.
+The lock is the kernel's (flock), so a killed process leaves no lock. The lock's file stays; it only
+says which process holds, or last held, the lock.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ def locked(file: Path, what: str) -> Generator[None]:
 
 
 def holder(file: Path) -> str | None:
-    """Return the pid of the process that holds a lock, None where none does."""
+    """Return the pid, as text, of the process that holds the lock `file`, None if none does."""
     with file.open("r+", encoding="utf-8") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -51,7 +51,7 @@ def holder(file: Path) -> str | None:
 
 
 def refuse_several(what: str) -> None:
-    """Raise InputError if torchrun started several processes, as the command `what` runs in one."""
+    """Raise InputError if torchrun started several processes: the command `what` runs in one."""
     if not is_alone():
         raise InputError(
             f"`quantize {what}` is one process; torchrun is for `quantize calibrate RUN`, `quantize "

@@ -21,7 +21,7 @@ _distributed: Callable[[], Any] = partial(import_module, "torch.distributed")  #
 
 @dataclass(frozen=True)
 class Processes:
-    """Process number `rank` (from 0) of a command's `count`; exchanges results with the others."""
+    """Process number `rank` (from 0) of a command's `count` processes; they exchange results."""
 
     rank: int = 0
     count: int = 1
@@ -31,7 +31,7 @@ class Processes:
         return work[self.rank :: self.count]
 
     def others(self, found: T) -> list[T]:
-        """Send `found` to all other processes, return theirs by rank; all processes must call this."""
+        """Send `found` to the other processes, return theirs by rank; all must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
@@ -63,7 +63,7 @@ def joined() -> Generator[Processes]:
     distributed = _distributed()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A process may wait for the slowest as long as it takes.
+    # A process may have to wait long for the slowest process.
     distributed.init_process_group("gloo", timeout=timedelta(days=30))
     try:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
@@ -72,17 +72,17 @@ def joined() -> Generator[Processes]:
 
 
 def is_alone() -> bool:
-    """Whether torchrun started no other process for this command."""
+    """Return whether torchrun started no other process for this command."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def is_first() -> bool:
-    """Whether this process is the first or the only one; it writes the results of all."""
+    """Return whether this process is the first or only one, which writes the results of all."""
     return is_alone() or os.environ.get("RANK", "0") == "0"
 
 
 def best_device() -> str:
-    """Return the GPU (under torchrun this process' own), or "cpu" where there is none."""
+    """Return this process' GPU, "cuda:N" (N is 0 without torchrun), or "cpu" if there is none."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

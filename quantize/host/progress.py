@@ -1,8 +1,8 @@
 """Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
 A terminal shows a bar. Elsewhere (CI, a pipe) one line is printed when the loop begins, one every 30
-seconds with an estimate of what is left, and one when it ends, so that a log stays readable. An inner
-loop has no bar and no lines of its own: those of the outer loop show its progress too.
+seconds with an estimate of what is left, and one when it ends, so that a log stays readable. An
+inner loop has no bar or lines of its own; the outer loop's bar or lines show its progress too.
 
 While `noted` runs, a file holds the same figures for another terminal (`quantize status`).
 """
@@ -26,7 +26,7 @@ from quantize.host.units import duration
 
 T = TypeVar("T")
 
-# Of the processes that torchrun starts, the first speaks.
+# Only the first of the processes that torchrun starts prints.
 console = Console(stderr=True, quiet=not is_first())
 EVERY = 30.0  # seconds between two lines where no bar is drawn
 NOTED_EVERY = 2.0  # seconds between two notes for another terminal
@@ -53,12 +53,12 @@ class Meter:
         self._began = time.monotonic()
 
     def add(self, units: int = 1, tokens: int = 0) -> None:
-        """Count finished units and their tokens, and take them off those that were announced."""
+        """Count finished units and their tokens; they no longer count as announced."""
         self.done, self.tokens = self.done + units, self.tokens + tokens
         self.announce(-units, -tokens)
 
     def announce(self, units: int, tokens: int) -> None:
-        """Show these units and tokens as made ahead of time; `add` will count them as finished."""
+        """Show units and tokens as made before they are finished; `add` later counts them."""
         self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
 
     @property
@@ -111,7 +111,7 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter, shown as a bar or as lines; if `brief`, no line is printed at begin and end."""
+    """Yield a meter, shown as a bar or as lines; if `brief`, without lines at begin and end."""
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:
@@ -123,7 +123,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
-    """List a meter as under way while the block runs; yield True if no outer one has total or unit."""
+    """List a meter as running in this block; yield whether no outer meter has a total or unit."""
     is_outermost = all(each.total is None and not each.unit for each in _under_way)
     _under_way.append(meter)
     try:
@@ -139,7 +139,7 @@ def _inner(meter: Meter) -> list[str]:
 
 @contextmanager
 def noted(file: Path) -> Generator[None]:
-    """While the block runs, write the running loops' status and `say`'s last message to a JSON file."""
+    """Keep the running loops' status and `say`'s last message in a JSON file during the block."""
     if not is_first():
         yield
         return
@@ -149,7 +149,7 @@ def noted(file: Path) -> Generator[None]:
         nonlocal last
         lines = [f"{meter.title}: {meter.status()}" for meter in list(_under_way)]
         if (text := json.dumps({"under_way": lines, "said": _said})) != last:
-            with suppress(OSError):  # the disk is full, say, which is the work's to tell
+            with suppress(OSError):  # a full disk, say, which the work itself will report
                 write_text(file, text)
         last = text
 

@@ -1,8 +1,8 @@
 """Measures seconds and peak memory of a block of work, a disk's rate, and the host's free memory.
 
 Linux keeps a process' peak of resident memory (VmHWM). Writing 5 to /proc/self/clear_refs resets it,
-so that each stage gets a peak of its own. Where that write is refused, the peak is None: it could be
-that of an earlier stage.
+so that each stage gets a peak of its own. If that write is refused, the peak is None, as it could
+be the peak of an earlier stage.
 """
 
 import os
@@ -22,12 +22,12 @@ CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 
 
 def now() -> str:
-    """Return the time as "2026-01-31T12:00:00+00:00"."""
+    """Return the present time in UTC, as "2026-01-31T12:00:00+00:00"."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def disk_rate(folder: Path) -> float:
-    """Return bytes/s of writing and syncing a file of 256 MB in `folder`; the file is removed."""
+    """Return the bytes/s of writing and syncing a file of 256 MB in `folder`; then remove it."""
     path, block = folder / "rate.partial", bytes(1 << 24)
     began = time.monotonic()
     try:
@@ -42,7 +42,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return bytes of host memory that are free or hold cached files, within a container's limit."""
+    """Return the bytes of host memory that are free or cache files, within a container's limit."""
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
@@ -56,7 +56,7 @@ def free_memory() -> int:
 def measured() -> Generator[dict[str, Any]]:
     """Yield a dict that is filled when the block ends, even if with an error.
 
-    Keys: `seconds`; `ended`, the time as `now` writes it; `peak_rss_bytes`, None where it cannot be
+    Keys: `seconds`; `ended`, the time as `now` writes it; `peak_rss_bytes`, None if it cannot be
     measured; `peak_gpu_bytes` and the GPU's name `gpu`, both None if no GPU memory was used.
     """
     facts: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def _cuda() -> Any:
 
 
 def _gpu_bytes(*, reset: bool = False) -> int | None:
-    """Return torch's peak bytes on this process' GPU; `reset` begins a new peak at today's bytes."""
+    """Return torch's peak bytes on this process' GPU; `reset` first begins a new peak."""
     if "torch" not in sys.modules or not _cuda().is_initialized():
         return None
     if reset:

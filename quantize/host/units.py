@@ -2,7 +2,7 @@
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with three significant digits: "13.9 MB", "1.63 GB", "512 B"."""
+    """Return `count` bytes as text with three significant digits: "13.9 MB", "1.63 GB", "512 B"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(count) >= 0.9995 * unit:
             value = count / unit
@@ -12,7 +12,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in its two largest units: "48 s", "3 min 05 s", "2 h 14 min"."""
+    """Return a time as text in its two largest units: "48 s", "3 min 05 s", "2 h 14 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -23,5 +23,5 @@ def duration(seconds: float) -> str:
 
 
 def digits(value: float) -> float:
-    """Round to 6 significant digits: no float32 sum has more."""
+    """Return `value` rounded to 6 significant digits: no float32 sum has more."""
     return float(f"{value:.6g}")

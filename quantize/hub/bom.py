@@ -1,8 +1,8 @@
 """Writes a release's bill of materials: CycloneDX 1.6, in JSON, by cyclonedx-python-lib.
 
 Equal runs give equal bytes: the bill has the verdict's date, and a serial number made from repository
-and checkpoint. CycloneDX's `modelCard` is left out, since the library cannot write it; the bill refers
-to the model's page.
+and checkpoint. CycloneDX's `modelCard` is left out, since the library cannot write it; instead the
+bill links to the model's page.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from quantize.runs.folder import RunDir
 from quantize.runs.models import CANDIDATE
 
 HUB = "https://huggingface.co"
-LICENCES = {  # of data sets, where their own pages state one
+LICENCES = {  # data set -> its licence, if its own page states one
     "openai/gsm8k": "MIT", "ChilleD/SVAMP": "MIT", "Idavidrein/gpqa": "CC-BY-4.0",
     "HuggingFaceH4/ultrachat_200k": "MIT", "ifeval": "Apache-2.0", "mmlu_pro": "MIT",
 }  # fmt: skip
@@ -36,7 +36,7 @@ Said = tuple[str, str]
 
 
 def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
-    """Return a run's bill of materials as JSON; `repo` is its Hub id, `base` that of the BF16 model."""
+    """Return a run's bill of materials as JSON; `repo` is its Hub id, `base` the BF16 model's."""
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     source, digest = manifest["source"], str(report["artifact"])
     licence = yaml.safe_load(front_matter(run, recipe, manifest, base))["license"]

@@ -1,9 +1,9 @@
-"""Calls the Hub, again while it is busy; a failure is one clear line, without the token.
+"""Calls the Hub, and retries while it is busy; a failure is one clear line without the token.
 
-`HfApi` retries uploads, but neither commits nor most small requests. Calls made through `patiently` are
-repeated on 408, 429, 5xx and broken connections, after the time that Retry-After asks for, else after
-1, 2, 4 and 8 seconds. A call that still fails raises one of our errors, with the exit code that fits.
-No message holds the token, or the query of a URL, where storage services put signatures.
+`HfApi` retries uploads, but neither commits nor most small requests. `patiently` repeats a call on
+408, 429, 500, 502, 503, 504 and broken connections, after the time that Retry-After asks for, else
+after 1, 2, 4 and 8 seconds. A call that still fails raises a QuantizeError with the exit code that
+fits. No message holds the token, or the query of a URL, where storage services put signatures.
 """
 
 import re
@@ -44,7 +44,7 @@ LONGEST = 300  # characters of the Hub's own text in a message
 
 
 def patiently(where: str, call: Callable[[], T]) -> T:
-    """Return the result of `call`, repeated while the Hub is busy; errors begin with `where`."""
+    """Return the result of `call()`, retried while the Hub is busy; messages begin with `where`."""
     for wait in WAITS:
         try:
             with explained(where, except_transient=True):
@@ -61,9 +61,9 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 
 @contextmanager
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
-    """Raise the block's errors as QuantizeErrors, without a cause, whose text may hold secrets.
+    """Turn the block's errors into QuantizeErrors, whose messages begin with `where`.
 
-    Messages begin with `where`. With `except_transient`, transient errors are raised as they are.
+    Causes are dropped, as they may hold secrets. With `except_transient`, transient errors stay.
     """
     try:
         yield
@@ -74,7 +74,7 @@ def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
             raise
         found: BaseException = error
         while isinstance(found, RuntimeError) and found.__cause__ is not None:
-            found = found.__cause__  # what stopped an upload, which its worker wraps
+            found = found.__cause__  # an upload's worker wraps the error that stopped it
         raise _explain(where, found) from None
 
 
@@ -102,11 +102,11 @@ def _short(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the response that an error came with, if any."""
+    """Return the HTTP status of the response that an error carries, None if it has none."""
     response = getattr(error, "response", None)
     return response.status_code if isinstance(response, httpx.Response) else None
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed a little later."""
+    """Return whether the call that raised this error may succeed a little later."""
     return isinstance(error, httpx.TransportError) or status_of(error) in TRANSIENT

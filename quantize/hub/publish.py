@@ -3,14 +3,14 @@
   1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
                or was overruled by an option that the model card names.
   2. look      account, repository and its files are shown before anything is written.
-  3. weights   go into one commit on top of the commit seen in 2, in a draft pull request, a branch or
-               main. The same commit removes a model card that describes other weights.
-  4. check     the Hub's checksums of every file must equal the local ones.
-  5. release   README.md and .eval_results go into a second commit and are checked; then the tag is set,
-               the pull request leaves its draft state, and a new repository becomes public if asked.
+  3. weights   go into one commit: in a draft pull request, or on a branch or main, on top of the
+               commit seen in 2. That commit also removes a model card of other weights.
+  4. check     the Hub's checksum of each file of weights must equal the local checksum.
+  5. release   README.md and .eval_results go into a second commit and are checked. A pull request
+               then leaves its draft state, the tag is set, and --public makes a repository public.
 
-After any interruption the same command goes on: it reads from the Hub what is left to do, which is
-nothing after a finished push. The run's publication.json records what was pushed.
+After an interruption the same command continues: it reads from the Hub what is left to do. After a
+finished push that is nothing. The run's publication.json records what was pushed.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ RELEASE = (README, f"{RESULTS}/*.yaml", SIGNATURE, BILL, f"{EVIDENCE}/*.json")
 
 @dataclass(frozen=True)
 class Changes:
-    """Files to upload and paths to delete so that a commit on the Hub becomes a release."""
+    """What turns a commit on the Hub into the release: files to upload and paths to delete."""
 
     weights: list[File]
     card: list[File]
@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The `changes` that a push would make to `there`; `account` is None if the Hub was not asked."""
+    """The `changes` of a push to `revision` of `there`; `account` None: the Hub was not asked."""
 
     account: str | None
     there: Repository
@@ -69,9 +69,9 @@ class Plan:
 
 
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Check a run, show what would change, and publish if `confirm` returns True; return exit code 0.
+    """Check a run, show changes, publish if `confirm()` (else InputError); return exit code 0.
 
-    `dry_run` shows what can be known, even without a token or a network, and writes nothing.
+    `dry_run` uploads nothing, and shows what can be known, even without a token or a network.
     """
     if dry_run:
         return _show(run, request)
@@ -80,7 +80,7 @@ def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], 
     plan = _look(hub, release, request)
     Console().print(_preview(plan, release, request))
     if not confirm():
-        raise InputError("push: not confirmed; nothing was written")
+        raise InputError("push: not confirmed; nothing was uploaded")
     say(f"push: done, {_publish(hub, run, release, request, plan)}")
     return 0
 
@@ -95,7 +95,7 @@ def _show(run: RunDir, request: Request) -> int:
             unchecked["whether the BF16 files are those of a revision on the Hub"] = error
             return stated_base(source, recipe)
 
-    sign = None if request.sign == SIGSTORE else request.sign  # Sigstore asks a network
+    sign = None if request.sign == SIGSTORE else request.sign  # Sigstore needs a network
     release = prepare(run, replace(request, sign=sign), base)
     what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
     plan = Plan(None, Repository(), request.to, Changes(release.weights, release.card, []))
@@ -109,7 +109,7 @@ def _show(run: RunDir, request: Request) -> int:
     Console().print(_preview(plan, release, request))
     for thing, error in unchecked.items():
         say(f"push: not checked: {thing} ({error})")
-    say("push: dry run; nothing was written")
+    say("push: dry run; nothing was uploaded")
     return 0
 
 
@@ -129,8 +129,8 @@ def _look(hub: Hub, release: Release, request: Request) -> Plan:
 def _find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
     """Compare a release with the files at one commit, by checksums.
 
-    Other weights are deleted, since loaders may take them, and so is their card; the new card follows
-    in a commit of its own.
+    Other weights are deleted, since loaders may take them. So is the card of other weights; the new
+    card follows in a commit of its own.
     """
     weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
     card = [file for file in release.card if not file.is_at(remote.get(file.path))]
@@ -202,7 +202,7 @@ def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pl
 
 
 def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tuple[str, str]:
-    """Upload a release where it goes; return that revision and its commit."""
+    """Upload a release to the revision of its request; return that revision and its commit."""
     if not plan.there.exists:
         hub.ask("create the repository", hub.api.create_repo, private=True, exist_ok=True)
     revision, number = plan.revision, None
@@ -227,7 +227,7 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
 
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
-    """Commit weights, check them, commit the card, skipping what is there; return the commit."""
+    """Commit and check weights, then the card, without what is there; return the last commit."""
     changes = _find_changes(release, hub.files(parent))
     if changes.weights or changes.deleted:
         size = sum(file.size for file in changes.weights)

@@ -1,8 +1,8 @@
 """Decides what may be published: a verified checkpoint whose gate passed, with card and checksums.
 
 The checkpoint must be the one that was verified and scored: verification.json and the scores name its
-fingerprint. Its files must be exactly those whose sha256 verification.json lists. A run whose verdict
-is not PASS is published only with an option that says so; the card and publication.json then name it.
+fingerprint. Its files must be exactly those whose sha256 verification.json lists. If the verdict is
+not PASS, an option must overrule it, and the card and publication.json name that option.
 """
 
 import json
@@ -37,7 +37,8 @@ class Request:
 
     `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
     through, `no_gate` any verdict; neither lets an unverified checkpoint through. `sign` is a private
-    key's file, "sigstore", or None for no signature.
+    key's file, "sigstore", or None for no signature. InputError: wrong `repo` or `to`, or a `tag`
+    for a pull request.
     """
 
     repo: str
@@ -75,15 +76,14 @@ class Release:
 
 
 def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
-    """Check that a run may be released, hash its files and make its card; nothing is written.
+    """Check that a run may be released; return its hashed files, model card and scores.
 
     The run's results must be up to date (`pipeline.run.reported`). `base` finds the BF16 model's Hub
-    id; without it `find_base` does.
+    id; the default is `find_base`. Only a signature is written, into the run: signature.json.
 
-    Raises:
-        InputError: the checkpoint, or its list of files, is not what was verified and scored.
-        GateError: verification or fidelity failed, a verified file changed, or FAIL is not overruled.
-        UndecidedError: the verdict is neither PASS nor FAIL, and is not overruled.
+    InputError: the checkpoint, or its list of files, is not what was verified and scored.
+    GateError: verification or fidelity failed, a verified file changed, or FAIL is not overruled.
+    UndecidedError: the verdict is neither PASS nor FAIL, and is not overruled.
     """
     recipe = read_recipe(run.recipe_yaml)
     _check_artifact(run)
@@ -119,7 +119,7 @@ def _how_to_verify(repo: str, sign: str) -> str:
 
 
 def _signature(run: RunDir, sign: str, files: Sequence[File]) -> File:
-    """Return the signature of files; the run keeps it, so a push that goes on has the same one."""
+    """Return the signature of files; the run keeps it, so a resumed push has the same signature."""
     key = None if sign == signing.SIGSTORE else Path(sign)
     kept = run.path / "signature.json"
     stands: dict[str, Any] = {"by": signing.fingerprint(key) if key else sign}
@@ -146,11 +146,11 @@ def _check_artifact(run: RunDir) -> None:
             f"{run.checkpoint}: not the checkpoint that was verified; run `quantize verify`, "
             f"`evaluate` and `report` again"
         )
-    # Not all tasks of the recipe were scored where a failure was certain before.
+    # If a failure was certain early, not all tasks of the recipe were scored.
     for task in read_json(run.evaluation / "done.json", "tasks")["tasks"]:
         path = run.evaluation / CANDIDATE / f"{task}.conditions.json"
         scored = read_json(path, "made_with.model.weights")["made_with"]["model"]["weights"]
-        # A server may tell no fingerprint; the card then says so.
+        # A server may report no fingerprint; the card then says so.
         if scored not in (digest, verification.get("scored_as"), None):
             raise InputError(
                 f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
@@ -187,10 +187,10 @@ def _listed_files(run: RunDir) -> list[File]:
 
 
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the Hub id of the BF16 model, or None where that is not certain.
+    """Return the Hub id of the BF16 model, or None if the id is not certain.
 
-    It is certain if the Hub lists the checksums of the model's config and weights. A name alone, in a
-    manifest or of a folder, proves nothing.
+    It is certain if the Hub lists the checksums of the local config.json and weights under it. A
+    name in the manifest's `source`, or of a folder, proves nothing. ResourceError: no Hub access.
     """
     if (name := base_model(source, recipe)) is None:
         return None

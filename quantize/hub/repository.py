@@ -3,8 +3,8 @@
 It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries uploads.
 What HfApi leaves to its caller is here and in `hub.calls`:
 
-  lost answers a commit names its parent, so the Hub takes it once. When the answer is lost, the commit
-               was taken if the head of the branch holds our files.
+  lost answers a commit names its parent, so the Hub accepts it only once. If the Hub's answer was
+               lost, the commit was accepted if the head of the branch holds our files.
   checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
 """
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class File:
-    """A file to publish: path in the repository, its bytes or where they lie, size in bytes, sha256."""
+    """A file to publish: path in the repository, content or its path, size in bytes, sha256."""
 
     path: str
     content: Path | bytes
@@ -41,13 +41,13 @@ class File:
 
     @classmethod
     def of(cls, path: str, content: Path | bytes) -> "File":
-        """Return the file at `path`; `content` is read once for its size and checksum."""
+        """Return the File for `path`; `content` is read once, for its size and sha256."""
         size = len(content) if isinstance(content, bytes) else content.stat().st_size
         with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
             return cls(path, content, size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def is_at(self, remote: RepoFile | None) -> bool:
-        """Whether the Hub's entry `remote` is of exactly these bytes; False for None, no entry."""
+        """Return whether the Hub's entry `remote` has exactly these bytes; False if it is None."""
         if remote is None or remote.size != self.size:
             return False
         if remote.lfs is not None:
@@ -58,16 +58,16 @@ class File:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as it stands on the Hub; `tags` and `branches` map names to commits."""
+    """The state of a repository on the Hub; `tags` and `branches` map names to commits."""
 
-    exists: bool = False  # or it is hidden from us; a new one is private
+    exists: bool = False  # False also if it is hidden from us; a new repository is private
     private: bool = True
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     branches: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Hub:
-    """One repository, under the account of the token in the environment or of the Hub's login."""
+    """Access to one repository, with the token in the environment or of the Hub's login."""
 
     def __init__(self, repo: str) -> None:
         self.repo = repo
@@ -81,7 +81,7 @@ class Hub:
         return str(found["name"])
 
     def look(self) -> Repository:
-        """Return the repository's state."""
+        """Return the state of the repository, or a `Repository()` if there is none."""
         if (info := self.ask("look", self._info)) is None:
             return Repository()
         refs = self.ask("refs", self.api.list_repo_refs)
@@ -103,7 +103,7 @@ class Hub:
         return str(self.ask(f"read {revision}", self.api.model_info, revision=revision).sha)
 
     def files(self, revision: str) -> dict[str, RepoFile]:
-        """Return path -> entry, checksums included, of every file that the Hub lists at a revision."""
+        """Return path -> entry (with checksums) of every file that the Hub lists at a revision."""
         tree = partial(self.api.list_repo_tree, revision=revision, recursive=True)
         found = self.ask(f"list the files of {revision}", lambda repo: list(tree(repo)))
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
@@ -175,7 +175,7 @@ class Hub:
     def differing(
         self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
     ) -> list[str]:
-        """Return what is wrong at `revision`: `files` that differ, `deleted` paths still there."""
+        """Return the faults at `revision`: `files` that differ, and `deleted` paths still there."""
         remote = self.files(revision)
         wrong = [
             f"{file.path} ({'missing' if file.path not in remote else 'another checksum'})"
@@ -185,7 +185,7 @@ class Hub:
         return wrong + [f"{path} (still there)" for path in deleted if path in remote]
 
     def verify(self, revision: str, files: Sequence[File]) -> None:
-        """Raise GateError where a file on the Hub is missing or has other bytes than the local one."""
+        """Raise GateError if a file is missing on the Hub, or has other bytes than here."""
         if wrong := self.differing(revision, files):
             raise GateError(
                 f"{self.repo} at {revision}: checksum verification failed for {', '.join(wrong[:3])}"
@@ -194,5 +194,5 @@ class Hub:
             )
 
     def ask(self, doing: str, call: Callable[..., T], *words: Any, **named: Any) -> T:
-        """Return `call(repo, ...)`, repeated while the Hub is busy; errors say "cannot `doing`"."""
+        """Return `call(repo, ...)`, retried while the Hub is busy; errors say "cannot `doing`"."""
         return patiently(f"{self.repo}: cannot {doing}", partial(call, self.repo, *words, **named))

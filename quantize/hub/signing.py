@@ -1,9 +1,9 @@
 """Signs a release and checks a signature, by OpenSSF's model signing (the package `model-signing`).
 
-One signature, `model.sig`, covers every file of the folder by its sha256, but not itself, git's own
+One signature, `model.sig`, covers the sha256 of every file of the folder except itself, git's own
 files (`.gitattributes`, `.git`) and what downloads leave in `.cache`. So a check finds files that were
-changed, removed or added, in a Hub's cache too, where files are links. A key pair (PEM, an elliptic
-curve) needs no network; Sigstore, which signs in the name of an account, needs one.
+changed, removed or added. Links are followed, since files in the Hub's cache are links. A key pair
+(PEM, an elliptic curve) needs no network; Sigstore, which signs for an account, needs a network.
 """
 
 import base64
@@ -28,11 +28,9 @@ CACHES = (".cache",)  # what a download leaves in its folder
 def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
     """Sign all files of a folder, links followed, and return the path of the signature.
 
-    `key` is a private key's file, PEM without a password; without it Sigstore signs. The signature goes
-    to `out`, by default into the folder.
-
-    Raises:
-        InputError: `key` cannot sign. ResourceError: no package, or Sigstore cannot be reached.
+    `key` is a private key's file, PEM without a password; if it is None, Sigstore signs. The
+    signature goes to `out`, by default into the folder. InputError: `key` cannot sign.
+    ResourceError: the package is missing, or Sigstore cannot be reached.
     """
     config = extra("model_signing.signing").Config().set_hashing_config(_hashing())
     written = out or folder / SIGNATURE
@@ -46,7 +44,7 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
 
 
 def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
-    """Return the signature of `files`, name -> path or bytes, by a private `key`, else by Sigstore."""
+    """Return the signature of `files`, name -> path or bytes, by a private `key` or Sigstore."""
     with tempfile.TemporaryDirectory(prefix="quantize-sign-") as scratch:
         folder = Path(scratch, "release")
         for name, content in files.items():
@@ -61,13 +59,11 @@ def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
 def verify(
     folder: Path, key: Path | None = None, identity: str | None = None, issuer: str | None = None
 ) -> int:
-    """Check a folder's signature, and return how many files it covers.
+    """Check a folder's signature, and return how many files the signature covers.
 
     The expected signer owns the public `key` or, if it is None, the account `identity` at `issuer`.
-
-    Raises:
-        GateError: there is no signature, somebody else signed, or a file differs from what was signed.
-        InputError: no such public key. ResourceError: no package, or Sigstore cannot be reached.
+    GateError: there is no signature, another signer made it, or a file is not as it was signed.
+    InputError: no usable public key. ResourceError: no package, or Sigstore cannot be reached.
     """
     signature = folder / SIGNATURE
     if not signature.is_file():
@@ -100,7 +96,7 @@ def verify(
 
 
 def fingerprint(key: Path) -> str:
-    """Return the sha256, in hex, of a private key's public half (DER); InputError: it cannot sign."""
+    """Return the sha256, in hex, of a private key's public half (DER); InputError: unusable key."""
     if not key.is_file():
         raise InputError(f"{key}: no such private key")
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
@@ -123,7 +119,7 @@ def _sigstore() -> Generator[None]:
         raise ResourceError(f"Sigstore: {_line(error)}") from None
 
 
-DIFFERENCES = {  # what the package says of files that are not as signed
+DIFFERENCES = {  # kind -> the package's words for files that are not as they were signed
     "changed": r"Hash mismatch for '(.+?)':",
     "added": r"Extra files found in model '.*?': (.+?)[\"'](?:, [\"']|\])",
     "gone": r"Missing files in model '.*?': (.+?)[\"'](?:, [\"']|\])",
@@ -138,13 +134,13 @@ def _differences(text: str) -> str:
 
 
 def _hashing() -> Any:
-    """Return how files are read: links followed, the signature and caches left out."""
+    """Return how files are hashed: links are followed, the signature and caches are left out."""
     found = extra("model_signing.hashing").Config().set_allow_symlinks(True)
     return found.set_ignored_paths(paths=[SIGNATURE, *CACHES], ignore_git_paths=True)
 
 
 def extra(module: str) -> Any:
-    """Return a module that the extra `sign` installs; ResourceError if it is not installed."""
+    """Return a module that the extra `sign` installs; ResourceError: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

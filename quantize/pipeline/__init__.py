@@ -1,1 +1,1 @@
-"""The stages in order, whether results are up to date, and commands that span several stages."""
+"""Runs the stages in order, tells which results are stale, and has commands that span stages."""

@@ -1,8 +1,8 @@
 """Writes judged sampler settings into a run's checkpoint, so that servers serve what was judged.
 
-`generation_config.json` becomes the source's with the settings of an operating point that passed. The
-checkpoint is verified and reported again; answers and replay stay valid, since the settings under which
-they were made are noted beside them.
+`generation_config.json` becomes that of the BF16 model, with the settings of an operating point that
+passed. The checkpoint is then verified and reported again. Answers and replay stay valid, since the
+settings under which they were made are noted beside them.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from quantize.runs.manifest import checksums
 
 
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
-    """Write an operating point's settings into the checkpoint, verify, report; return the exit code.
+    """Write a point's sampler settings to the checkpoint; verify it, report it, return the exit code.
 
-    `path` is the folder of a run, `name` the point; None takes the fastest that passes. With `own` the
-    model's own settings are restored instead.
+    `path` is a run's folder. `name` is the operating point; None takes the fastest point that passes.
+    If `own` is set, the model's own settings are restored instead.
 
     Raises:
-        InputError: a result is stale, the point was not judged, or not in the run's activation mode.
-        GateError: the named point does not pass, or none does.
+        InputError: a result is stale, or the point was not judged, or not in the run's activation mode.
+        GateError: the named point does not pass, or no point passes.
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)
@@ -60,7 +60,7 @@ def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
 
 
 def _write(run: Run, settings: Mapping[str, Any]) -> None:
-    """Write generation_config.json, and enter it where convert listed what it wrote."""
+    """Write generation_config.json, and its checksum into the list of files that convert wrote."""
     source, file = run.source.folder / GENERATION, run.folder.checkpoint / GENERATION
     if settings:
         config: dict[str, Any] = read_json(source) if source.is_file() else {}

@@ -1,9 +1,9 @@
 """Judges a quantized checkpoint that was built elsewhere, by NVIDIA or RedHatAI for example.
 
-It does what `quantize run` does after conversion, in a run folder of its own. Verification needs our
-plan; in its place the checkpoint is inspected, and its weights are compared with the BF16 model's
-(`stages.verify.against_source`) unless it was fine-tuned. The recipe gives tasks, limits and gate; its
-section on quantization is not read. `quantize compare` pairs such a folder with a run of ours.
+A judgement does what `quantize run` does after conversion, in a run folder of its own. Verification
+would need our plan; instead the checkpoint is inspected, and its weights are compared with the BF16
+model's (`stages.verify.against_source`) unless it was fine-tuned. The recipe gives tasks, limits and
+gate; its `quantization` section is not used. `quantize compare` compares such a run with one of ours.
 """
 
 from collections.abc import Generator, Sequence
@@ -27,7 +27,7 @@ from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.stages.verify.against_source import compare
 
-# The check that stands in the report where weights are not compared.
+# The entry for the report if weights are not compared.
 FINE_TUNED = {
     "name": "weights: not compared with BF16's, from which they differ on purpose (--fine-tuned)",
     "looked_at": 0, "passed": True, "faults": [],
@@ -49,8 +49,8 @@ def judging(
 ) -> Generator[Run]:
     """Yield a run for `advance` that judges a checkpoint; the `with` block locks the run's folder.
 
-    `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model or None
-    for the bundled one. `tasks`, `limit` and `options` are those of `started`.
+    `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model (None:
+    the bundled model). If `fine_tuned`, weights are not compared. Other arguments: as in `started`.
 
     Raises:
         InputError: `name` is not quantized, `against` is, or the run exists and `resume` is off.
@@ -78,7 +78,7 @@ def judging(
 
 
 def _link(checkpoint: Checkpoint, run: Run) -> None:
-    """Let the run's checkpoint be the one that is judged; nothing is written into it."""
+    """Link the run's checkpoint folder to the judged checkpoint; nothing is written into that."""
     run.folder.checkpoint.unlink(missing_ok=True)
     run.folder.checkpoint.symlink_to(checkpoint.folder.resolve())
 

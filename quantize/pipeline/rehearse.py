@@ -1,12 +1,12 @@
 """Rehearses a run on the user's own copy of the model, and projects what the whole run would take.
 
-    look at weights, data sets, disk and GPU memory, as the whole run needs them
-    calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions a task
+    check weights, data sets, disk and GPU memory against the needs of the whole run
+    calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions per task
     project seconds, memory and disk of the whole run from what was measured
 
-A finding does not end the rehearsal, so that one try shows all that would have ended a run of days.
-rehearsal.json, in the run folder, holds versions, hardware, seconds and findings, and neither questions
-nor answers: it can be sent back. It says nothing of quality: so few answers decide nothing.
+A finding is what would end the whole run, perhaps after days. It does not end the rehearsal, so one try
+shows all findings. rehearsal.json, in the run folder, holds versions, hardware, seconds and findings,
+but no questions or answers, so it can be sent back. So few answers say nothing about quality.
 """
 
 import json
@@ -40,8 +40,8 @@ from quantize.stages.plan.gpu_support import gpu_of
 
 RESULT = "rehearsal.json"
 PROMPTS, CANVASES = 32, 1
-QUESTIONS = 4  # a task, one answer each
-Check = Callable[[], str]  # returns what it saw; raises what would end a run
+QUESTIONS = 4  # per task, with one answer each
+Check = Callable[[], str]  # returns what was found; raises what would end a run
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Tried:
 
 
 def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
-    """Rehearse a run, from where an earlier try stopped; return 0, or the first finding's exit code.
+    """Rehearse a run, or continue a rehearsal; return 0, or the exit code of the first finding.
 
-    `settings` are `started`'s `revision`, `gpu_memory` and `data_dir`; errors of `started` are raised.
+    `settings` are `revision`, `gpu_memory` and `data_dir` for `started`, whose errors are raised.
     """
     whole = resolved(recipe_name, bundled=model is None)
     with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
@@ -81,7 +81,7 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
 
 
 def small(recipe: Recipe) -> Recipe:
-    """Return a recipe with the few prompts, canvases and questions of a rehearsal."""
+    """Return `recipe` with only the few prompts, canvases and questions of a rehearsal."""
     settings, calibration = recipe.evaluation, recipe.calibration
     if calibration is not None:
         least = {"prompts": min(PROMPTS, calibration.prompts), "canvases": CANVASES}
@@ -93,7 +93,7 @@ def small(recipe: Recipe) -> Recipe:
 
 
 def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
-    """Return what is looked at before the first stage, each as the whole run needs it."""
+    """Return the checks before the first stage by name; each asks for what the whole run needs."""
 
     def weights() -> str:
         found = inspect(run.source.folder)
@@ -143,7 +143,7 @@ def _tasks(run: Run, recipe: Recipe) -> dict[str, int]:
 
 
 def _staged(run: Run, stage: Stage) -> Tried:
-    """Do one stage, unless its result stands or what it reads is missing."""
+    """Do one stage, unless its result is up to date or what it reads is missing."""
     try:
         check_fresh(run.folder, run.recipe, upstream(stage))
     except QuantizeError:
@@ -185,8 +185,8 @@ def _measured(run: Run, stage: Stage) -> str:
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return the whole run's seconds by stage, disk and peak memory; None where nothing was measured.
 
-    Calibration is scaled by prompts and canvases, replay by canvases, evaluation by answers.
-    These seconds are an upper bound: the time of loading is scaled too, and no task ends early.
+    Calibration and rounding are scaled by prompts and canvases, replay by canvases, evaluation by
+    answers. So seconds are an upper bound: loading is scaled too, and no task is taken to end early.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)
@@ -207,7 +207,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return the measured bytes/s of disk and link, and each stage's longest seconds at these rates."""
+    """Return measured bytes/s of disk and GPU link, and each stage's most seconds at these rates."""
     disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)
@@ -222,7 +222,7 @@ def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
-    """Return how much more the stages that run BF16 on prompts do in the whole run."""
+    """Return stage -> the whole run's work on prompts, as a multiple of the rehearsal's."""
     if here.calibration is None or whole.calibration is None:
         return {}
     canvases = whole.calibration.canvases / here.calibration.canvases
@@ -235,7 +235,7 @@ def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
 
 
 def _evaluation_seconds(run: Run, whole: Recipe, stages: Mapping[str, Any]) -> float | None:
-    """Return the seconds of all answers of both models, None where one was not measured."""
+    """Return the seconds of all answers of both models, None if a model was not measured."""
     from quantize.reports.scores import read_scoring
 
     seconds = 0.0

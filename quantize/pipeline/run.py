@@ -1,10 +1,10 @@
-"""Runs the stages in order for `quantize run`, and skips those whose result is up to date.
+"""Runs the stages in order for `quantize run`, and skips stages whose result is up to date.
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
-fingerprint, so the same command finds its run again. The manifest records versions, hardware, seconds
-and peak memory of each stage. Files that must be equal in two equal runs hold none of these.
+fingerprint, so the same command finds its run again. The manifest records versions and hardware, and
+each stage's seconds and peak memory. Files that must be equal in two equal runs hold none of these.
 """
 
 import gc
@@ -54,13 +54,13 @@ def started(
     limit: int | None = None,
     **options: Any,
 ) -> Generator[Run]:
-    """Make or continue the run of a recipe and a model; show its plan, and lock it during the block.
+    """Yield a new or continued run of a recipe on a model; show its plan, and lock it in the block.
 
-    `recipe` is a Recipe, taken as it is, or the name of one, which is adapted to `model`, `tasks` and
-    `limit`. `options` are those of `Run`.
+    `recipe` is a Recipe, which is used as it is, or a recipe's name; a named recipe is adapted to
+    `model`, `tasks` and `limit`. `out` is the folder of runs. `options` are those of `Run`.
 
     Raises:
-        InputError: the run exists and `resume` is off, recipe, model or folder are wrong, or torchrun
+        InputError: the run exists and `resume` is off; recipe, model or folder are wrong; or torchrun
             started several processes.
         ResourceError: another process works in the run, or a stage does not fit the GPU.
     """
@@ -89,10 +89,9 @@ def started(
 
 
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
-    """Open the BF16 checkpoint of a folder or Hub id, None for the bundled model.
+    """Return the BF16 checkpoint `model`, a folder or Hub id; None means the bundled model.
 
-    Raises:
-        InputError: there is none, or it is quantized.
+    Raise InputError if there is no such model, or if it is quantized.
     """
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
@@ -103,8 +102,7 @@ def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
 def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str) -> None:
     """Write a new run's manifest, with the fingerprint `digest` of its `model` and the entries `more`.
 
-    Raises:
-        InputError: the run exists and `resume` is off.
+    Raise InputError if the run exists and `resume` is off.
     """
     path = run.folder.manifest_json
     if not path.exists():
@@ -118,11 +116,11 @@ def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str
 
 @contextmanager
 def working_in(folder: RunDir) -> Generator[None]:
-    """Make a run's folder, hold its lock while the block runs, keep tracebacks of unexpected errors.
+    """Make a run's folder, hold its lock during the block, and log tracebacks of unexpected errors.
 
     Raises:
-        InputError: a file stands where the folder should.
-        ResourceError: the place cannot be written, or another process works in the run.
+        InputError: a file is in the place of the folder.
+        ResourceError: the place cannot be written to, or another process works in the run.
         UnexpectedError: an unexpected error occurred; the traceback is in run.log.
     """
     try:
@@ -143,7 +141,7 @@ def working_in(folder: RunDir) -> Generator[None]:
 
 @contextmanager
 def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock a run that is there, with `stages` up to date; refuse one that was only judged here."""
+    """Lock an existing run, with `stages` up to date; refuse a judgement of another's checkpoint."""
     folder = existing_run(path)
     with working_in(folder):
         if name := read_json(folder.manifest_json).get("judged"):
@@ -158,13 +156,13 @@ def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe
 
 @contextmanager
 def opened(path: Path, **options: Any) -> Generator[Run]:
-    """Open an existing run folder for a single stage; hold it while the block runs.
+    """Yield the run of an existing folder, for a single stage; hold its lock while the block runs.
 
     `options` are those of `Run`.
 
     Raises:
-        InputError: there is no run, or its source, recipe or plan has changed since.
-        ResourceError: another process works in the run.
+        InputError: there is no run, it is a judgement, or its source, recipe or plan has changed.
+        ResourceError: another process works in the run, or a stage does not fit the GPU.
     """
     with _ours(path, STAGES[:1]) as (folder, recipe):
         keys = ("stages", "source.folder", "source.fingerprint", "source.bundled")
@@ -179,10 +177,9 @@ def opened(path: Path, **options: Any) -> Generator[Run]:
 
 
 def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
-    """Return stage -> its plan of GPU memory, before any stage has begun; {} without a GPU.
+    """Return stage -> its plan of GPU memory, made before any stage begins; {} without a GPU.
 
-    Raises:
-        ResourceError: a stage needs more memory than there is.
+    Raise ResourceError if a stage needs more memory than there is.
     """
     place = run.machine.place
     budget = budget_of(place)
@@ -196,7 +193,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every missing or stale stage up to `until`; return the last stage's exit code, 0 or 4.
 
-    All tasks' data is opened before the first stage, so that no hours are lost if one cannot be read.
+    All tasks' data is opened before the first stage, so that no hours are lost if some is unreadable.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
@@ -235,10 +232,9 @@ def _advance(run: Run, stage: Stage) -> int:
 
 
 def run_alone(run: Run, stage: Stage) -> int:
-    """Run one stage again; return its exit code, and print which results are stale now.
+    """Run one stage again; print which later results are stale now, and return the exit code.
 
-    Raises:
-        InputError: a stage whose result this one reads is missing or stale.
+    Raise InputError if a result that the stage reads is missing or stale.
     """
     if not stage.is_needed(run.recipe):
         raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
@@ -254,7 +250,7 @@ def run_alone(run: Run, stage: Stage) -> int:
 
 @contextmanager
 def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock a run that is to be published, check that its report is up to date; yield folder and recipe.
+    """Lock a run to be published, check that its report is up to date; yield its folder and recipe.
 
     Raises:
         InputError: a stage is stale or missing, or the report differs from what the scores give.
@@ -277,7 +273,7 @@ def work(run: Run, stage: Stage) -> None:
     say(f"{stage.name}: started")
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}
-    gc.freeze()  # else collections walk for seconds what was there before, while all threads wait
+    gc.freeze()  # else each collection walks old objects for seconds, while all threads wait
     try:
         with measured() as facts, within(Meter(stage.name, None, "")):
             inputs = input_digests(run.folder, stage)

@@ -1,8 +1,8 @@
-"""Measures tokens/s on this GPU of scored models, at the numbers of steps that their answers took.
+"""Measures tokens/s of scored models on this GPU, with the numbers of steps that their answers took.
 
-Noise, prompts and the number of slots are equal for all, so speeds differ by format and steps alone.
-Models run as they are served: the GPU's kernels decide how a quantized one rounds activations, unless
-its operating point names a mode.
+All models have the same noise, prompts and number of slots, so speeds differ only by format and steps.
+Models run as they are served: the GPU's kernels decide how a quantized model rounds activations, unless
+its operating point names an activation mode.
 """
 
 from collections.abc import Mapping

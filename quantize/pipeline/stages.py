@@ -3,8 +3,8 @@
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
 A record says everything about a stage once. `pipeline.run` runs the list; the command line makes its
-commands and `--until` from it. Work functions import what they need when they are called, so reading
-the list is cheap.
+commands and the values of `--until` from the list. Work functions import what they need when they are
+called, so importing this module is cheap.
 """
 
 import shlex
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run may use of the machine. The fields are options that every stage's command takes."""
+    """What a run may use of the machine; its fields are options of some stages' commands."""
 
-    # Bytes of a GPU, None for all that are free; results depend on it only where it makes a batch
-    # of answers smaller.
+    # Bytes of GPU memory, None for all free ones; results depend on it only if it makes a batch of
+    # answers smaller.
     gpu_memory: float | None = None
-    # Folder for what only stages of the run read, None for the run's own.
+    # Folder for files that only the run's stages read, None for the run's own folder.
     scratch: "Path | None" = None
 
     @property
@@ -51,7 +51,7 @@ class Run:
 
     `options` holds fields of `Machine` and options of stages: `full` for verify, `modes` for fidelity,
     `hourly_price` for report, and the arguments of `evaluate_more`. `instead` maps a stage's name to
-    what replaces its work, or to None, which leaves the stage out.
+    a function that replaces its work, or to None, which leaves the stage out.
     """
 
     folder: RunDir
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def recording(self) -> "Path":
-        """Folder where calibrate records passes for GPTQ; the round stage removes it at its end."""
+        """Folder in which calibrate records passes for GPTQ; the stage round removes it at its end."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
         return self.machine.scratch / f"{self.folder.path.name}-recording"
@@ -90,7 +90,7 @@ class Run:
                 )
 
     def record(self, stage: str, facts: dict[str, Any]) -> None:
-        """Add facts about a stage to the manifest; of several processes only the first does."""
+        """Add facts about a stage to the manifest; under torchrun only the first process writes."""
         if not is_first():
             return
         manifest = read_json(self.folder.manifest_json, "stages")
@@ -107,23 +107,23 @@ class Stage:
     """What a stage reads, does and leaves, and what its command offers."""
 
     name: str  # name of the stage and of its command
-    result: str  # path in the run folder whose presence says that the stage has been done
+    result: str  # path in the run folder that exists once the stage has been done
     inputs: tuple[str, ...]  # names of the stages whose results it reads
     work: Task  # function that makes the result
     summary: str = ""  # help text of the command that runs this stage alone
     # Returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
     verdict: Callable[[Run], int] = lambda _: 0
-    # All files and folders that it leaves, where these are more than `result`.
+    # All files and folders that it leaves, if there are more than `result`.
     files: tuple[str, ...] = ()
-    # Returns what a finished stage has not done of what is asked for this time.
+    # Returns what this run asks for and a finished stage has not done, as text; None for nothing.
     lacks: Callable[[Run], str | None] = lambda _: None
     is_needed: "Callable[[Recipe], bool]" = lambda _: True  # whether a recipe has this stage at all
-    # Looks, before the first stage of a run, at what this one will read from elsewhere.
+    # Checks, before the first stage of a run, what this stage will read from outside the run.
     ahead: Callable[[Run], object] = lambda _: None
-    # Whether torchrun's processes share its work; else there may be one alone.
+    # Whether torchrun's processes share its work; if not, only one process may run it.
     shares_work: bool = False
-    adds: bool = False  # whether its work leaves a result that stands until the new one is whole
-    options: tuple[str, ...] = ()  # those of its command, by their names in `cli.options`
+    adds: bool = False  # whether its old result stays until the new one is complete
+    options: tuple[str, ...] = ()  # options of its command, by their names in `cli.options`
 
     def command(self, run: RunDir) -> str:
         """Return the command line that does this stage again for a run."""
@@ -252,9 +252,9 @@ def evaluate_more(
 ) -> None:
     """Score the tasks that have no scores yet, in the recipe's activation mode and in `modes`.
 
-    With `operating_points`, the recipe's points are scored too. Each limit on denoising steps
-    in `steps` adds one. On a GPU the points' tokens/s are measured. `batch_size` replaces the recipe's.
-    `models` are other fields of `ModelOptions`; the rest is as in `quantize.stages.evaluate.evaluate`.
+    If `operating_points` is set, the recipe's operating points are scored too. Each limit on denoising
+    steps in `steps` adds a point. On a GPU the tokens/s of points are measured. `batch_size` replaces
+    the recipe's. `models` are fields of `ModelOptions`; the rest is as in `stages.evaluate.evaluate`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES
@@ -329,7 +329,7 @@ STAGES = (
     Stage(
         "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
-        "Takes calibrate's recording through all layers, one by one. Missing parts are recorded again.",
+        "Takes calibrate's recording through all layers, one by one. A damaged one is made again.",
         is_needed=_rounds_weights, options=("machine", "scratch"),
     ),
     Stage(
@@ -369,5 +369,5 @@ STAGES = (
 
 
 def stage(name: str) -> Stage:
-    """Return the stage of that name."""
+    """Return the stage called `name`."""
     return next(stage for stage in STAGES if stage.name == name)

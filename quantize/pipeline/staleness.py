@@ -4,8 +4,8 @@ stages.json in the run folder, by stage:
   inputs   the model's fingerprint, and the digest of every result that the stage read
   result   the digest of the result that it wrote
 
-A stage is stale when it has no entry, when its files are not the ones it wrote, or when one of its
-inputs has changed since. Digests cover every byte; for results over 2 GB, sizes and samples.
+A stage is stale when it has no entry, when its files are not the ones that it wrote, or when one of
+its inputs has changed since. A digest covers every byte, or, for results over 2 GB, sizes and samples.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from quantize.runs.manifest import hashed
 
 
 def why_stale(folder: RunDir, stage: Stage) -> str | None:
-    """Return why a stage has to be done (again), or None when its result is up to date."""
+    """Return why a stage has to be done (again), or None if its result is up to date."""
     record = _records(folder).get(stage.name)
     result = result_digest(folder, stage)
     if result is None:
@@ -50,7 +50,7 @@ def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None
 
 
 def stale(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> Iterator[tuple[Stage, str]]:
-    """Yield the stages of a recipe whose results are missing or stale, and why."""
+    """Yield (stage, why) for each of the recipe's `stages` whose result is missing or stale."""
     for stage in stages:
         if stage.is_needed(recipe) and (why := why_stale(folder, stage)):
             yield stage, why
@@ -73,7 +73,7 @@ def input_digests(folder: RunDir, stage: Stage) -> dict[str, str | None]:
 
 
 def result_digest(folder: RunDir, stage: Stage) -> str | None:
-    """Return a sha256 over a stage's files, None when its result is not there."""
+    """Return a sha256 over a stage's files, None if its result does not exist."""
     if not (folder.path / stage.result).exists():
         return None
     return hashed({str(f.relative_to(folder.path)): f for f in sorted(_files(folder, stage))})
@@ -89,8 +89,8 @@ def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:
 
 
 def forget(folder: RunDir, stage: Stage) -> None:
-    """Remove a stage's entry and files (no folders) before it runs, lest a failed one look done."""
-    if not is_first() or stage.adds:  # what a stage adds to stays whole
+    """Remove a stage's entry and files (no folders) before it runs: a failed try must not look done."""
+    if not is_first() or stage.adds:  # a stage that adds keeps its old result
         return
     records = _records(folder)
     if records.pop(stage.name, None):
@@ -101,7 +101,7 @@ def forget(folder: RunDir, stage: Stage) -> None:
 
 
 def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> None:
-    """Record the inputs and the result of a finished stage."""
+    """Record a finished stage: the digests of its `inputs`, and that of its result."""
     if not is_first():
         return
     entry = {"inputs": inputs, "result": result_digest(folder, stage)}
@@ -109,7 +109,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
-    """Record a stage's changed result; the stages `unconcerned` read it, but do not become stale."""
+    """Record a stage's changed result; stages `unconcerned`, which read it, stay up to date."""
     records, result = _records(folder), result_digest(folder, stage)
     records[stage.name]["result"] = result
     for name in unconcerned:

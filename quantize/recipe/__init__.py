@@ -1,1 +1,1 @@
-"""Recipes: our own YAML files, and llm-compressor's read as ours."""
+"""Recipes: this project's YAML files, and llm-compressor's, which are converted to them."""

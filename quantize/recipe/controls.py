@@ -1,7 +1,7 @@
-"""Declares each control of the sampler once: its default, its bounds, and its names elsewhere.
+"""Declares each control of the sampler once: its default, its bounds, its names in requests and GGUF.
 
-Five things are made from the declarations: samplers, recipes' operating points, fields of requests,
-the command line's options, keys of GGUF files. `fused_dequant.canvas` says what a control does.
+Five things are made from these declarations: samplers, recipes' operating points, fields of requests,
+options of the command line, keys of GGUF files. `fused_dequant.canvas` says what each control does.
 """
 
 from collections.abc import Collection
@@ -66,8 +66,8 @@ def bounds_of(name: str) -> tuple[int, int]:
 
 
 def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
-    """Return control -> optional pydantic field with its own bounds, or those for requests (asked)."""
-    from pydantic import Field  # help of the command line does without it
+    """Return control -> optional pydantic field, bounded as in recipes or as in requests ("asked")."""
+    from pydantic import Field  # not needed for the help of the command line
 
     made: dict[str, Any] = {}
     for name, each in CONTROLS.items():

@@ -1,4 +1,4 @@
-"""Reads llm-compressor's recipe files by its own classes, and turns them into recipes of ours.
+"""Reads llm-compressor's recipe files with its own classes, and converts them to recipes of ours.
 
     quant_stage:
       quant_modifiers:
@@ -8,8 +8,8 @@
           ignore: [lm_head, "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 
 Such a file says what is quantized and how weights are rounded. Everything else (calibration, limits,
-tasks, gate) comes from the recipe that ships for its scheme. Settings that this project would follow in
-another way than llm-compressor are refused by name, never dropped. Written for llm-compressor 0.14.
+tasks, gate) comes from the recipe that ships for its scheme. A setting that this project would apply in
+another way than llm-compressor is refused by name, never dropped. Written for llm-compressor 0.14.
 """
 
 import os
@@ -21,8 +21,8 @@ from quantize.errors import InputError
 from quantize.schemes.records import Scheme, scheme_of_group
 
 MODIFIERS = ("QuantizationModifier", "GPTQModifier")
-# llm-compressor's weight observers -> ours. One pass over a constant weight makes the running and the
-# static ones the same as those without memory.
+# llm-compressor's weight observers -> ours. A weight is constant and observed once, so running and
+# static observers find the same ranges as memoryless ones.
 OBSERVERS = {
     "minmax": "memoryless_minmax", "static_minmax": "memoryless_minmax",
     "memoryless_minmax": "memoryless_minmax", "mse": "memoryless_mse",
@@ -33,15 +33,15 @@ DAMPING = 0.01  # share of the Hessian's mean diagonal, in llm-compressor's GPTQ
 
 
 def is_llm_compressor(fields: Mapping[Any, Any]) -> bool:
-    """Whether a YAML mapping is llm-compressor's recipe, whose keys are stages, unlike ours."""
+    """Return whether a YAML mapping is an llm-compressor recipe: some key ends with `_stage`."""
     return any(str(key).endswith("_stage") for key in fields)
 
 
 def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the `quantization` section that an llm-compressor recipe amounts to.
+    """Return the `quantization` section that does the same as an llm-compressor recipe.
 
     Raises:
-        InputError: it holds other modifiers, or settings that this project does not follow.
+        InputError: the recipe has other modifiers, or settings that this project does not follow.
     """
     name, arguments = _only_modifier(fields)
     modifier = _built(name, arguments)
@@ -98,7 +98,7 @@ def _built(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse settings of GPTQ that are fixed here; settings left at their defaults are free."""
+    """Refuse other values for settings of GPTQ that are fixed here."""
     groups = (modifier.config_groups or {}).values()
     orders = [group.weights.actorder for group in groups if group.weights is not None]
     if any(order is not None for order in (arguments.get("actorder"), *orders)):

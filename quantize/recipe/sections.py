@@ -1,8 +1,8 @@
 """Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
 
-The fields under `quantization` are those of llm-compressor's QuantizationModifier; its recipe files
-are read too (`llm_compressor`). An unknown key is an error that names the nearest known one: a
-misspelt `ignore` must not quantize the router.
+The fields under `quantization` are those of llm-compressor's QuantizationModifier, and llm-compressor's
+recipe files are read too (`llm_compressor`). An unknown key is an error, whose message names the
+nearest known key: a misspelt `ignore` must not quantize the router.
 """
 
 import difflib
@@ -62,10 +62,10 @@ TaskName = Annotated[str, Field(pattern=r"^[a-z0-9_]+$")]
 PointName = Annotated[str, Field(pattern=r"^[a-z0-9_.]+$", max_length=40)]
 FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))]
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
-LEAST = 2  # questions of a task: two models are compared by how their differences vary
+LEAST = 2  # fewest questions of a task: a comparison needs the variance of differences
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Optional keys that hashes cover at their defaults too, as they did when these were all there were. A
-# later key counts where it is set, so that it renames no run and asks no answer again.
+# Optional keys that digests cover even at their defaults, as when these were all the keys. A key added
+# later is covered only where it is set, so that it renames no run and repeats no answer.
 FIRST_KEYS = {
     "activations", "batch_size", "bundled", "calibration", "confidence", "confidence_threshold",
     "data", "entropy_bound", "evaluation", "extract", "fixed", "gate", "health_pp", "limit",
@@ -77,12 +77,12 @@ FIRST_KEYS = {
 
 
 class Section(BaseModel):
-    """Base of every section: frozen; an unknown key is an error."""
+    """Base class of every section: it is frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def counted(self) -> dict[str, Any]:
-        """Return the fields that digests of the recipe and of its tasks hash, as a JSON object."""
+        """Return, as a JSON object, the fields that digests of the recipe and of its tasks cover."""
         stated = self.model_dump(mode="json", exclude_defaults=True)
         return _counted(self.model_dump(mode="json"), stated)
 
@@ -107,11 +107,12 @@ class Model(Section):
 class Quantization(Section):
     """The modules that are quantized, and the scheme that each of them gets.
 
-    `scheme` is one scheme for all `targets`, or maps each scheme to its own targets. A target or
-    ignore entry is a module class (`Linear`), a module name, or `re:` and a regular expression that
-    matches from the start of the name; one that matches nothing is an error, except in `ignore` with
-    `optional:` before it. With `rounding: gptq` GPTQ rounds the weights and chooses their scales, from
-    Hessians summed while the calibration prompts are denoised. `nearest` uses no activations.
+    `scheme` is one scheme for all `targets`, or maps each scheme to its own targets. An entry of
+    `targets` or `ignore` is `Linear` (all Linears), a module's name, or `re:` and a regular expression
+    that matches from the start of a name. An entry that matches nothing is an error, unless it is in
+    `ignore` with `optional:` before it. With `rounding: gptq`, GPTQ rounds the weights and chooses
+    NVFP4's block scales, by Hessians summed while the calibration prompts are denoised. `nearest` uses
+    no activations.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -127,17 +128,18 @@ class Quantization(Section):
         return self
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
-        """Return scheme -> targets, whichever form the recipe used."""
+        """Return scheme -> its targets, for either form of `scheme`."""
         return self.scheme if isinstance(self.scheme, dict) else {self.scheme: self.targets}
 
 
 class Calibration(Section):
     """The prompts on which the BF16 model denoises while input ranges are measured.
 
-    `datasets` are `bundled`, the path of a jsonl of chats, or names of Hub data sets. `prompts` chats
-    are answered, `batch_size` at a time, in `canvases` canvases each. `thinking` is the share of chats
-    with the thinking channel on. An expert with fewer than `min_tokens_per_expert` routed
-    tokens takes its layer's widest range. Chats of more than `max_prompt_tokens` are skipped.
+    An entry of `datasets` is `bundled`, the path of a jsonl file of chats, or the name of a Hub data
+    set. The model answers `prompts` chats, `batch_size` at a time, with at most `canvases` canvases
+    each. `thinking` is the share of chats with the thinking channel on. If fewer than
+    `min_tokens_per_expert` tokens reach an expert, it takes its layer's widest range. Chats of more
+    than `max_prompt_tokens` tokens are skipped.
     """
 
     datasets: list[str] = Field(min_length=1)
@@ -163,14 +165,14 @@ class Verification(Section):
 class OwnTask(Section):
     """A task of your own: a file of questions (`data`), or an lm-eval task of generate_until type.
 
-    `data` is a jsonl file, one question a line. `prompt` and `target` are Jinja templates over its
-    fields: the user's message and the right answer. `extract` is a regular expression with one group,
-    which finds the answer in what the model wrote; the last match counts. Case, commas, $ and a full
-    stop at the end are ignored when answer and target are compared. `max_tokens` is the most that an
-    answer may take; `thinking` turns the thinking channel on. An `lm_eval` file says all of this
-    itself. No question, answer or target of a task is written if `private` is set here or in its file's
-    `metadata`: scores and reports hold hashes instead, and samples hold only what `extract` found.
-    Paths are relative to the folder in which the command runs.
+    `data` is a jsonl file with one question per line. `prompt` and `target` are Jinja templates over a
+    question's fields; they make the user's message and the right answer. `extract` is a regular
+    expression with one group, which finds the answer in the model's text; the last match counts. Case,
+    commas, $ and a full stop at the end are ignored when answer and target are compared. An answer has
+    at most `max_tokens` tokens; `thinking` turns the thinking channel on. An `lm_eval` file states all
+    of this itself. If `private` is set here or in the `metadata` of that file, no question, answer or
+    target is written: scores and reports hold hashes instead, and samples hold only what `extract`
+    found. Paths are relative to the folder in which the command runs.
     """
 
     data: FilePath | None = None
@@ -189,11 +191,7 @@ class OwnTask(Section):
         return self
 
     def definition(self) -> Definition:
-        """Return the fields of the lm-eval task.
-
-        Raises:
-            InputError: its file is missing or defines something else.
-        """
+        """Return the task's lm-eval fields; raise InputError if its file is missing or not a task."""
         options = self.model_dump(exclude={"data", "lm_eval"})
         try:
             if self.lm_eval is not None:
@@ -203,17 +201,17 @@ class OwnTask(Section):
             raise InputError(str(error)) from error
 
     def digest(self) -> str:
-        """Return 16 hex digits of a hash over the task's definition."""
+        """Return 16 hex digits of a hash over the task's fields and the bytes of its file."""
         data = Path(self.lm_eval or self.data or "").read_bytes()
         return hashlib.sha256(json.dumps(self.counted()).encode() + data).hexdigest()[:16]
 
 
 # pyrefly: ignore[invalid-inheritance]
 class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
-    """Sampler settings under which the candidate is also judged; a field left out keeps the model's.
+    """Sampler settings under which the candidate is judged too; missing fields keep the model's values.
 
-    `max_denoising_steps` (T) is the most steps of a canvas; if `fixed`, every canvas takes T steps.
-    The other settings of the sampler are in docs/runtime.md; `activations` is an activation mode.
+    A canvas takes at most `max_denoising_steps` steps, and exactly that many if `fixed` is set.
+    docs/runtime.md explains the sampler's other settings; `activations` is an activation mode.
     """
 
     fixed: bool = False
@@ -229,7 +227,7 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return the sampler's fields that differ from the model's own."""
+        """Return sampler field -> value for the fields that this point sets."""
         own = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
         # No canvas stops early whose argmax must be stable over more steps than there are.
         return own | ({"stability_threshold": own["max_denoising_steps"]} if self.fixed else {})
@@ -238,13 +236,14 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
 class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
-    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` keeps the first
-    questions of a task, two at least; `repeats` is the number of answers to each question. At most
-    `batch_size` samples are answered together (16 without it). `activations` is how a quantized model
-    rounds activations while it is scored: `none` not at all; `per_expert` and `per_layer` to NVFP4,
-    with one input scale an expert or a layer; `fp8` to FP8, so that NVFP4's products are W4A8, which
-    vLLM does not do. `operating_points` are scored with --operating-points; the report names the
-    fastest whose total loss, from the format and its settings, fits the margin.
+    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. For each task, `limit` says
+    how many of its first questions are asked (at least two), `repeats` how many answers each question
+    gets. At most `batch_size` samples are answered together (16 by default). `activations` is the
+    activation mode of a quantized model while it is scored. `none` keeps activations in BF16. For NVFP4
+    weights, `per_expert` and `per_layer` round them to NVFP4, with one input scale per expert or per
+    layer, and `fp8` rounds them to FP8 (W4A8), which vLLM does not do; for 8-bit weights all three
+    round to 8 bits. With --operating-points, `operating_points` are scored too; the report names the
+    fastest point whose total loss, from the format and its settings, fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -274,7 +273,7 @@ class Evaluation(Section):
         return self
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raise ValueError at the first name that is no task, and name the nearest one."""
+        """Raise ValueError for the first name that is no task; the message names the nearest task."""
         there = [*self.own_tasks, *known_tasks()]
         for name in names:
             if name not in there:
@@ -283,7 +282,7 @@ class Evaluation(Section):
                 )
 
     def questions(self, task: str) -> int | None:
-        """Return how many questions a task has, or None where that is not known beforehand."""
+        """Return how many questions a task has, or None if that is not known beforehand."""
         own = self.own_tasks.get(task)
         return notes(task, own.definition() if own else None).get("questions")
 
@@ -294,17 +293,19 @@ class Evaluation(Section):
 
 
 class Gate(Section):
-    """The release gate.
+    """The release gate: how much a quantized model may lose and still pass.
 
-    `estimand` says where the loss is judged: on `these_questions`, the benchmark as it stands, or on
-    `such_questions`, of which it is a sample (recovery.estimands). It has no default, because a margin
-    means nothing without it. `margin_pp` is the allowed loss of accuracy in percentage points, by task;
-    tasks that ship, SVAMP apart, have a default in their file (`recovery/tasks`). `max_kl_nats` is the
-    largest mean KL from BF16 on replayed trajectories, by activation mode; a mode without one is not
-    judged. `max_step_inflation` is the share by which denoising steps a token may exceed BF16's (0.1 is
-    10 %); a run that is shown to exceed it fails. Null turns this off, as a served run must, since
-    servers report no steps. `health_pp` is the allowed increase over BF16's answers, in points, of each
-    sign of ill health (`recovery.health` has the signs and defaults); a sign set to null is not judged.
+    `estimand` says for which questions the loss is judged: `these_questions` are exactly those of the
+    benchmark, `such_questions` all questions of its kind, of which the benchmark is a sample
+    (recovery.estimands). It has no default, because a margin means nothing without it. `margin_pp` maps
+    a task to the allowed loss of accuracy in percentage points; every task that ships, except SVAMP,
+    has a default in its file (`recovery/tasks`). `max_kl_nats` maps an activation mode to the largest
+    mean KL from BF16 on replayed trajectories; a mode without a limit is not judged.
+    `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1 is
+    10 %); a run that is shown to exceed it fails. Null turns this limit off. A run with served models
+    needs null, since servers report no steps. `health_pp` maps each sign of ill health to the points by
+    which it may be more frequent than in BF16's answers (`recovery.health` has the signs and defaults);
+    a sign set to null is not judged.
     """
 
     estimand: Estimand
@@ -322,7 +323,7 @@ class Gate(Section):
 
 
 class Bundled(Section):
-    """Sections that replace the recipe's own for the bundled model."""
+    """Sections that replace the recipe's own sections if the model is the bundled one."""
 
     calibration: Calibration | None = None
     evaluation: Evaluation | None = None
@@ -343,7 +344,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _holds_together(self) -> "Recipe":
-        """Report a missing limit now, not after hours of work."""
+        """Report a missing limit or a wrong mode now, not after hours of work."""
         schemes = self.quantization.targets_by_scheme()
         if missing := schemes.keys() - self.verification.max_relative_error:
             name = min(missing)
@@ -361,17 +362,16 @@ class Recipe(Section):
         return self
 
     def for_bundled_model(self) -> "Recipe":
-        """Return the recipe with its `bundled` sections in force."""
+        """Return the recipe with its `bundled` sections in place of its own."""
         found = {key: own for key, own in self.bundled if own is not None}
         if self.calibration is None:
             found.pop("calibration", None)
         return self.model_copy(update=found)
 
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
-        """Return the recipe with these tasks, or its own, each limited to its first `problems`.
+        """Return the recipe with `tasks`, or its own if empty, and the first `problems` of each.
 
-        Raises:
-            InputError: a task is unknown, or has no margin.
+        If `problems` is None, limits stay. Raise InputError if a task is unknown or has no margin.
         """
         update: dict[str, Any] = {"tasks": list(dict.fromkeys(tasks)) or self.evaluation.tasks}
         if problems is not None:
@@ -394,7 +394,7 @@ class Recipe(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self, *more: str) -> str:
-        """Return 7 hex digits of a hash over the resolved recipe and `more` (the model's revision)."""
+        """Return 7 hex digits of a hash over the recipe and `more`, such as the model's fingerprint."""
         text = json.dumps([self.counted(), *more], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:7]
 
@@ -440,17 +440,16 @@ def load_recipe(name_or_path: str) -> Recipe:
 def resolved(
     name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
 ) -> Recipe:
-    """Load a recipe, adapted to the bundled model if `bundled`; `tasks` and `limit` are as in `asking`.
+    """Load a recipe, for the bundled model if `bundled`, as `Recipe.asking(tasks, limit)` limits it.
 
-    Raises:
-        InputError: there is no such recipe or task.
+    Raise InputError if there is no such recipe or task.
     """
     recipe = load_recipe(name)
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe from a YAML file; raise InputError if there is no file, or no recipe in it."""
+    """Return the recipe in a YAML file; raise InputError if there is no file, or no recipe in it."""
     try:
         return parse_recipe(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -458,7 +457,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Parse and check the YAML text of a recipe; `source` names it in errors."""
+    """Return the recipe in a YAML text; raise InputError, which names `source`, if it is wrong."""
     with errors_of(source):
         try:
             fields = yaml.load(text, _UniqueKeys)

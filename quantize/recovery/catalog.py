@@ -1,8 +1,8 @@
-"""Reads the tasks that ship, one YAML file each in `tasks/`, without loading lm-eval.
+"""Reads the tasks that ship with this package, one YAML file each in `tasks/`, without lm-eval.
 
-The task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` may name the file of an
-lm-eval task, from which our task takes the fields that it lacks. Each file notes its number of
-questions, so that a plan can be judged before any data set is loaded.
+The task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` may name the file of
+an lm-eval task, from which our task takes the fields that it lacks. Each file states how many
+questions its task has, so that a plan can be judged before any data set is loaded.
 """
 
 import importlib.resources
@@ -16,7 +16,7 @@ import yaml
 
 TASKS = Path(str(importlib.resources.files("quantize.recovery").joinpath("tasks")))
 THINKING = "_thinking"
-# Where lm-eval's own tasks lie, found without importing it.
+# The folder of lm-eval's own tasks, found without importing lm-eval.
 LM_EVAL = Path(next(iter(importlib.util.find_spec("lm_eval").submodule_search_locations))) / "tasks"  # type: ignore
 
 
@@ -26,10 +26,10 @@ def known_tasks() -> list[str]:
 
 
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the `metadata` of a shipped task or of a recipe's own definition `own`; {} if unknown.
+    """Return the `metadata` of a recipe's own task `own` or else of a shipped one; {} if unknown.
 
-    Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the longest
-    prompt, where prompts are long; `margin_pp`, the loss in points allowed by default.
+    Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the
+    longest prompt, if prompts are long; `margin_pp`, the loss allowed by default, in points.
     """
     if own is None and task not in known_tasks():
         return {}
@@ -37,12 +37,12 @@ def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
 
 
 def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
-    """Whether a task is private, so that no text of its questions and answers may be kept."""
+    """Return whether a task is private: no text of its questions and answers may be kept."""
     return bool(notes(task, own).get("private"))
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:
-    """Return the most tokens that an answer to a task may take; ValueError: `fields` do not say."""
+    """Return the most tokens of an answer by a task's `fields`; ValueError: they lack the limit."""
     limit = (fields.get("generation_kwargs") or {}).get("max_gen_toks")
     if limit is None:
         raise ValueError("generation_kwargs lacks max_gen_toks, the tokens of an answer")
@@ -51,7 +51,7 @@ def token_limit(fields: Mapping[str, Any]) -> int:
 
 @cache
 def shipped(task: str) -> Mapping[str, Any]:
-    """Return the fields of a shipped task, with those of the lm-eval task that it extends."""
+    """Return a shipped task's fields, which override those of the lm-eval task that it extends."""
     fields: dict[str, Any] = {}
     for file in files_of(task):
         fields |= read_task(file)
@@ -59,14 +59,14 @@ def shipped(task: str) -> Mapping[str, Any]:
 
 
 def files_of(task: str) -> list[Path]:
-    """Return a shipped task's file, preceded by that of the lm-eval task that it extends, if any."""
+    """Return a shipped task's file, after the file of the lm-eval task that it extends, if any."""
     own = TASKS / f"{task}.yaml"
     base = read_task(own)["metadata"].get("lm_eval")
     return [LM_EVAL / base, own] if base else [own]
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """Read an lm-eval task file, whose keys override those of its includes; ValueError: unreadable."""
+    """Return an lm-eval task file's keys, merged over its `include`; ValueError: unreadable."""
     try:
         fields = yaml.load(file.read_text("utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,10 +1,10 @@
-r"""Filters that lm-eval lacks: integers in \boxed{}, and GPQA's options and letters.
+r"""Filters and scores that lm-eval lacks: boxed and equal numbers, GPQA's options and letters.
 
 AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0", "70^\circ",
-"m+n=70" and "70" are one answer (lm-eval's aime25 compares strings, and only the last is right there).
-GPQA's options are ordered by their text alone; lm-eval shuffles them with the global random state, so
-that two machines ask different questions. Of an answer to GPQA only the letter is kept, since the data
-set's terms ask that its questions are not shown in plain text.
+"m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, so only "70" is right there.)
+GPQA's options are ordered by a hash of question and option. lm-eval shuffles them with the global
+random state, so two machines ask different questions. Only the letter of a GPQA answer is kept,
+because the data set's terms ask that its questions are not shown in plain text.
 """
 
 import hashlib
@@ -12,8 +12,8 @@ import re
 from typing import Any
 
 LETTERS = "ABCD"
-# What may stand between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX. It gives
-# nothing back (*+), since a damaged model may write asterisks for pages.
+# What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX.
+# The match never backtracks (*+), since a damaged model may write asterisks for pages.
 _MARKUP = r"(?:[\s*_$:({\[\"'`]|\\[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\b)*+"
 # A capital that begins no word or formula, or a small letter that ends its phrase (not "a bit").
 _LETTER = r"([A-D](?![\w'’-])(?!\s*=)|[a-d](?=\s*(?:[)\]}*$.,;`\"]|\\[)\]]|$)))"
@@ -32,7 +32,10 @@ _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incor
 
 
 def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    r"""Score 1 if `results[0]`, from \boxed{}, is the right integer (lm-eval's `process_results`)."""
+    r"""Return exact_match 1 if `results[0]`, from \boxed{}, is the right integer, else 0.
+
+    lm-eval calls it as `process_results`. ValueError: the data set's answer is not an integer.
+    """
     gold = integer(str(doc["answer"]))
     if gold is None:
         raise ValueError(f"the data set's answer {doc['answer']!r} is no integer")
@@ -40,7 +43,7 @@ def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Score 1 if `results[0]` is a number equal to the right one (lm-eval's `process_results`)."""
+    """Return exact_match 1 if `results[0]` is the right number, else 0 (as `process_results`)."""
     bare = results[0].replace(",", "").rstrip(".")
     is_number = re.fullmatch(r"-?\d+(\.\d+)?", bare) is not None
     target = doc["answer"] if "answer" in doc else doc["Answer"]
@@ -48,17 +51,16 @@ def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def integer(text: str) -> int | None:
-    """Return the integer that `text` writes, such as "70", "m+n=70" or "70°", else None."""
+    """Return the integer that `text` states, for example 70 for "m+n=70" or "70°"; else None."""
     bare = _BESIDE_A_NUMBER.sub("", text.rpartition("=")[2]).rstrip(".")
     match = re.fullmatch(r"([+-]?\d{1,1000})(\.0*)?", bare)  # int() refuses more than 4,300
     return int(match[1]) if match else None
 
 
 def with_sentences(dataset: Any) -> Any:
-    """Return IFEval's documents unchanged (lm-eval's `process_docs`), if NLTK can split sentences.
+    """Return IFEval's documents unchanged (as `process_docs`), once NLTK can split sentences.
 
-    Raises:
-        ValueError: NLTK lacks punkt_tab; without it, IFEval's checks would fail hours later.
+    ValueError: NLTK lacks punkt_tab, without which IFEval's checks would fail hours later.
     """
     import nltk
 
@@ -70,7 +72,7 @@ def with_sentences(dataset: Any) -> Any:
 
 
 def frozen_options(dataset: Any) -> Any:
-    """Give each GPQA document fields A, B, C, D and the right `letter` (lm-eval's `process_docs`)."""
+    """Return GPQA's documents with options A to D and the right `letter` (as `process_docs`)."""
     return dataset.map(_with_options)
 
 
@@ -82,7 +84,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of X alone, else ""."""
+    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of only X, or ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

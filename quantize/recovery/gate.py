@@ -3,25 +3,26 @@
 Per task, with L and U the one-sided lower and upper confidence bounds of the paired difference:
   PASS          L > -margin: a loss as large as the margin is excluded (non-inferiority)
   FAIL          U < -margin: a loss larger than the margin is shown
-  INCONCLUSIVE  neither; the verdict says how much would decide
-At 95 % confidence a model that loses exactly the margin passes at most one time in twenty, and fails at
-most one time in twenty. "Not significantly worse" is not PASS: that would reward small evaluations. Nor
-is an interval of width 0 over a few questions enough: PASS also needs so many units (`estimands`) that
-a loss as large as the margin would have shown. Before a run, `sequential.out_of_reach` warns of a
-recipe that asks for fewer.
+  INCONCLUSIVE  neither; the verdict estimates how many questions or answers would decide
+At 95 % confidence a model that loses exactly the margin passes at most one time in twenty, and
+fails at most one time in twenty. "Not significantly worse" is not enough for PASS: that would
+reward small evaluations. An interval of width 0 over a few questions is not enough either: PASS
+also needs enough units (`estimands`) for a loss as large as the margin to show. Before a run,
+`sequential.out_of_reach` warns if a recipe asks for fewer units.
 
-Two p-values decide; for a single look the bounds say the same. The p-values of several looks are
-sequential: once a look has decided, no later answer changes that. So the verdict shows the difference
-and bounds of the look that decided, and beside them those of all answers.
+Two p-values decide; with a single look the bounds give the same verdict. With several looks the
+p-values are sequential: once a look has decided, no later answer changes the verdict. So the
+verdict shows the difference and bounds at the look that decided, then those of all answers.
 
-Step inflation (`steps`) and signs of ill health (`health`) are judged beside accuracy, on the same
-looks and in the same correction. A task passes only if it is also excluded that a sign reaches its
-limit. The run fails if step inflation or a sign is shown to exceed its limit. Where answers lack
-what a limit judges (a server may not report its steps), the verdict is INCONCLUSIVE.
+Step inflation (`steps`) and signs of ill health (`health`) are judged together with accuracy, at
+the same looks and under the same correction. A task passes only if every sign is also shown to be
+below its limit. The run fails if step inflation or a sign is shown to exceed its limit. If answers
+lack what a limit judges (a server may not report its steps), a run that does not fail is
+INCONCLUSIVE.
 
-Over tasks: PASS when every task passes (an intersection-union test, which needs no correction), FAIL
-when some task fails after Holm's correction, without which many tasks would make a false alarm likely.
-NOT COMPARABLE when questions or conditions of baseline and candidate differ.
+Over all tasks: PASS if every task passes (an intersection-union test, which needs no correction).
+FAIL if some task fails after Holm's correction; without it, many tasks would make a false alarm
+likely. NOT COMPARABLE if questions or conditions of baseline and candidate differ.
 """
 
 import math
@@ -56,7 +57,7 @@ class Verdict:
 
 
 def passes(comparison: Comparison) -> bool:
-    """Whether one task passes on its own: in accuracy, and in every sign of ill health with a limit."""
+    """Return whether a task passes by itself: in accuracy and in all signs that have a limit."""
     return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
 
 
@@ -95,10 +96,10 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
 
 
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
-    """Judge a run over all its tasks; `seen` maps each task to its comparison, None if it has none yet.
+    """Return the verdict over all tasks; `seen` is task -> comparison, None if there is none yet.
 
-    Holm's correction counts a task without a comparison as one that does not fail (p-value 1). So the
-    answers that this task gets later cannot undo a FAIL.
+    Holm's correction counts a task without a comparison as one that does not fail (p-value 1). So
+    the answers that this task gets later cannot undo a FAIL.
 
     Raises:
         ValueError: there is no task, or tasks have differing estimands.
@@ -137,10 +138,10 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 
 
 def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
-    """Return the p-value of "it does not fit" by operating point, Holm-corrected over the points.
+    """Return operating point -> p-value of "it does not fit", Holm-corrected over the points.
 
-    A point fits if no task's loss, from format and settings together, reaches its margin and no sign of
-    ill health reaches its limit. A point's p-value is the largest over its tasks and their signs.
+    A point fits if no task's loss (from format and sampler settings together) reaches the margin,
+    and no sign of ill health its limit. Its p-value is the largest over its tasks and their signs.
     """
     return holm({
         name: max(
@@ -153,10 +154,10 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
 
 
 def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:
-    """Return a sentence for each loss, excess of steps and sign of ill health that is shown."""
+    """Return a sentence for each loss, excess of steps or sign of ill health that fails the run."""
     comparisons = [each for each in seen.values() if each is not None]
     of_steps = any(c.max_step_inflation is not None for c in comparisons)
-    # Holm's correction is over all of them; the signs of a task share the weight of one.
+    # Holm's correction covers all these limits; the signs of a task share the weight of one limit.
     judged = {name for c in comparisons for name, s in c.health.items() if s.limit_pp is not None}
     signs = [sign for sign in SIGNS if sign in judged]
     limits = ["", *(["steps"] if of_steps else []), *signs]
@@ -181,7 +182,7 @@ def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
 
 
 def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Verdict | None:
-    """Return NOT COMPARABLE, naming the first condition that differs, or None when all are equal."""
+    """Return NOT COMPARABLE, with the first condition that differs, or None if all are equal."""
     for key in sorted(base.keys() | quantized.keys()):
         ours, theirs = base.get(key), quantized.get(key)
         if ours != theirs:
@@ -194,7 +195,7 @@ def _within(p_value: float, comparison: Comparison) -> bool:
 
 
 def _seen(task: str, comparison: Comparison, decisive: str | None = None) -> str:
-    """Tell the last look, or the first that decided by the p-value `decisive`, and all beside it."""
+    """Describe the last look, or the first that the p-value `decisive` decided, and all answers."""
     looks, bounds = comparison.looks, comparison.difference_bounds
     last: dict[str, Any] = asdict(comparison) | asdict(bounds)
     look = _deciding(comparison, lambda look: look[decisive] if decisive else 1.0) or last
@@ -217,7 +218,7 @@ def _difference(look: Mapping[str, Any]) -> str:
 
 
 def _loss(look: Mapping[str, Any], margin_pp: float, fails: bool) -> str:
-    """Tell the bound of the loss that decides, in more digits where it is near the margin."""
+    """Describe the bound of the loss that decides, with more digits if it is near the margin."""
     loss = -look["high" if fails else "low"]
     digits = 2 if abs(loss - margin_pp) < 0.1 else 1
     return f"the loss is {'above' if fails else 'below'} {loss:.{digits}f} points"
@@ -226,12 +227,12 @@ def _loss(look: Mapping[str, Any], margin_pp: float, fails: bool) -> str:
 def _deciding(
     comparison: Comparison, p_of: Callable[[Mapping[str, Any]], float]
 ) -> Mapping[str, Any] | None:
-    """Return the first look whose own p-value decides, None where none does."""
+    """Return the first look whose own p-value decides, None if no look decides."""
     return next((look for look in comparison.looks if p_of(look) <= look["level"] + ROUNDING), None)
 
 
 def _steps_seen(task: str, comparison: Comparison) -> str:
-    """Tell by how much the steps exceed BF16's at the look that decided, else over all answers."""
+    """Say by how much the steps exceed BF16's at the look that decided, else over all answers."""
 
     def p_of(look: Mapping[str, Any]) -> float:
         return look["step_inflation"]["p_at_most_limit"] if look["step_inflation"] else 1.0

@@ -1,28 +1,29 @@
-"""Health of answers: signs that users of damaged models complain of, counted beside the baseline's.
+"""Health of answers: counts in both models' answers what users of damaged models complain of.
 
   empty          nothing follows the thoughts
   no_value       no final value is found
   open_thought   thoughts begin and are not closed
   cut            the token limit ended the answer
   never_stopped  a canvas took the most denoising steps allowed
-  stutter        a tenth or more of the 8-grams (of words) stood in the answer before; 16 words at least
+  stutter        of at least 16 words, a tenth or more of the 8-grams (of words) are repetitions
 
-Signs of text are found when an answer is made, since a private task keeps no text; the others follow
-from what is stored of an answer. A sign is judged as accuracy is, by the same estimands and interim
-looks. Let d be by how many points it is more frequent than in BF16's answers. The sign passes when
-d >= limit is excluded, and fails when d <= limit is excluded.
+Signs of the text (`OF_TEXT`) are found when an answer is made, since a private task keeps no text;
+the other signs follow from what is stored of an answer. A sign is judged like accuracy, by the same
+estimand and at the same interim looks. Let d be the number of points by which the sign is more
+frequent in the candidate's answers than in BF16's. The sign passes if d >= limit is excluded, and
+fails if d <= limit is excluded.
 
-A recipe may set the limits. The default is half the task's margin: an empty answer costs as much as a
-wrong one, and one sign may not use up the margin. But the default is at least 5 units (answers or
-questions, as the estimand counts), or the margin if that is less. With a smaller limit, one answer of
-the candidate that has the sign by chance would prevent PASS: P(Poisson(5) <= 1) is just 4.0 %.
-`never_stopped` has no default: `max_step_inflation` judges its cost.
+A recipe may set the limits. The default is half the task's margin: an empty answer costs as much as
+a wrong one, and one sign may not use up the margin. But the default is at least 5 units (answers or
+questions, whichever the estimand counts), or the margin if that is less. With a smaller limit, one
+answer of the candidate that has the sign by chance would prevent PASS: P(Poisson(5) <= 1) is just
+4.0 %. `never_stopped` has no default limit: `max_step_inflation` judges its cost.
 
-Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the limit;
-else frequent signs would leave healthy models undecided. What is judged then is the mean of y - 1.5 x:
-x is 1 if BF16's answer has the sign, y is 1 if the candidate's has it, and else they are 0.
+Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 replaces
+it; otherwise a frequent sign would leave healthy models undecided. The mean of y - 1.5 x is then
+judged: x is 1 if BF16's answer has the sign, y is 1 if the candidate's has it, else they are 0.
 
-Simulated error rates: docs/evaluation.md.
+For simulated error rates see docs/evaluation.md.
 """
 
 import re
@@ -41,8 +42,8 @@ SIGNS = {
 }
 OF_TEXT = {"empty", "open_thought", "stutter"}
 UNJUDGED = {"never_stopped"}  # unless a recipe names a limit
-ROOM = 5  # units that a limit is at least
-MORE = 0.5  # share of BF16's own by which a sign may be more frequent, where that exceeds its limit
+ROOM = 5  # a default limit is at least this many units, or the margin
+MORE = 0.5  # part of its frequency in BF16's answers that a sign may gain, if more than its limit
 THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 _CONTROL = re.compile(r"<\|?[a-z_]+\|?>")
 _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
@@ -52,18 +53,18 @@ _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 class Sign:
     """How often both models' answers show a sign; limit and p-values are None if it is not judged."""
 
-    base: float  # share of BF16's answers
-    quantized: float  # share of the candidate's
-    difference_pp: float  # in points, and its interval's ends
+    base: float  # share of BF16's answers that have the sign, 0 to 1
+    quantized: float  # share of the candidate's answers
+    difference_pp: float  # quantized - base in points; `low` and `high` are its interval's ends
     low: float
     high: float
-    limit_pp: float | None  # points by which it may be more frequent
-    p_at_least_limit: float | None  # p-value of "more frequent by that or more"; small lets it pass
-    p_at_most_limit: float | None  # p-value of "by that at most"; small makes the run fail
+    limit_pp: float | None  # points by which the sign may be more frequent
+    p_at_least_limit: float | None  # p-value of "difference at least the limit"; small: sign passes
+    p_at_most_limit: float | None  # p-value of "difference at most the limit"; small: run fails
 
 
 def without_thinking(text: str) -> str:
-    """Return the text after the thinking channel, "" if that channel was never closed."""
+    """Return the text after the last closed thinking channel, and before one that is not closed."""
     return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]
 
 
@@ -80,7 +81,7 @@ def text_signs(text: str) -> list[str]:
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
-    """Return sign -> allowed rise of its frequency over BF16's, in points; None if it is not judged.
+    """Return sign -> points by which it may be more frequent than with BF16; None: not judged.
 
     `units` is the planned number of answers or of questions, whichever the estimand counts.
     """
@@ -90,7 +91,7 @@ def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
 
 
 def compare_sign(base: Floats, quantized: Floats, terms: Terms, limit_pp: float | None) -> Sign:
-    """Compare how often a sign occurs in paired answers; tables [n, k] hold 1 where it does, else 0."""
+    """Return how often a sign occurs in paired answers; tables [n, k] hold 1 if it does, else 0."""
     less = total(base - quantized, terms.estimand)  # a sign that is more frequent is a loss
     low, high = (100 * float(end) for end in limits(less, (1 + terms.confidence) / 2))
     p_values = (None, None)

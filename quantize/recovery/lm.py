@@ -1,8 +1,8 @@
-"""The model that lm-eval asks: block diffusion's whole answers, from seeded samples.
+"""The model that lm-eval asks: it returns whole block-diffusion answers, from seeded samples.
 
-lm-eval knows neither seeded samples nor resumable runs, so this model adds both. Repeat j of a prompt
-has a seed hashed from the run's seed, the prompt and j, and answers come from a `SampleStore`. Stop
-strings cut the finished answer after its thoughts, since a canvas is denoised whole.
+lm-eval has neither seeded samples nor resumable runs, so this model adds both. Repeat j of a prompt
+has a seed hashed from the run's seed, the prompt and j, and answers come from a `SampleStore`. A
+canvas is denoised whole, so stop strings cut the finished answer, after its thoughts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +17,12 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Gives lm-eval the answers of `part`, one `repeat` per call; the first call generates them all."""
+    """Gives lm-eval the answers of `part`, one `repeat` per call; the first call generates all."""
 
     def __init__(
         self,
-        done: Mapping[str, Completion],  # by the key of their request
-        complete: Callable[[Sequence[Request]], None],  # adds to `done` what is missing
+        done: Mapping[str, Completion],  # request's key -> completion
+        complete: Callable[[Sequence[Request]], None],  # adds missing completions to `done`
         *,
         seed: int,
         part: Part,
@@ -33,7 +33,7 @@ class BlockDiffusionLM(LM):
         self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Return the current repeat's answer to each request, with thinking removed."""
+        """Return each request's answer in the current `repeat`, as `cut` shortens it."""
         for repeat in self.part.repeats:
             for instance in requests:
                 self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)
@@ -41,11 +41,11 @@ class BlockDiffusionLM(LM):
         return [self._answer(instance) for instance in requests]
 
     def completion(self, doc_id: int, repeat: int) -> Completion:
-        """Return the model's completion of a document in a repeat."""
+        """Return the model's completion for document `doc_id` in repeat `repeat`."""
         return self.done[self.requests[doc_id, repeat].key]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[Any]:
-        """Refuse: a block-diffusion model has no token likelihoods."""
+        """Raise TypeError: a block-diffusion model has no token likelihoods."""
         raise TypeError("block diffusion has no loglikelihood; use a generative task")
 
     loglikelihood_rolling = loglikelihood
@@ -65,12 +65,12 @@ class BlockDiffusionLM(LM):
         return cut(text, options.get("until") or [])
 
     def _doc_id(self, instance: Instance) -> int:
-        """Return the document's index in the data set: lm-eval counts those that it was asked for."""
+        """Return the document's index in its data set; lm-eval counts only requested documents."""
         return self.part.questions[cast(int, instance.doc_id)]
 
 
 def cut(text: str, stops: Iterable[str]) -> str:
-    """Return the answer after the thinking channel, up to the first stop string."""
+    """Return an answer without its thinking channel, cut before the first stop string."""
     answer = without_thinking(text)
     for stop in stops:
         answer = answer.partition(stop)[0] if stop else answer

@@ -1,7 +1,8 @@
-"""A needle in a haystack: a number that stands once in a text, at another depth in each question.
+"""A needle in a haystack: finding a number that occurs once in a text, at a new depth per question.
 
-Every text is drawn from its index alone, so each machine asks the same. A word is a token or more, so a
-text of 1,024 words exceeds the sliding window of 1,024 tokens; prompts are some words longer.
+A text follows from its index and length and the number of questions, so all machines ask the same
+questions. A word is one token or more, so a text of 1,024 words exceeds the sliding window of 1,024
+tokens; prompts are some words longer.
 """
 
 import random
@@ -19,13 +20,13 @@ QUESTION = "Which number belongs to the name {name}? Answer with the number alon
 
 
 def questions(words: int, questions: int, **_: Any) -> dict[str, datasets.Dataset]:
-    """Return lm-eval's `custom_dataset`: `questions` documents, each on a text of `words` words."""
+    """Return lm-eval's `custom_dataset`: `questions` documents on texts of about `words` words."""
     rows = [_question(index, words, index / max(questions - 1, 1)) for index in range(questions)]
     return {"test": datasets.Dataset.from_list(rows)}
 
 
 def _question(index: int, words: int, depth: float) -> dict[str, str]:
-    """Return prompt and number of one text; `depth` 0 puts the number first, 1 last."""
+    """Return prompt and number of one text; `depth` 0 puts the number first, 1 puts it last."""
     drawn = random.Random(f"needle {words} {index}")
     name = f"{drawn.choice(WORDS)}-{drawn.choice(WORDS)}"
     number = str(drawn.randrange(1_000_000, 10_000_000))

@@ -1,6 +1,6 @@
-"""Tasks that a recipe brings along: a local file of questions, or an lm-eval task of its own.
+"""Tasks that a recipe defines itself, by a local file of questions or an lm-eval task file.
 
-Both become the fields of an lm-eval task, a `Definition`, and are checked before a model is loaded.
+Both become a `Definition`, the fields of an lm-eval task, and are checked before a model is loaded.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from quantize.recovery.catalog import read_task, token_limit
 
 Definition = Mapping[str, Any]
-FORGIVEN = [",", r"\$", r"\.$"]  # ignored when answer and target are compared, as case is
+FORGIVEN = [",", r"\$", r"\.$"]  # like case, ignored when answer and target are compared
 
 
 def from_questions(
@@ -26,10 +26,10 @@ def from_questions(
     thinking: bool,
     private: bool = False,
 ) -> Definition:
-    """Return the task of a jsonl file, each line of which is one question, a JSON object.
+    """Return the task of a jsonl file; each line is one question, as a JSON object.
 
-    `prompt` and `target` are Jinja templates over a question's fields; they make the user's message and
-    the right answer. `extract` is a regular expression; its group's last match is the model's answer.
+    `prompt` and `target` are Jinja templates over a question's fields: the user's message and the
+    right answer. `extract` is a regular expression; its group's last match is the model's answer.
 
     Raises:
         ValueError: the file cannot be read or has a line twice, a template names a field that the first
@@ -92,9 +92,9 @@ def _fields(template: str) -> set[str]:
 
 
 def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
-    """Return the task of an lm-eval YAML file, of type generate_until, scored by exact_match.
+    """Return the task of an lm-eval YAML file, of type generate_until and scored by exact_match.
 
-    The task is private if `private` or the file's `metadata` says so.
+    The task is private if `private` is true or the file's `metadata` says so.
 
     Raises:
         ValueError: the file cannot be read, block diffusion cannot answer the task, or the task is
@@ -124,10 +124,10 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 
 
 def finding(definition: Definition) -> Callable[[str], str]:
-    """Return a function that reduces an answer to what a private task's regular expression matches.
+    """Return a function that reduces an answer to the match of a private task's regular expression.
 
-    Scoring later sees the match alone, so the expression must find the same there as in the whole
-    answer. If it does not, the returned function raises ValueError.
+    Scoring later sees only this match, so the expression must find the same in it as in the whole
+    answer; if not, the returned function raises ValueError. Without a match it returns "".
 
     Raises:
         ValueError: the task has no single filter that begins with a regular expression.

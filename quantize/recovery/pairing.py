@@ -1,7 +1,7 @@
-"""Pairs two scorings of a task, question by question, as far as both models have been asked.
+"""Pairs two scorings of a task question by question, as far as both models have answered.
 
-Where interim looks were planned, answers count up to the last look that both models completed. If the
-gate's terms have the plan's estimand, the p-values then allow for all looks (`sequential`).
+If interim looks were planned, answers count up to the last look that both models completed. If the
+gate's terms also judge the plan's estimand, the p-values allow for all looks (`sequential`).
 """
 
 import math
@@ -22,7 +22,7 @@ from quantize.recovery.terms import Terms
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
-    """Return both scorings, cut to the last look that both completed, and all looks up to it."""
+    """Return both scorings, cut to the looks that both completed (uncut if none), and the looks."""
     plan = _plan(base)
     looks = plan.taken(base.answered, other.answered) if plan else []
     if plan and looks:
@@ -39,10 +39,11 @@ def paired(
     other_seed: bool = False,
     other_settings: Collection[str] = (),
 ) -> Comparison | Verdict:
-    """Compare a scoring of a task with the baseline's, or return why they are not comparable.
+    """Return a task's scoring compared with the baseline's, or else the verdict NOT COMPARABLE.
 
-    `other_seed`: the seeds must differ, as the noise floor needs. `other_settings` are the sampler's
-    settings that may differ, since an operating point is judged with its own.
+    Seeds must be equal or, if `other_seed` (for the noise floor), all different. `other_settings`
+    names sampler settings that may differ: an operating point has its own. ValueError: there are
+    fewer than two questions, or questions have differing numbers of answers.
     """
     base, other, looks = in_common(base, other)
     if differs := _differs(base, other, other_seed=other_seed, other_settings=other_settings):
@@ -77,7 +78,7 @@ def _plan(scoring: Scoring) -> Plan | None:
 
 
 def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
-    """Return how many more steps `other` takes, None where an answer does not tell its steps."""
+    """Return how many more steps `other` takes, None if an answer does not report its steps."""
     both = base, other
     if any(not row.denoising_steps for each in both for row in each.rows):
         return None
@@ -90,7 +91,7 @@ def _steps(base: Scoring, other: Scoring, terms: Terms) -> StepInflation | None:
 
 
 def most_steps(scoring: Scoring) -> float:
-    """Return the most denoising steps that a canvas may take, inf if the scoring does not say."""
+    """Return the most denoising steps a canvas may take, inf if the scoring states no limit."""
     return scoring.conditions.get("sampler", {}).get("max_denoising_steps", math.inf)
 
 
@@ -116,7 +117,7 @@ def _health(
 
 
 def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | None:
-    """Return mean tokens of an answer over the base's, and the ends of its interval."""
+    """Return [ratio of mean tokens per answer to the base's, low end of its interval, high end]."""
     ours, theirs = ({q: (t, 1) for q, (_, t) in _costs(s).items()} for s in (base, other))
     found = step_inflation(ours, theirs, (), confidence=confidence)
     return [found.ratio, found.low, found.high] if found else None

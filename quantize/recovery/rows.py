@@ -1,4 +1,4 @@
-"""Scored samples: one row a document and repeat, and all rows of a task on one model."""
+"""Scored samples: one row per document and repeat, and all rows of one task and model."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matc
 
 @dataclass(frozen=True)
 class Row:
-    """One scored sample. `scores` has the metric under each filter; `score` is the first of them."""
+    """One scored sample; `scores` maps each lm-eval filter to its metric, the first is `score`."""
 
     doc_id: int
     repeat: int
@@ -31,7 +31,7 @@ class Row:
     signs: list[str] | None = None
 
     def health(self, most_steps: float) -> set[str]:
-        """Return the answer's signs of ill health; one is a canvas that took `most_steps` steps."""
+        """Return the answer's signs of ill health; a canvas with `most_steps` steps is a sign."""
         in_row = {
             "no_value": not self.answered,
             "cut": self.truncated,
@@ -42,12 +42,12 @@ class Row:
 
     @property
     def score(self) -> float:
-        """The task's score of this sample, 0..1."""
+        """The task's score of this sample, 0 to 1."""
         return next(iter(self.scores.values()))
 
     @property
     def answered(self) -> bool:
-        """Whether an answer could be extracted."""
+        """Whether an answer could be extracted from the text."""
         return self.answer != NO_ANSWER
 
 
@@ -68,7 +68,7 @@ class Scoring:
     def by_question(
         self, value: Callable[[Row], Any] = lambda row: row.score
     ) -> dict[str, list[Any]]:
-        """Return document's name -> `value` (default: the score) of each of its rows, by repeat."""
+        """Return document's name -> `value(row)`, by default the score, of its rows, by repeat."""
         found: dict[str, list[Any]] = {}
         for row in self.rows:
             found.setdefault(self.names[row.doc_id], []).append(value(row))
@@ -76,20 +76,20 @@ class Scoring:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Return a document's index in its data set -> its name, which is index and hash."""
+        """Index of a document in its data set -> the document's name, "INDEX-HASH"."""
         return {row.doc_id: f"{row.doc_id}-{row.doc_hash}" for row in self.rows}
 
     @property
     def answered(self) -> set[Answer]:
-        """(document, repeat) of every row."""
+        """(index of the document, repeat) of every row."""
         return {(row.doc_id, row.repeat) for row in self.rows}
 
     def only(self, answers: Set[Answer]) -> "Scoring":
-        """Return the scoring limited to `answers`."""
+        """Return a scoring with only the rows of `answers`, which are (document, repeat) pairs."""
         return self._of([row for row in self.rows if (row.doc_id, row.repeat) in answers])
 
     def and_more(self, other: "Scoring") -> "Scoring":
-        """Return the scoring with the rows of `other` too, which has other answers to the same task."""
+        """Return a scoring with the rows of both; `other` has further answers to the same task."""
         rows = sorted([*self.rows, *other.rows], key=lambda row: (row.doc_id, row.repeat))
         return self._of(rows)
 
@@ -98,7 +98,7 @@ class Scoring:
 
 
 def asked(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a comparison's conditions: the rows' seeds, and hashes of their documents and prompts."""
+    """Return conditions of a comparison: the rows' seeds, and hashes of documents and prompts."""
     first = {row.doc_id: row for row in reversed(rows)}
     return {
         "documents": [first[doc].doc_hash for doc in sorted(first)],

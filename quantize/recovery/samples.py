@@ -1,17 +1,17 @@
-"""Keeps finished samples on disk, appended as they finish while a task runs.
+"""Stores a task's samples on disk, each as soon as it is finished.
 
-There is one file a task and model. Its first line says what made the samples (model, sampler,
-precision); a store that is opened for anything else refuses. Every further line is one sample (or
-several, in files of earlier versions): `{"batch": [{"key", "text", "tokens", "denoising_steps",
-"truncated", "signs"}], "sha256"}`, written as it finishes, so a kill loses only what was in flight. A
-thread syncs the file, so that no model waits for a disk; a machine that goes down loses at most what
-finished during two syncs. A last line that was cut short is removed; any other line whose sha256 does
-not match is an error.
+There is one file per task and model. Its first line says what made the samples (model, sampler,
+precision); a store for anything else refuses to open the file. Every further line is one sample
+(several in files of earlier versions): `{"batch": [{"key", "text", "tokens", "denoising_steps",
+"truncated", "signs"}], "sha256"}`. A killed process loses only its samples in flight. A thread
+syncs the file, so that no model waits for the disk; if the machine goes down, at most the samples
+that finished during two syncs are lost. An incomplete last line is removed; any other line whose
+sha256 does not match is an error.
 
-Process r of n takes every n-th sample and writes a file of its own. Whoever opens a store reads all of
-them, so a resumed run may have any number of processes.
+Process r of n makes every n-th sample and writes a file of its own. A store reads the files of all
+processes when it is opened, so a resumed run may have any number of processes.
 
-A sample is known by its key, a hash of prompt, seed, token limit and thinking.
+A sample is identified by its key, a hash of prompt, seed, token limit and whether thinking is on.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from quantize.recovery.health import text_signs
 
 @dataclass(frozen=True)
 class Request:
-    """What one sample asks of the model: the user's message and the seed of all its noise."""
+    """A request for one sample: user's message, seed of the noise, token limit, thinking or not."""
 
     prompt: str
     seed: int
@@ -38,7 +38,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Short hash of all fields."""
+        """Hash of all fields: 16 hexadecimal digits, which identify the sample."""
         text = json.dumps([self.prompt, self.seed, self.max_new_tokens, self.thinking])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -49,14 +49,14 @@ class Completion:
 
     text: str  # the whole answer, thinking channel included
     tokens: int  # new tokens, padding excluded
-    denoising_steps: list[int]  # decoder forwards of each canvas; empty when a server does not say
-    truncated: bool  # whether the token limit ended it
-    # What its whole text shows of ill health (`recovery.health`); the store fills it in.
+    denoising_steps: list[int]  # steps of each canvas; empty if a server does not report them
+    truncated: bool  # whether the token limit ended the answer
+    # Signs of ill health in its whole text (`recovery.health`); the store fills them in.
     signs: list[str] | None = None
 
 
 Finished = tuple[Request, Completion]
-# Takes all missing requests and yields each with its answer as it is finished, in any order.
+# Takes all missing requests and yields each with its answer once it is answered, in any order.
 Generate = Callable[[Sequence[Request]], Iterator[Finished]]
 Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
@@ -71,19 +71,19 @@ class Share:
 
 
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
-    """Return a sample's seed (63 bits), equal for BF16 and quantized, in any order and process."""
+    """Return a sample's seed (63 bits), the same for every model and in every order and process."""
     digest = hashlib.sha256(f"{run_seed}:{document}:{repeat}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # 63 bits: a non-negative int64
 
 
 class SampleStore:
-    """The samples of one task that are finished, in memory and on disk.
+    """The finished samples of one task and model, in memory (`done`, by request's key) and on disk.
 
-    `complete` creates the file `path` (`path`.RANK in other processes than the first). `made_with` is
-    what samples depend on besides requests. `share` says which ones this process makes; None: all.
+    `complete` creates the file `path`, or `path`.RANK in processes after the first. `made_with` is
+    what samples depend on besides requests. `share` is this process' share; None means all samples.
 
     Raises:
-        ValueError: a file's samples were made with something else, or one of its lines is damaged.
+        ValueError: a file's samples were made with something else, or a line of it is damaged.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SampleStore:
         self._read_all()
 
     def remove(self) -> None:
-        """Remove the task's sample files, those of all processes."""
+        """Remove the task's sample files, including those that other processes wrote."""
         for file in self._files():
             file.unlink()
 
@@ -111,12 +111,12 @@ class SampleStore:
     ) -> None:
         """Generate the missing samples of this process' share, longest prompts first.
 
-        Then wait for the other processes and read their samples. `requests` are those of all processes,
-        finished ones included. `progress(samples, count)` yields the `count` new samples as they
-        finish, and may show progress. `keep` returns what is stored of an answer's text.
+        Then wait for the other processes and read their samples. `requests` are those of all
+        processes, including answered requests. `progress(samples, count)` yields the `count` new
+        samples as they finish, and may show progress. `keep(text)` returns the text to store.
 
         Raises:
-            ValueError: some requests were not answered.
+            ValueError: some requests were not answered, or a file of samples is damaged.
         """
         ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
         mine = ordered[self.share.rank :: self.share.processes]
@@ -128,7 +128,7 @@ class SampleStore:
                     sync()
         self.share.wait()
         self._read_all()
-        self.share.wait()  # nobody removes a file that another still reads
+        self.share.wait()  # no process removes a file that another process still reads
         if unanswered := sum(request.key not in self.done for request in ordered):
             raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
@@ -179,7 +179,7 @@ class SampleStore:
 
 
 def _kept(made: Completion, keep: Callable[[str], str]) -> Completion:
-    """Return what is stored of a completion; one from a baseline pack has its signs already."""
+    """Return what is stored of a completion; those of a baseline pack have their signs already."""
     signs = text_signs(made.text) if made.signs is None else made.signs
     return replace(made, text=keep(made.text), signs=signs)
 
@@ -191,7 +191,7 @@ def _sha256(batch: Any) -> str:
 
 @contextmanager
 def _syncing(file: TextIO) -> Generator[Callable[[], None]]:
-    """Yield what syncs a growing file in a thread; on leaving, all is on disk or an OSError raised."""
+    """Yield a function that syncs a growing file in a thread; at the end sync, or raise OSError."""
     running: list[Future[None]] = []
     with ThreadPoolExecutor(1) as pool:
 

@@ -1,10 +1,10 @@
-"""Scores one task on one model, the answers of one look at a time, with lm-eval's harness and our YAML.
+"""Scores one model on one task, one interim look at a time, with lm-eval's harness and our YAML.
 
-lm-eval's own `repeats` scores the first answer only (take_first), so each repeat is scored by a pass of
-its own over the stored answers. The first pass generates the answers of all repeats.
+lm-eval's own `repeats` scores only the first answer (take_first). So each repeat is scored in a
+separate run of lm-eval over stored answers; the first run generates the answers of all repeats.
 
-A private task (GPQA, or a recipe's own) leaves no text behind: its rows hold hashes, letters and
-counts, and what the datasets library makes of a local file lies in a temporary folder.
+A private task (GPQA, or one that a recipe defines as private) leaves no text on disk: its rows hold
+hashes, letters and counts, and the datasets library converts a local file in a temporary folder.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
 
 
 def local_data(task: str, folder: Path) -> Path | None:
-    """Return a task's NAME.jsonl or NAME.csv in a folder, or None; NAME_thinking reads NAME's file."""
+    """Return a task's NAME.jsonl or NAME.csv in `folder`, or None; NAME_thinking uses NAME's."""
     files = [folder / f"{task.removesuffix(THINKING)}{suffix}" for suffix in READERS]
     return next((file for file in files if file.is_file()), None)
 
@@ -58,11 +58,11 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Complete the answers `part` of a task and score them; only process 0 returns the scores.
+    """Generate the missing answers of `part` and score `part`; processes other than 0 return None.
 
-    `data_file` is a local .jsonl or .csv in place of the task's data set on the Hub. `definition` is a
-    task of the recipe's own (`recovery.own`), None for a shipped one. The run's `seed` and the settings
-    of the `sampler` are conditions of the comparison.
+    `data_file` is a local .jsonl or .csv that replaces the task's data set on the Hub, or None.
+    `definition` is that of a recipe's own task (`recovery.own`); None means a shipped task. The
+    run's `seed` and the `sampler` settings are recorded as conditions of the comparison.
 
     Raises:
         ValueError: the task is unknown, or has no documents.
@@ -104,7 +104,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return the requests that `score` would send for one answer to each of `questions` (indices)."""
+    """Return the requests that `score` would send for one answer to each index in `questions`."""
     done: dict[str, Completion] = {}
 
     def note(requests: Sequence[Request]) -> None:
@@ -118,7 +118,7 @@ def first_requests(
 def size(
     task: str, data_file: Path | None, definition: Definition | None = None
 ) -> tuple[int, int]:
-    """Load a task's data set; return its number of documents and the token limit of an answer.
+    """Load a task's data set; return (number of documents, most tokens of an answer).
 
     Raises:
         ValueError: the data set cannot be fetched or read; the message says what to do.
@@ -140,7 +140,7 @@ def size(
 
 
 def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
-    """Return what is kept of an answer's text; of a private task's, what scoring it needs."""
+    """Return a function from an answer to the text kept: for private tasks, what scoring needs."""
     if not is_private(task, definition):
         return str
     if definition is None:
@@ -151,7 +151,7 @@ def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
 
 
 def _hashed(row: Row) -> Row:
-    """Return a row whose target, answer and text are hashes; equal ones stay equal."""
+    """Return a row whose target, answer and text are hashes; equal texts have equal hashes."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -184,7 +184,7 @@ def _loaded(
     data_file: Path | None,
     questions: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Load a task and its data set as lm-eval's `simple_evaluate` does; `questions` alone, if any."""
+    """Load a task and its data, or only `questions`, as lm-eval's `simple_evaluate` does."""
     stamp = data_file.stat() if data_file else None
     version = (stamp.st_mtime_ns, stamp.st_size) if stamp else None
     loaded = _read(task, json.dumps(definition), data_file, version)
@@ -203,7 +203,7 @@ def _read(
     task: str, definition: str, data_file: Path | None, version: tuple[int, int] | None
 ) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Their bars would cut into the caller's own.
+    # The libraries' progress bars would break up the caller's bar.
     datasets.disable_progress_bars()
     harness.tqdm = partial(tqdm, disable=True)  # type: ignore
     with tempfile.TemporaryDirectory() as folder:
@@ -215,7 +215,7 @@ def _evaluate(
     model: BlockDiffusionLM, task: str, loaded: dict[str, Any], questions: Sequence[int]
 ) -> dict[str, Any] | None:
     """Return lm-eval's results, None in processes of torchrun other than the first."""
-    # `simple_evaluate` would report on the machine: a second a call, and complaints of git's.
+    # `simple_evaluate` would also describe the machine: a second per call, and git's complaints.
     run: Any = evaluate  # its decorator hides the signature from type checkers
     results: dict[str, Any] | None = run(
         lm=model,
@@ -228,7 +228,7 @@ def _evaluate(
 
 
 def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -> list[Row]:
-    """Merge lm-eval's rows, one a document and filter, into one a document, scored by `metric`."""
+    """Merge lm-eval's rows, one per document and filter, into one per document and `metric`."""
     merged: dict[int, list[dict[str, Any]]] = {}
     for sample in samples:
         merged.setdefault(sample["doc_id"], []).append(sample)

@@ -1,24 +1,26 @@
-"""Reaches a verdict early: up to five looks at a run, with the error rates of a single one.
+"""Reaches a verdict early: up to five interim looks at a run, with the error rates of one test.
 
-Looking often and stopping at the first small p-value errs more often than stated. So the level alpha is
-spent over the looks (Lan and DeMets 1983) by O'Brien and Fleming's kind of function: at information
-fraction t
+Looking often and stopping at the first small p-value errs more often than stated. So the level
+alpha is spent over the looks (Lan and DeMets 1983) by a function like O'Brien and Fleming's. At
+information fraction t it is
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
-which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent units are a
-Brownian motion in information. Look j's nominal level is such that the motion crosses a bound for the
-first time at look j with probability spent(t_j) - spent(t_j-1). It is found by integrating the density
-of what has not crossed yet (Armitage, McPherson and Rowe 1969). PASS and FAIL have an alpha each.
+which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent units
+are a Brownian motion in information. Look j's nominal level is chosen so that the motion crosses
+its bound for the first time at look j with probability spent(t_j) - spent(t_j-1). The level is
+found by integrating the density of the motion that has not crossed a bound yet (Armitage, McPherson
+and Rowe 1969). PASS and FAIL each have an alpha of their own.
 
-What a look adds depends on the estimand. Under `these_questions` it adds repeats of all questions; each
-repeat adds the same information. Under `such_questions` it adds questions, with all their repeats, in a
-seeded random order, so those asked so far are a random sample. With one repeat it adds questions under
-either estimand. The plan (`Plan`) is noted with the scores before the first question is asked, and
-looks follow from it and from what is answered, so nobody can choose them afterwards.
+What a look adds depends on the estimand. Under `these_questions` a look adds repeats of all
+questions; each repeat adds the same information. Under `such_questions` it adds questions, with all
+their repeats, in a seeded random order, so the questions asked so far are a random sample. If there
+is only one repeat, looks add questions under either estimand. The `Plan` is stored with the scores
+before the first question is asked. Looks follow from the plan and from which answers exist, so
+nobody can choose them afterwards.
 
-The sequential p-value is the least alpha whose levels are crossed by one of the looks so far (Liu and
-Anderson 2008): it replaces the p-value in the verdict, Holm's correction over tasks included, and never
+The sequential p-value is the least alpha at which one of the looks so far decides (Liu and Anderson
+2008). It replaces the p-value in the verdict, also in Holm's correction over tasks, and it never
 grows with further looks.
 """
 
@@ -40,17 +42,17 @@ from quantize.recovery.health import limits_of
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
 
-# Fractions of the units. Nothing is decided before 0.3; an undamaged run is mostly at 0.4 or 0.5.
+# Fractions of the units at the looks. An undamaged run ends mostly at 0.4 or 0.5, never before 0.3.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
 
 
-Answer = tuple[int, int]  # indices of a question in its data set, and of a repeat
+Answer = tuple[int, int]  # (index of a question in its data set, index of a repeat)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What an interim look covers: `repeats` of each of the first `questions` of the plan's order."""
+    """What a look covers: `repeats` answers to each of the first `questions` in plan order."""
 
     questions: int
     repeats: int
@@ -59,24 +61,24 @@ class Look:
 
 @dataclass(frozen=True)
 class Part:
-    """The answers that one look adds: questions in ascending order, and repeats of each."""
+    """A set of answers, such as one look adds: indices of questions, ascending, and of repeats."""
 
     questions: Sequence[int]
     repeats: range
 
     @property
     def answers(self) -> set[Answer]:
-        """(question, repeat) of every answer of the part."""
+        """(question, repeat) of every answer in the part."""
         return {(question, repeat) for question in self.questions for repeat in self.repeats}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The most that a run asks of one task, fixed before the first answer."""
+    """The most that a run asks of one task; it is fixed before the first answer is made."""
 
     estimand: Estimand  # what is judged, and so the unit that looks add
-    questions: int  # number of questions, from the data set's first on
-    repeats: int  # number of answers to each
+    questions: int  # number of questions: the first ones of the data set
+    repeats: int  # number of answers to each question
     seed: int  # seed of the order in which looks take questions
 
     @property
@@ -98,13 +100,13 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """Seeded random order in which looks take questions; adding some does not reorder the rest."""
+        """Question indices in a seeded random order; with more questions, their order is kept."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
     @property
     def parts(self) -> list[Part]:
-        """The part that each look adds to the ones before."""
+        """For each look, the part that it adds to the looks before."""
         return [
             Part(sorted(self.order), range(before.repeats, look.repeats))  # all are asked again
             if look.repeats > before.repeats > 0
@@ -113,11 +115,11 @@ class Plan:
         ]
 
     def first(self, look: Look) -> Part:
-        """Return all answers that a look covers, those of earlier looks included, as one part."""
+        """Return all answers that a look covers, including those of earlier looks, as one part."""
         return Part(sorted(self.order[: look.questions]), range(look.repeats))
 
     def taken(self, *answered: Set[Answer]) -> list[Look]:
-        """Return the looks before the first one that lacks an answer in some model's `answered`."""
+        """Return the looks that all models completed; each of `answered` is one model's answers."""
         pairs = zip(self.looks, self.parts, strict=True)
         whole = takewhile(lambda pair: all(pair[1].answers <= a for a in answered), pairs)
         return [look for look, _ in whole]
@@ -130,7 +132,7 @@ def spent(fraction: float, alpha: float) -> float:
 
 @lru_cache(maxsize=4096)
 def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    """Return the largest p-value that decides at each look; `fractions` are the looks' information."""
+    """Return each look's largest p-value that decides, for the looks' information `fractions`."""
     levels: list[float] = []
     at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
     before = already = 0.0
@@ -168,7 +170,7 @@ def _go_on(
 
 
 def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float:
-    """Return the least alpha at which one of the looks so far decides, or 1 if that exceeds 1/2."""
+    """Return the least alpha at which one of the looks so far decides, or 1 if it is above 1/2."""
 
     def crossed(alpha: float) -> bool:
         levels = nominal_levels(tuple(fractions), alpha)
@@ -186,11 +188,11 @@ def sequential_p(fractions: Sequence[float], p_values: Sequence[float]) -> float
 
 
 def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
-    """Return why PASS cannot be reached whatever the answers are, or None when it can."""
+    """Return a sentence on why no answers can reach PASS, or None if PASS can be reached."""
     limits = limits_of(terms, plan.units).values()
     least = min([terms.margin_pp, *(limit for limit in limits if limit is not None)])
     fractions, level = tuple(look.fraction for look in plan.looks), 1 - terms.confidence
-    if len(fractions) > 1:  # the last look is content with the fewest units
+    if len(fractions) > 1:  # the last look has the most lenient level
         level = nominal_levels(fractions, level)[-1]
     if unseen_loss_p(plan.units, least) <= level + ROUNDING:
         return None
@@ -203,12 +205,12 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
 
 
 def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
-    """Return the last comparison, with sequential p-values; `found` has one for each look."""
+    """Return the last of the looks' comparisons `found`, with sequential p-values and `looks`."""
     fractions, last = tuple(look.fraction for look in looks), found[-1]
     levels = nominal_levels(fractions, 1 - last.confidence)
 
     def over_looks(parts: Sequence[Any], *keys: str) -> Any:
-        """Return the last look's part with p-values of all looks; one without the part counts as 1."""
+        """Return the last part with sequential p-values; a look without the part counts as 1."""
         values = {key: [getattr(part, key, 1.0) for part in parts] for key in keys}
         return replace(
             parts[-1],
@@ -239,7 +241,7 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
 
 
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
-    """Return the tasks that need more answers: all that do not pass yet; none once the run fails.
+    """Return the tasks that need more answers: all that do not pass yet, but none if the run fails.
 
     `seen` maps every task of the gate to its comparison at the last look, or to None before the first.
     """
@@ -254,7 +256,7 @@ def until_decided(
     """Ask one task after the other, look by look, until the verdict is certain.
 
     `ask(task, n)` lets both models answer the task's first n looks. It returns how many looks are
-    complete, those of an earlier run included, and their comparison.
+    complete, including those of an earlier run, and the comparison over them, or None.
 
     Returns:
         Task -> number of complete looks, and task -> its comparison, None before its first look.

@@ -2,12 +2,12 @@
 
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
-The chat template and the sampler are the server's; ours are the prompt, the seed and the token limit. A
-server that is busy (429), broken for the moment (5xx) or unreachable is asked again, after the time in
-`Retry-After` or 0.5, 1, 2, ... s; any other refusal ends the run with the server's own words.
+We send prompt, seed and token limit; the server applies its own chat template and sampler. If it is
+busy (429), temporarily broken (5xx) or unreachable, the request is sent again after the time in
+`Retry-After` or 0.5, 1, 2, ... s. Any other refusal ends the run with the server's own words.
 
-A server of block diffusion must encode a finished canvas as plain embeddings. One that does says so in
-the header `COMMIT_PASS` of its responses. vLLM 0.24 to 0.33 does so only where a plugin repairs it.
+A block-diffusion server must encode a finished canvas as plain embeddings. A server that does this
+sets the header `COMMIT_PASS` in its responses. vLLM 0.24 to 0.33 needs a plugin's repair for this.
 """
 
 import json
@@ -35,9 +35,10 @@ class ServerError(RuntimeError):
 class Server:
     """Answers requests with the first model that a server lists; `about` is this model's list entry.
 
-    `url` may end in /v1. An attempt times out after `timeout` seconds. A busy or unreachable server is
-    asked up to `attempts` times: again after `first_wait` seconds, then each time after twice as long.
-    `commit_pass` is the last response's header `COMMIT_PASS`, None if it had none.
+    `url` may end in /v1. An attempt times out after `timeout` seconds. If the server is busy or
+    unreachable, there are up to `attempts` attempts: the first wait is `first_wait` seconds, each
+    later wait twice as long, at most 60 s. `commit_pass` is the header `COMMIT_PASS` of the last
+    response, None if it had none.
 
     Raises:
         ServerError: the server cannot be reached, refuses, or sends no list of models.
@@ -62,7 +63,7 @@ class Server:
         self.model: str = self.about["id"]
 
     def answer(self, request: Request) -> Completion:
-        """Answer a request; ServerError: the server refuses, sends no answer, or cannot be reached."""
+        """Return the server's answer; ServerError: it refuses, sends none, or cannot be reached."""
         reply = self._ask(
             "chat/completions",
             {
@@ -77,7 +78,7 @@ class Server:
             choice = reply["choices"][0]
             message = choice["message"]
             thoughts = message.get("reasoning_content") or message.get("reasoning")
-            closed = END_OF_THINKING if message["content"] else ""  # a server does not say
+            closed = END_OF_THINKING if message["content"] else ""  # servers do not send this mark
             opened = f"{THINKING}thought\n{thoughts}{closed}" if thoughts else ""
             return Completion(
                 text=opened + (message["content"] or ""),
@@ -100,7 +101,7 @@ class Server:
             raise ServerError(f"{self.url}/models: no list of models: {said}") from error
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """Send one request until it is answered, by GET when there is no body."""
+        """Send one request until it is answered; without a `body` it is a GET."""
         data = None if body is None else json.dumps(body).encode()
         pause, last = self.first_wait, ""
         for attempt in range(self.attempts):
@@ -136,10 +137,10 @@ class Servers:
         self.in_flight = in_flight
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Yield each request when it is answered.
+        """Yield each request with its answer as soon as it is answered.
 
-        The next one is asked for when a finished one has been taken, and so stored: a kill loses
-        `in_flight` answers a server at most, however slow the store is.
+        The next request is sent when the caller asks for another answer, and so has stored the last
+        one: a killed process loses at most `in_flight` answers per server, however slow the store.
         """
         waiting = iter(requests)
         free = [server for _ in range(self.in_flight) for server in self.all]

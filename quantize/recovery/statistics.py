@@ -1,16 +1,16 @@
 """Paired statistics of two scorings of the same questions: difference, interval, p-values, recovery.
 
   difference  quantized - base in percentage points, paired by question and answer.
-  p-values    of "the loss is at least the margin" and "at most the margin", one-sided, from the same
-              distribution as the bounds of the difference: a bound is beyond the margin if and only if
-              its p-value is at most 1 - confidence.
-  recovery    100 mean y / mean x, y quantized and x base. Its interval holds the ratios r for which
-              mean(y - r x) = 0 is not excluded, as Fieller's does (1954).
-  flips       questions that one model answers right and the other wrong, if each has one answer, and
-              the exact McNemar test on them (1947; binomial, two-sided).
+  p-values    one-sided, of "the loss is at least the margin" and "the loss is at most the margin".
+              The bounds of the difference come from the same distribution, so a bound is beyond the
+              margin if and only if its p-value is at most 1 - confidence.
+  recovery    100 mean y / mean x; y are the quantized model's scores, x the base's. Its interval
+              holds the ratios r for which mean(y - r x) = 0 is not excluded (as in Fieller 1954).
+  flips       questions that only one of the models answers right, if each question has one answer,
+              and McNemar's exact test on them (1947; binomial, two-sided).
 
-Clustering by question: arXiv 2411.00640. Left out: unpaired tests, which need several times the
-questions for the same power.
+Clustering by question follows arXiv 2411.00640. Unpaired tests are left out: they need several
+times as many questions for the same power.
 """
 
 import math
@@ -42,7 +42,7 @@ Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval, with None where there is no limit (a ratio to zero, say)."""
+    """A confidence interval; a limit that does not exist (of a ratio to zero, say) is None."""
 
     low: float | None
     high: float | None
@@ -50,14 +50,15 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Terms):
-    """Base compared with quantized on one task, and the terms. Accuracies are 0 to 1, `_pp` in points.
+    """A quantized model compared with its base model on one task, and the comparison's terms.
 
-    Intervals are of the terms' estimand and confidence; `other_interval` is of the other estimand.
+    Accuracies are 0 to 1; differences, their intervals and bounds are in percentage points.
+    Intervals have the terms' confidence and estimand; only `other_interval` has the other estimand.
     """
 
     questions: int  # number of paired questions
-    repeats: int  # scores a question of each model
-    units: int  # number of answers or questions, as the estimand counts
+    repeats: int  # number of answers per question from each model
+    units: int  # number of answers or of questions, whichever the estimand counts
     base: float  # accuracy of the base model
     base_interval: Interval  # interval of `base`
     quantized: float  # accuracy of the quantized model
@@ -65,28 +66,28 @@ class Comparison(Terms):
     difference_pp: float  # quantized - base in percentage points
     difference_interval: Interval  # its two-sided interval
     difference_bounds: Interval  # its one-sided bounds, each at `confidence`, which the gate uses
-    other_interval: Interval  # `difference_interval` of the other estimand
-    p_at_least_margin: float  # p-value of "the loss is at least the margin"; small lets it pass
-    p_at_most_margin: float  # p-value of "the loss is at most the margin"; small makes it fail
-    needed: float | None  # how many times as many units would decide, were all as observed
+    other_interval: Interval  # like `difference_interval`, but of the other estimand
+    p_at_least_margin: float  # p-value of "the loss is at least the margin"; PASS needs a small one
+    p_at_most_margin: float  # p-value of "the loss is at most the margin"; FAIL needs a small one
+    needed: float | None  # multiple of `units` that would decide, were all like these; None if none
     recovery: float | None  # 100 * quantized / base; None when the base scores 0
     recovery_interval: Interval  # its two-sided interval
-    lost: int | None  # questions that only the base answers, where k = 1
-    won: int | None  # questions that only the quantized model answers, where k = 1
-    mcnemar_p: float | None  # exact two-sided p of lost against won, None when k > 1
-    # The looks at the run (`sequential`), one entry each, with its own difference, one-sided bounds
-    # (`low`, `high`) and p-values; with any, the p-values above are sequential, and the bounds
-    # those of the last look alone.
+    lost: int | None  # questions that only the base answers right, None if repeats > 1
+    won: int | None  # questions that only the quantized model answers right, None if repeats > 1
+    mcnemar_p: float | None  # exact two-sided p of lost against won, None if repeats > 1
+    # One entry per interim look (`sequential`), with this look's own difference, one-sided bounds
+    # (`low`, `high`) and p-values. If there are any, the p-values above are sequential, while the
+    # bounds above are only the last look's.
     looks: tuple[Mapping[str, Any], ...] = ()
-    step_inflation: StepInflation | None = None  # None where an answer does not tell its steps
-    # Sign of ill health -> how often answers have it (`recovery.health`).
+    step_inflation: StepInflation | None = None  # None if an answer does not report its steps
+    # Sign of ill health -> how often both models' answers have it (`recovery.health`).
     health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
-    unjudged: Sequence[str] = ()  # signs that have a limit and that answers do not tell
-    length: Sequence[float] | None = None  # mean tokens over the base's, and its interval's ends
+    unjudged: Sequence[str] = ()  # signs that have a limit, but cannot be seen in what is stored
+    length: Sequence[float] | None = None  # ratio of mean tokens to the base's, its interval's ends
 
 
 def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
-    """Compare two scorings of the same questions.
+    """Return the comparison of two models' scores on the same questions, under `terms`.
 
     Raises:
         ValueError: the questions or numbers of answers differ, or there are fewer than two questions.
@@ -123,14 +124,14 @@ def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Return the exact two-sided p-value of `lost` against `won` discordant pairs."""
+    """Return McNemar's exact two-sided p-value for `lost` and `won` discordant pairs."""
     return min(1.0, 2 * float(bdtr(min(lost, won), lost + won, 0.5)))
 
 
 def holm(
     p_values: Mapping[Name, float], weights: Mapping[Name, float] | None = None
 ) -> dict[Name, float]:
-    """Return Holm's step-down adjusted p-values, which bound the family-wise error over all of them.
+    """Return name -> Holm's step-down adjusted p-value, which bounds the family-wise error.
 
     With `weights` (Holm 1979), each hypothesis' share of the error is proportional to its weight.
     """
@@ -145,7 +146,7 @@ def holm(
 
 
 def tables(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
-    """Return both models' scores as arrays [n questions, k answers], questions in one order.
+    """Return both models' scores as float64 arrays [n questions, k answers], sorted by question.
 
     Raises:
         ValueError: the questions or numbers of answers differ, or there are fewer than two questions.

@@ -1,15 +1,16 @@
-"""Step inflation: how many more denoising steps a token takes than with BF16.
+"""Step inflation: how many more denoising steps the quantized model takes per token than BF16.
 
     inflation = (steps' / tokens') / (steps / tokens) - 1      sums over all answers; ' is quantized
 
-A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are questions;
-long answers weigh more, as they cost more. The standard error of the ratio's logarithm is the
-jackknife's: leave out each question in turn, sum the squares of the logarithm's moves, take the root.
-The usual factor (n - 1)/n is left out, as it makes intervals too narrow for five questions. The
-interval and the one-sided p-value of "the inflation is at most the limit" are Student's.
+A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are
+questions; long answers weigh more because they cost more. The standard error of the ratio's
+logarithm is the jackknife's: leave out each question in turn, and take the root of the summed
+squares of the logarithm's deviations. The usual factor (n - 1)/n would make intervals too narrow
+for five questions and is omitted. The interval and the one-sided p-value of "the inflation is at
+most the limit" use Student's t.
 
-Where interim looks add repeats of the same questions, the units stay questions. A look then adds less
-information than `sequential` assumes: it decides too rarely. Simulated error rates: docs/evaluation.md.
+If interim looks add repeats of the same questions, the units are still questions. A look then adds
+less information than `sequential` assumes: it decides too rarely (simulated in docs/evaluation.md).
 """
 
 import math
@@ -22,20 +23,20 @@ from scipy.special import stdtr, stdtrit
 
 from quantize.recovery.estimands import Floats
 
-# Question -> its denoising steps and tokens, summed over answers; BF16's come first.
+# Question -> (denoising steps, tokens), each summed over one model's answers to it.
 Costs = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class StepInflation:
-    """How many more steps a token takes than with BF16, as a ratio."""
+    """The ratio of the quantized model's denoising steps per token to BF16's."""
 
-    ratio: float  # steps a token, quantized over BF16; 1.07 is 7 % more
-    low: float  # limits of its two-sided interval
+    ratio: float  # steps per token, quantized over BF16; 1.07 is 7 % more
+    low: float  # limits of the ratio's two-sided interval
     high: float
-    never_stopped: Sequence[float]  # share of canvases that took the most steps, BF16 and quantized
+    never_stopped: Sequence[float]  # shares of canvases that took all steps: [BF16, quantized]
     bound: float  # one-sided lower bound of the ratio
-    # P-value of "the inflation is at most the limit", None without a limit; small fails the gate.
+    # P-value of "the inflation is at most the limit"; a small one fails the gate. None: no limit.
     p_at_most_limit: float | None
 
 
@@ -47,7 +48,7 @@ def step_inflation(
     confidence: float,
     limit: float | None = None,
 ) -> StepInflation | None:
-    """Compare two models' steps per token on the same questions; `limit` 0.1 allows 10 % more.
+    """Return two models' steps per token, compared on the same questions; `limit` 0.1 is 10 % more.
 
     Return None if a single question has all the steps, or all the tokens, of one of the models.
     """
@@ -68,7 +69,7 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return (log of the ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
+    """Return (log of ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)

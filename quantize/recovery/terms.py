@@ -8,13 +8,13 @@ from quantize.recovery.estimands import Estimand
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What is judged of one task, and how much loss, step inflation and ill health are allowed."""
+    """What is judged on one task, and how much loss, step inflation and ill health are allowed."""
 
     estimand: Estimand  # what is judged, `these_questions` or `such_questions`
     margin_pp: float  # loss that is allowed, in percentage points
     confidence: float = 0.95  # confidence of every interval and test
-    # Share of more denoising steps that is allowed; None judges none.
+    # Allowed increase in denoising steps per token (0.1 is 10 %); if None, steps are not judged.
     max_step_inflation: float | None = None
-    # Sign of ill health -> points by which it may be more frequent, in place of
-    # `health.limits_of`'s; None judges no sign.
+    # Sign of ill health -> points by which it may be more frequent than with BF16; a missing sign
+    # has the default of `health.limits_of`. If a sign's value or all of this is None: not judged.
     health_pp: Mapping[str, float | None] | None = None

@@ -1,7 +1,7 @@
-"""Packs a run into one file for others: no weights, no questions, no answers, no local paths.
+"""Packs a run into one file to share: no weights, no questions, no answers, no local paths.
 
 JSON files lose the questions and the model's folder. The log keeps tracebacks' frames and kinds of
-errors, but no messages, which may quote a prompt. The home folder is written as ~, the run's as RUN.
+errors, but no messages, which may quote a prompt. ~ replaces the home folder, RUN the run's folder.
 """
 
 import json
@@ -34,7 +34,7 @@ def write_bundle(run: RunDir, out: Path) -> list[str]:
 
 
 def shared(run: RunDir) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each file of the run that may be shared."""
+    """Yield (name, text) of each file of the run that may be shared; the texts are cleaned."""
     for name in TAKEN:
         path = run.path / name
         if not path.is_file():
@@ -51,7 +51,7 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what a JSON file of a run holds, without questions and the model's folder."""
+    """Return the content of a run's JSON file without its questions and the model's folder."""
     left = {key: value for key, value in content.items() if key != "questions"}
     for key in ("model", "source"):
         if isinstance(about := left.get(key), dict):

@@ -1,8 +1,8 @@
 """Writes the model card of a release and its machine-readable scores, from the run's own files.
 
-README.md is Markdown behind a YAML head that the Hub reads (base model, licence, tags). Scores go to
+README.md is Markdown after a YAML head that the Hub reads (base model, licence, tags). Scores go to
 `.eval_results/<task>.yaml`, in the form that the Hub shows on the model's page
-(https://huggingface.co/docs/hub/eval-results). Tasks without a data set on the Hub have no file.
+(https://huggingface.co/docs/hub/eval-results). A task without a data set on the Hub gets no file.
 
 The card has no date and no path of this machine, so equal runs give equal bytes, and pushing twice
 changes nothing. It has no question, prompt or sample of any benchmark.
@@ -31,8 +31,8 @@ from quantize.reports.sections import JUDGED, Section, fidelity_section, looks_l
 from quantize.reports.table import interval_text, score_table
 from quantize.runs.folder import README, RESULTS, RunDir
 
-# Task -> (data set on the Hub, name of the task in it): gpqa_diamond is the Hub's own name, the others
-# are lm-eval's. A task with thinking on has the same data set.
+# Task -> (data set on the Hub, name of the task in it). The name gpqa_diamond is the Hub's own, the
+# others are lm-eval's. A task with thinking on has the data set of the task without thinking.
 DATASETS = {
     "aime25": ("math-ai/aime25", "aime25"),
     "gpqa_diamond": ("Idavidrein/gpqa", "gpqa_diamond"),
@@ -40,7 +40,7 @@ DATASETS = {
     "svamp": ("ChilleD/SVAMP", "svamp"),
 }
 THINKING = "_thinking"
-# What the base model's own card says, for a copy of it that came without its card.
+# Licences that base models' own cards state, for copies of the models without the card.
 KNOWN_LICENCES = {"google/diffusiongemma-26B-A4B-it": {"license": "apache-2.0"}}
 LICENCE_KEYS = ("license", "license_name", "license_link")
 CARDS = Environment(
@@ -63,12 +63,12 @@ class Override:
 
 
 def serve_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command for a checkpoint, one flag a line; `canvas` is its canvas length."""
+    """Return the vLLM command for checkpoint `repo`, one flag per line; `canvas` is its length."""
     return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
 
 
 def docker_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command in a container; HF_TOKEN must be set where the repository is private."""
+    """Return the docker command that serves `repo` with vLLM; if it is private, set HF_TOKEN."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'
@@ -86,7 +86,7 @@ def _flags(canvas: int) -> list[str]:
 def card(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> str:
-    """Return README.md of a release; `base` is the BF16 model's Hub id, None where it is uncertain.
+    """Return a release's README.md; `base` is the BF16 model's Hub id, None if it is uncertain.
 
     Raises:
         InputError: a file of the run is missing, or no licence is known.
@@ -129,15 +129,15 @@ def card(
 def card_files(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> dict[str, str]:
-    """Return path in the repository -> text, for README.md (see `card`) and each file of scores."""
+    """Return path in the repository -> text, for README.md (see `card`) and the files of scores."""
     scores = eval_results(read_json(run.report_json))
     return {README: card(run, recipe, repo, override, base)} | scores
 
 
 def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
-    """Write card and scores into a run's checkpoint, in place of older ones; return their paths.
+    """Write card and scores into a run's checkpoint, replacing older ones; return their paths.
 
-    The Hub is not asked. A base model is named where the BF16 files came from the Hub's cache.
+    The Hub is not asked. The base model is named if the BF16 files came from the Hub's cache.
     """
     source = read_json(run.manifest_json, "source")["source"]
     texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
@@ -154,7 +154,7 @@ def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the BF16 model's Hub id, as the manifest's `source` or the recipe states it, else None."""
+    """Return the BF16 model's Hub id by the manifest's `source` or the recipe; None if unknown."""
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]
@@ -164,7 +164,7 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
 
 
 def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:
-    """Return the YAML head of the card, without its dashes; InputError if no licence is known."""
+    """Return the card's YAML head without the lines of dashes; InputError: no licence is known."""
     schemes = [scheme.lower() for scheme in recipe.quantization.targets_by_scheme()]
     tags = [*schemes, "diffusion_gemma", "compressed-tensors", "vllm", "diffusiongemma-quantize"]
     source = source_card(Path(manifest["source"]["folder"]))
@@ -186,7 +186,7 @@ def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: st
 
 
 def source_card(folder: Path) -> dict[str, Any]:
-    """Return the YAML head of the base model's own card, empty without a card."""
+    """Return the YAML head of the base model's own card in `folder`, {} if it has none."""
     path = folder / "README.md"
     if not path.is_file():
         return {}
@@ -196,7 +196,7 @@ def source_card(folder: Path) -> dict[str, Any]:
 
 
 def _pictures(run: RunDir, recipe: Recipe) -> str:
-    """Say whether calibration and scores saw images, as far as the run has recorded it."""
+    """Return a sentence on whether calibration and scores saw images, as the run recorded it."""
     from quantize.runtime.trajectory import TENSORS
 
     recorded = run.calibration / TENSORS

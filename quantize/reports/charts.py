@@ -1,6 +1,6 @@
 """Draws the report's plots as SVG text, for a column 420 units wide that a phone can show.
 
-No plotting library draws them, so that CSS classes give them the page's light and dark colours.
+They are drawn without a plotting library, so that the page's CSS sets their light and dark colours.
 """
 
 import math
@@ -39,7 +39,7 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def difference(tasks: Sequence[dict[str, Any]]) -> str:
-    """Plot each entry's difference from BF16 in points, its one-sided bounds, and the gate's margin."""
+    """Return an SVG of each entry's difference from BF16 in points, one-sided bounds and margin."""
     rows = [task for task in tasks if not task["not_comparable"]]
     bounds = [task["difference_bounds"] for task in rows]
     ends = [0.0, *(end for each in bounds for end in each.values())]
@@ -64,7 +64,7 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def operating_points(content: Mapping[str, Any]) -> str:
-    """Plot each operating point's difference from BF16, with one-sided bounds, over its speed."""
+    """Return an SVG of operating points' differences from BF16, with one-sided bounds, by speed."""
     rates = content["speeds"] and content["speeds"]["tokens_a_second"]
     unit = f"tokens/s, {content['speeds']['device']}" if rates else "tokens a forward"
     points = [
@@ -111,7 +111,7 @@ class _Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Three to seven round values inside the scale."""
+        """Return two to seven round values inside the scale."""
         span = self.high - self.low
         power = 10 ** math.floor(math.log10(span))
         steps = (0.1, 0.2, 0.5, 1.0, 2.0)

@@ -1,10 +1,11 @@
 """Compares two runs: their quantized models on the same questions, paired.
 
-A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval of
-the paired difference answers that for questions like those asked; two recoveries side by side do not.
+A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval
+of the paired difference answers this for questions like those asked; two recoveries cannot.
 
-A run may have ended at any of its interim looks, because of the very scores that are compared. So an
-interval has the nominal level of its look (repeated confidence intervals, Jennison and Turnbull 1989).
+A run may have ended at an interim look, because of the very scores that are compared. So each
+interval has the nominal level of the last look that both runs completed (repeated confidence
+intervals, Jennison and Turnbull 1989).
 """
 
 from collections.abc import Iterator
@@ -32,15 +33,15 @@ class RunComparison:
     """Run B compared with run A."""
 
     tasks: dict[str, dict[str, Any]]  # task -> entry as in report.json, A in the place of BF16
-    # Task -> its questions that differ, likewise; only of comparable tasks.
+    # Task -> entries of its differing questions, as in report.json; [] if it is not comparable.
     questions: dict[str, list[dict[str, Any]]]
-    # Figure -> its values in A and in B, None where a run has none.
+    # Figure -> its values in A and in B, None for a run without it.
     facts: dict[str, tuple[float | None, float | None]]
     not_comparable: str | None  # why the scores cannot be compared, None when they can
 
 
 def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
-    """Compare two runs' gated scores, task by task; InputError: a run has no finished scores."""
+    """Return a comparison of two runs' candidates; InputError: a run has no finished scores."""
     tasks_of = [sorted(scored_tasks(run)) for run in (a, b)]
     figures = [_figures(run) for run in (a, b)]
     names = figures[0] | figures[1]
@@ -63,7 +64,7 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
-    """Return the comparison as a table for the terminal."""
+    """Return the comparison of runs A and B as a table for the terminal."""
     alike = a.path.name == b.path.name
     names = (f"{x} {run.path if alike else run.path.name}" for x, run in (("A", a), ("B", b)))
     table = Table(
@@ -88,7 +89,7 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
 
 
 def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
-    """Yield a table for each task in which questions differ; it lists the first `most` of them."""
+    """Yield a table for each task with questions that differ; it lists the first `most` of them."""
     for task, entries in found.questions.items():
         if not entries:
             continue

@@ -1,4 +1,4 @@
-"""What stands below a report's verdict: facts of a run, what it did not test, and published figures.
+"""What a report shows below its verdict: the run's facts, what was not tested, published figures.
 
 `content` is report.json; report.md and report.html show the same sentences and rows.
 """
@@ -18,7 +18,7 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) pairs: the verdict's date, the checkpoint, its size and its speed."""
+    """Return (name, value) pairs: the verdict's date; the checkpoint's name, size and speed."""
     sizes = content["sizes"]
     share = f"{sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
     modules = f"{sizes['quantized_modules']:,} Linear modules quantized"
@@ -31,7 +31,7 @@ def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _speed(content: Mapping[str, Any]) -> list[str]:
-    """Return tokens a forward, and tokens/s while scoring, of both models where they are known."""
+    """Return both models' tokens per forward pass, and tokens/s while scoring, as far as known."""
     found: list[str] = []
     gated = [task for task in content["tasks"] if task["gated"]]
     counts = [
@@ -65,7 +65,7 @@ def not_tested(content: Mapping[str, Any]) -> str:
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row of cells for each operating point, fastest first, for the report's table."""
+    """Return one row of cells per operating point, fastest first, for the report's table."""
     return [
         [
             point["name"],
@@ -111,13 +111,13 @@ def _published(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def published_speed(content: Mapping[str, Any]) -> list[str]:
-    """Return a list of one sentence on the model's published speeds; [] if none are known."""
+    """Return one sentence, in a list, on the model's published speeds; [] if none are known."""
     known = _published(content)
     return [known["speed"].strip()] if "speed" in known else []
 
 
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each published task: its scores, recovery in brackets, and this run's scores."""
+    """Return a row for each published task: published scores (recovery), then this run's scores."""
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
     return [

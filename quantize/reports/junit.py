@@ -27,7 +27,7 @@ def junit(content: dict[str, Any]) -> str:
     certain = "not asked: the verdict was certain before"
     cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
-    # Of one check of several in a stage nobody knows the time.
+    # The time of a single check is not known: a stage makes several.
     seconds = {name: facts.get("seconds", 0.0) for name, facts in content["stages"].items()}
     tags = [OUTCOME_TAGS.get(outcome) for _, outcome, _ in cases]
     suite = ElementTree.Element(

@@ -1,12 +1,12 @@
-"""Writes and judges scores in files of NVIDIA's NeMo Evaluator 0.3 (`nel compare`, `nel gate`).
+"""Writes and judges scores in the files of NVIDIA's NeMo Evaluator 0.3 (`nel compare`, `nel gate`).
 
     FOLDER/[BENCHMARK/]eval-*.json     benchmark.name, benchmark.scores.METRIC.value
-    FOLDER/[BENCHMARK/]results.jsonl   a line an answer: problem_idx, repeat, reward
+    FOLDER/[BENCHMARK/]results.jsonl   one line per answer: problem_idx, repeat, reward
 
-(docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) Such files lack prompts, seeds, samplers,
-steps and signs of ill health. So accuracy alone is judged, and whoever made the files vouches for equal
-conditions. Files that we write say in `config.planned` how much was planned, so that a run which ended
-at an interim look is judged by the bounds of interim looks. No text is written: a task may be private.
+(docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) Such files lack prompts, seeds,
+samplers, steps and signs of ill health. So only accuracy is judged, and whoever made the files
+vouches for equal conditions. Our files say in `config.planned` how much was planned, so that a run
+that ended early is judged by interim looks' bounds. We write no text: a task may be private.
 """
 
 import json
@@ -48,7 +48,7 @@ Record = TypeVar("Record", _Answer, _Bundle)
 
 
 def export(run: RunDir, folder: Path) -> None:
-    """Write the answers that both models of a run gave to `folder`/bf16 and `folder`/quantized.
+    """Write a run's scores to `folder`/bf16 and `folder`/quantized, as far as both models answered.
 
     Raises:
         InputError: the run has no finished scores, or `folder` exists.
@@ -77,12 +77,12 @@ def export(run: RunDir, folder: Path) -> None:
 def judge_bundles(
     baseline: Path, candidate: Path, margins_pp: Mapping[str, float], estimand: Estimand
 ) -> Verdict:
-    """Judge all benchmarks of two folders of NeMo Evaluator by the gate's rules, at 95 % confidence.
+    """Return the gate's verdict on all benchmarks of two NeMo folders, at 95 % confidence.
 
     `margins_pp` maps each benchmark to its allowed loss in percentage points.
 
     Raises:
-        InputError: a file cannot be read, margins do not fit benchmarks, or too little was answered.
+        InputError: a file cannot be read, margins do not fit benchmarks, or answers are too few.
     """
     ours, theirs = _read(baseline), _read(candidate)
     named = [", ".join(sorted(each)) for each in (ours, theirs, margins_pp)]

@@ -1,4 +1,4 @@
-"""Tells when, by which code and at what cost a run was made: report.json's key `made`."""
+"""Says when, by which code and at what cost a run was made: report.json's key `made`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from quantize.host.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dates, the code's version and commit, the evaluation's hours and price (None if unknown).
+    """Return dates, the code's version and commit, the evaluation's hours and price; None: unknown.
 
-    The hours cover all tries of this run's evaluation, without BF16 answers taken from another run.
+    The hours cover all tries of this run's evaluation, but not BF16 answers from another run.
     """
     stage = manifest["stages"].get("evaluate", {})
     hours = stage.get("seconds_in_all", 0.0) / 3600
@@ -88,9 +88,9 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of cells for each stage that has ended.
+    """Return one row of cells for each stage that has ended.
 
-    They are: name, seconds, seconds of all tries, peak memory of host and GPU, GPU, time of its end.
+    Cells: name, seconds, seconds of all tries, peak memory of host and GPU, GPU, time of its end.
     """
     found: list[tuple[str, ...]] = []
     for name, facts in stages.items():

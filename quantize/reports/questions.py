@@ -17,11 +17,12 @@ QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps
 
 
 def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
-    """Return an entry for each question whose answers differ between the models, in data set order.
+    """Return an entry for each question that differs between the models, in data set order.
 
     Keys: question (its index), hash, repeats (how many), repeat (the first that differs), outcome
-    (lost, won or other answer), text (None as yet) and target. `bf16` (of `base`) and `quantized` (of
-    `other`) hold how many repeats are right, and the answer, steps and tokens of that first repeat.
+    (lost, won or other answer), text (None at first), target, and an entry per model: `bf16` for
+    `base`, `quantized` for `other`. A model's entry says how many repeats are right, and has the
+    answer, steps and tokens of the first repeat that differs.
     """
     theirs = {(row.doc_id, row.repeat): row for row in other.rows}
     pairs: dict[int, list[tuple[Row, Row]]] = {}
@@ -66,7 +67,7 @@ def _entry(rows: Sequence[tuple[Row, Row]], *, hidden: bool) -> dict[str, Any]:
 
 
 def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return the vocabulary (id -> text) and the questions recorded for both models; may be empty."""
+    """Return (vocabulary: id -> text, questions recorded for both models); both may be empty."""
     files = [run.evaluation / side / f"{task}.canvases.json" for side in (BASELINE, CANDIDATE)]
     if not all(file.exists() for file in files):
         return {}, []
@@ -95,12 +96,12 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
 def questions_and_canvases(
     run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return report.json's `questions` and `canvases`; a task's scorings are (baseline, candidate)."""
+    """Return report.json's `questions` and `canvases`; `scorings` is task -> (BF16, candidate)."""
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
     questions: dict[str, Any] = {}
     for task, (base, other) in scorings.items():
-        shown = not base.private  # files of an earlier, open run of the task may lie there
+        shown = not base.private  # there may be files from when the task was not private
         words, found = recorded_canvases(run, task) if shown else ({}, [])
         vocabulary |= words
         entries, asked = differing(base, other), run.evaluation / "questions" / f"{task}.json"
@@ -122,7 +123,7 @@ def _describe(
     other: Scoring,
     entries: Mapping[tuple[int, int], dict[str, Any]],
 ) -> None:
-    """Add its scores to a recorded problem."""
+    """Add both models' answers and scores, and the target and outcome, to a recorded question."""
     key = (problem["question"], problem["repeat"])
     for side, scoring in ((BASELINE, base), (CANDIDATE, other)):
         row = next(row for row in scoring.rows if (row.doc_id, row.repeat) == key)
@@ -141,7 +142,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry's cells for `QUESTION_COLUMNS`; a private task's show no target and no answer."""
+    """Return an entry's cells for `QUESTION_COLUMNS`; if private, without target and answers."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     sides = (BASELINE, CANDIDATE)
@@ -155,7 +156,7 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _answer(entry: Mapping[str, Any], side: str) -> str:
-    """Return an answer, and for several repeats how many are right."""
+    """Return an answer and, if there are several repeats, how many are right."""
     found = entry[side]
     right = f"{found['right']:g} of {entry['repeats']} right"
     if found["answer"] is None:
@@ -164,7 +165,7 @@ def _answer(entry: Mapping[str, Any], side: str) -> str:
 
 
 def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:
-    """Return the indices in `canvases` of a question's recordings, which the viewer plays."""
+    """Return the indices in `canvases["problems"]` of a question's recordings for the viewer."""
     problems = canvases["problems"] if canvases else []
     return [
         i for i, p in enumerate(problems) if (p["task"], p["question"]) == (task, entry["question"])

@@ -28,7 +28,7 @@ PAGES = Environment(
 
 
 def html(content: Mapping[str, Any]) -> str:
-    """Return report.html: self-contained, light and dark, readable on a phone."""
+    """Return the text of report.html: self-contained, light and dark, readable on a phone."""
     return PAGES.get_template("report.html.jinja").render(
         report=content,
         head=head(content),
@@ -44,7 +44,7 @@ def html(content: Mapping[str, Any]) -> str:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return report.md, which is also the summary of a job of GitHub Actions."""
+    """Return the text of report.md, which is also the summary of a GitHub Actions job."""
     parts = [f"# {content['verdict']['outcome']}: {content['recipe']['name']}", *head(content)]
     parts += [f"{name}: {value}" for name, value in facts(content)] + [not_tested(content)]
     for each in [*sections(content), *question_sections(content["questions"])]:
@@ -53,7 +53,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def markdown_table(section: Section) -> str:
-    """Return a section's table in Markdown, "" without rows; cells are one line, with | escaped."""
+    """Return a section's table in Markdown, "" if it has no rows; cells are one line, | escaped."""
     if not section.rows:
         return ""
     lines = [section.columns, ["---"] * len(section.columns), *section.rows]

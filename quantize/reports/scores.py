@@ -1,4 +1,4 @@
-"""Writes and reads scorings (a model's scored answers to a task), counts them and compares pairs."""
+"""Writes and reads scorings (a model's scored answers to a task), counts rows, compares pairs."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Return report.json's entry on two scorings, and their comparison (None if not comparable)."""
+    """Return report.json's entry on two scorings and their comparison, None if not comparable."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
@@ -39,7 +39,7 @@ def pair(
 
 
 def write_scoring(folder: Path, scoring: Scoring) -> None:
-    """Write a scoring's rows, then its conditions; old conditions, of old rows, are removed first."""
+    """Write a scoring's rows, then its conditions; conditions of older rows are removed first."""
     about = folder / f"{scoring.task}.conditions.json"
     about.unlink(missing_ok=True)
     rows = [json.dumps(asdict(row), ensure_ascii=False) for row in scoring.rows]
@@ -48,19 +48,19 @@ def write_scoring(folder: Path, scoring: Scoring) -> None:
 
 
 def _conditions(folder: Path, task: str, compared: Any, made_with: Any) -> dict[str, Any]:
-    """Return what a conditions file holds: a sha256 covers it and the rows that lie there."""
+    """Return what a conditions file holds, with a sha256 over it and over the rows on disk."""
     digest = hashlib.sha256((folder / f"{task}.jsonl").read_bytes())
     digest.update(json.dumps([compared, made_with], sort_keys=True).encode())
     return {"compared": compared, "made_with": made_with, "sha256": digest.hexdigest()}
 
 
 def read_scoring(folder: Path, task: str) -> Scoring:
-    """Read a scoring that evaluate wrote; InputError: it is missing, or is not what was written."""
+    """Return a scoring that evaluate wrote; InputError: it is missing, or was changed since."""
     path, about = folder / f"{task}.jsonl", folder / f"{task}.conditions.json"
     if not path.exists() or not about.exists():
         raise InputError(f"{path}: missing or unfinished; run `quantize evaluate` first")
     try:
-        lines = path.read_text("utf-8").split("\n")  # answers may hold other ends of lines: U+2028
+        lines = path.read_text("utf-8").split("\n")  # answers may hold other line ends: U+2028
         rows = [Row(**json.loads(line)) for line in lines if line]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: a line is no scored sample ({error}); {REDO}") from error
@@ -79,7 +79,7 @@ def scored_tasks(run: RunDir) -> list[str]:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return figures of samples, tokens and steps for a report; without steps, theirs are None."""
+    """Return a report's figures on samples, tokens and steps; unknown step figures are None."""
     steps = [step for row in rows for step in row.denoising_steps]
     tokens = sum(row.tokens for row in rows)
     return {

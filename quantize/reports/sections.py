@@ -34,13 +34,13 @@ JUDGED = {  # estimand -> what is judged, and what is not
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report; one without sentences and rows is left out."""
+    """A section of a report; it is left out if it has neither sentences nor rows."""
 
     title: str  # its heading
     columns: Sequence[str] = ()  # headings of its table
     rows: Sequence[Sequence[str]] = ()  # cells of its table, as text
     lines: Sequence[str] = ()  # sentences before the table
-    notes: Sequence[str] = ()  # sentences behind it
+    notes: Sequence[str] = ()  # sentences after the table
     plots: Sequence[str] = ()  # names of the plots (`charts`) that the page shows before the table
 
 
@@ -52,7 +52,7 @@ def head(content: Content) -> list[str]:
 
 
 def sections(content: Content) -> list[Section]:
-    """Return the parts of a report, without those of `question_sections`."""
+    """Return a report's sections, except those that `question_sections` returns."""
     tasks, fidelity = content["tasks"], content["fidelity"]
     scored = [*tasks, *content["noise_floor"]]
     columns, rows = score_table(scored, content["verdict"]["estimand"])
@@ -105,7 +105,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def question_sections(questions: Content) -> list[Section]:
-    """Return a section for each task in which answers differ; it lists the first SHOWN questions."""
+    """Return a section for each task with questions that differ; it lists the first SHOWN."""
     found: list[Section] = []
     for task, each in questions.items():
         rows = [question_row(entry) for entry in each["differ"]]
@@ -118,7 +118,7 @@ def question_sections(questions: Content) -> list[Section]:
 
 
 def looks_lines(content: Content) -> list[str]:
-    """Return sentences on tasks that were cut short or not asked, and on denoising steps not judged."""
+    """Return sentences on tasks that ended early or were not asked, and on steps not judged."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."
@@ -155,7 +155,7 @@ def fidelity_section(fidelity: Content) -> Section:
 
 
 def kinds_text(kinds: Sequence[Content]) -> str:
-    """Return a replay's KL by kind of prompt, "" where there is one kind."""
+    """Return a replay's KL by kind of prompt as text, "" if there are fewer than two kinds."""
     each = [f"{k['kind']} {_mean(k['kl_nats'])} ({k['trajectories']} trajectories)" for k in kinds]
     return "; ".join(each) if len(each) > 1 else ""
 

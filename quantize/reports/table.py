@@ -15,7 +15,7 @@ OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
 def score_table(
     tasks: Sequence[Task], estimand: str, *, card: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the headings, and a row of cells for each task; a card has the first columns only."""
+    """Return the headings and one row of cells per task; a `card` has only the first 9 columns."""
     columns = _columns(OTHER_INTERVAL[estimand])
     columns = dict(list(columns.items())[:9]) if card else columns
     rows: list[list[str]] = []
@@ -46,7 +46,7 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
 
 
 def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
-    """Return a row for each sign of ill health of each gated task, and one for its answers' length."""
+    """Return one row per gated task and sign of ill health, and one per task on answers' length."""
     rows: list[list[str]] = []
     for task in (task for task in tasks if task["gated"]):
         for name, sign in task["health"].items():
@@ -73,19 +73,19 @@ def _name(task: Task) -> list[str]:
 
 
 def cell(task: Task, key: str, spec: str, unit: str = "") -> str:
-    """Return the figure `key` of a task with its interval, as `spec` formats them; "-" for None."""
+    """Return a task's figure `key` and its interval, formatted by `spec`; "-" if it is None."""
     interval = task[f"{key.removesuffix('_pp')}_interval"]
     return "-" if task[key] is None else f"{task[key]:{spec}}{unit} {interval_text(interval, spec)}"
 
 
 def _both(task: Task, count: str, spec: str) -> str:
-    """Return a count of both models, where known: a server does not report its denoising steps."""
+    """Return a count of both models; "-" if unknown, as a server does not report its steps."""
     values = (task[model][count] for model in ("bf16_counts", "quantized_counts"))
     return " / ".join("-" if value is None else f"{value:{spec}}" for value in values)
 
 
 def interval_text(interval: dict[str, Any], spec: str) -> str:
-    """Return "[low, high]", as `spec` formats numbers, or "[no interval]"."""
+    """Return "[low, high]", with numbers formatted by `spec`, or "[no interval]"."""
     if interval["low"] is None or interval["high"] is None:
         return "[no interval]"
     return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"

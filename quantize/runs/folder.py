@@ -1,11 +1,11 @@
-"""The folder of one run: where each stage's result lies. A stage is done when its file exists there."""
+"""The folder of one run, with each stage's result; a stage is done when its result file exists."""
 
 from pathlib import Path
 
 from quantize.errors import InputError
 
 README, RESULTS = "README.md", ".eval_results"  # the model card, beside the checkpoint it describes
-EARLIER = "evaluation-earlier"  # scores that others, made under other conditions, have replaced
+EARLIER = "evaluation-earlier"  # scores that were replaced by scores under other conditions
 
 
 class RunDir:
@@ -16,15 +16,15 @@ class RunDir:
         self.recipe_yaml = path / "recipe.yaml"  # resolved, with every default
         self.manifest_json = path / "manifest.json"  # versions, hardware, seconds, peak memory
         self.stages_json = path / "stages.json"  # digests of each stage's result and inputs
-        self.lock = path / ".lock"  # the process at work in the run holds it
-        self.progress_json = path / ".progress.json"  # of `quantize status`; there while it works
-        self.targets_csv = path / "targets.csv"  # a row a source tensor: scheme or reason, bytes
+        self.lock = path / ".lock"  # held by the process that works on the run
+        self.progress_json = path / ".progress.json"  # for `quantize status`, while a process works
+        self.targets_csv = path / "targets.csv"  # a row per source tensor: scheme or reason, bytes
         self.calibration = path / "calibration"  # input scales, expert coverage, trajectories
-        self.rounding = path / "rounding"  # codes and scales that GPTQ found, one file a layer
-        self.checkpoint = path / "checkpoint"  # the quantized one: a Hub-ready folder
-        self.conversion_json = path / "conversion.json"  # checksum of every file of it
-        self.witness_json = path / "conversion.checks.json"  # of what convert had in memory
-        self.verification_json = path / "verification.json"  # findings of its static checks
+        self.rounding = path / "rounding"  # codes and scales that GPTQ found, one file per layer
+        self.checkpoint = path / "checkpoint"  # the quantized checkpoint, ready for the Hub
+        self.conversion_json = path / "conversion.json"  # checksums of the checkpoint's files
+        self.witness_json = path / "conversion.checks.json"  # convert's checks of what it encoded
+        self.verification_json = path / "verification.json"  # findings of the static checks
         self.fidelity_json = path / "fidelity.json"  # distance from BF16 on trajectories
         self.evaluation = path / "evaluation"  # scored samples: {bf16,quantized}/<task>.jsonl
         self.report_json = path / "report.json"  # all that the reports show, and the verdict
@@ -37,7 +37,7 @@ class RunDir:
 
 
 def existing_run(path: Path) -> RunDir:
-    """Return the folder of a run; raise InputError where there is no folder, or no run in it."""
+    """Return the folder of a run; raise InputError if there is no folder, or no run in it."""
     folder = RunDir(path)
     if not folder.manifest_json.exists():
         what = "no manifest.json there" if folder.path.is_dir() else "no such folder"
@@ -46,5 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Whether a path in a checkpoint is the model card or its scores, which convert does not write."""
+    """Return whether a checkpoint's path is its card or scores, which convert does not write."""
     return name == README or name.startswith(f"{RESULTS}/")

@@ -30,8 +30,8 @@ PACKAGES = (
     "diffusiongemma-quantize", "torch", "transformers", "compressed-tensors", "safetensors", "lm-eval",
     "triton",
 )  # fmt: skip
-HASHED_WHOLE = 2_000_000_000  # bytes of a checkpoint up to which every byte is hashed
-SAMPLE, SAMPLES = 65536, 64  # above that, bytes of a sample, and samples of each shard
+HASHED_WHOLE = 2_000_000_000  # every byte is hashed up to this many bytes in total
+SAMPLE, SAMPLES = 65536, 64  # above that: bytes per sample, and samples per file
 HASHED_AT_ONCE = 1 << 24
 
 
@@ -56,7 +56,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 
 def tool() -> dict[str, Any]:
-    """Return this code's version, git commit (or None) and whether files are modified (or None)."""
+    """Return this code's version, git commit and whether files are modified, None if unknown."""
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
@@ -70,7 +70,7 @@ def tool() -> dict[str, Any]:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """Return what git prints of a checkout, None where git is missing or refuses."""
+    """Return what git prints about a checkout, None if git is missing or refuses."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
@@ -90,7 +90,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Return a sha256 over this code, and over the versions of the packages that it computes with."""
+    """Return a sha256 over this code and the versions of the packages that it computes with."""
     found = [json.dumps(package_versions())]
     for package in ("quantize", "fused_dequant"):
         root = Path(str(importlib.resources.files(package)))
@@ -99,7 +99,7 @@ def code_digest() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the processor, its usable cores, memory in bytes and the GPUs."""
+    """Return the processor's name, its usable cores, the memory in bytes and the GPUs' names."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -117,10 +117,9 @@ def _cpu_name() -> str:
 def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    It covers config.json, tokenizer, chat template, processor, generation settings and shards. If they
-    have more than 2 GB in all, only samples of large files are read, so that 52 GB take a second. If
-    `settings_of` is a folder, its generation settings, under which answers were scored, replace the
-    checkpoint's.
+    It covers config.json, tokenizer, chat template, processor, generation settings and shards.
+    Above 2 GB in all, only samples of large files are read, so that 52 GB take a second. The folder
+    `settings_of`, if given, has the generation settings instead: answers were scored under them.
     """
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}
@@ -140,13 +139,13 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return (name, bytes, time of change in ns) of files: a cheap sign that none was changed."""
+    """Return each file's (name, bytes, time of change in ns), to see cheaply if one was changed."""
     found = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
 
 
 def hashed(files: Mapping[str, Path]) -> str:
-    """Return a sha256 over names, sizes and bytes; if all exceed 2 GB, large files are only sampled."""
+    """Return a sha256 over names, sizes and bytes; above 2 GB in all, large files are sampled."""
     digest = hashlib.sha256()
     sizes = [file.stat().st_size for file in files.values()]
     whole = sum(sizes) <= HASHED_WHOLE
@@ -163,7 +162,7 @@ def hashed(files: Mapping[str, Path]) -> str:
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return relative path -> sha256 for every file of a checkpoint but the card and its scores.
 
-    The sha256 covers all bytes, like the Hub's. `known` has checksums that need no second reading.
+    The sha256 covers all bytes, like the Hub's. Files with a checksum in `known` are not read.
     """
     found = dict(known or {})
     files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())
@@ -175,6 +174,6 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
 
 def sha256_of(path: Path) -> str:
     """Return the sha256 of a file, in hexadecimal."""
-    # In large parts: threads that compute beside this one take the interpreter at each.
+    # In large blocks, since other threads that compute take the interpreter after each block.
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256", _bufsize=HASHED_AT_ONCE).hexdigest()

@@ -4,7 +4,7 @@ bf16                 the baseline
 quantized            the candidate, which the gate judges; activations rounded as the recipe says
 quantized-<mode>     the same weights, activations rounded in another way, when asked for
 quantized-gguf       the checkpoint's GGUF file in llama.cpp, when given
-quantized-at-<name>  the same weights under the sampler settings of an operating point, when asked for
+quantized-at-<name>  the same weights at an operating point's sampler settings, when asked for
 bf16-again           the baseline with a second seed, the noise floor, when asked for
 """
 

@@ -1,7 +1,7 @@
 """The denoising runtime: block-diffusion generation with counter-based noise.
 
-`open` returns the engine of a checkpoint; `sampler` has the settings of denoising steps; `batch` and
-`engine` generate whole answers.
+`open` loads a checkpoint and returns its engine; `sampler` has the settings of denoising steps;
+`batch` and `engine` generate whole answers.
 """
 
 from quantize.runtime.batch import StepRecord, generate

@@ -2,11 +2,11 @@
 
     encode the prompts
     for each canvas:  noise -> denoise until every row has stopped -> commit the argmax canvases
-                      rows that met an EOS or their budget leave; the rest encode what they committed
+                      rows that met an EOS or their budget leave; other rows encode their canvas
 
-The loop calls an engine's `passes`, so that observers can watch it; `engine.complete` answers the same
-requests faster. A row is one prompt of the batch. A row whose canvas has stopped is not
-computed while the others go on, so most of a batch's steps compute only its slowest rows.
+A row is one prompt of the batch. The loop runs an engine's `passes`, which observers can watch;
+`engine.complete` answers the same requests faster. A row whose canvas has stopped is not computed
+while other rows go on, so most steps of a batch compute only its slowest rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +28,18 @@ from quantize.runtime.sampler import Sampler
 class StepRecord:
     """What one denoising step did to the canvases of the B rows that took part."""
 
-    canvas: int  # from 0
-    step: int  # from 1
-    rows: list[int]  # indices into the batch as it was given
-    canvas_ids: Tensor  # [B, L], which the decoder read
-    argmax: Tensor  # [B, L], the most probable tokens
-    accepted: Tensor  # bool [B, L]
-    entropy: Tensor  # [B, L] in nats, of the logits over the temperature
+    canvas: int  # index of the canvas in its sample, from 0
+    step: int  # number of the step in its canvas, from 1
+    rows: list[int]  # the B rows' indices among all prompts of the batch
+    canvas_ids: Tensor  # int64 [B, L], the tokens that the decoder read
+    argmax: Tensor  # int64 [B, L], the most probable tokens
+    accepted: Tensor  # bool [B, L], whether the step accepted a token at the position
+    entropy: Tensor  # float32 [B, L] in nats, of softmax(logits / temperature)
     finished: Tensor  # bool [B], whether the row stops by its own criterion
-    ends: Tensor  # bool [B], whether by that or because this is the last step
+    ends: Tensor  # bool [B], whether the row's canvas ends: if finished, or at the last step
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
-        """Return the rows whose canvas ends with this step, and the L tokens that each commits."""
+        """Return the rows whose canvas ends with this step, and for each row the L committed tokens."""
         places = self.ends.nonzero()[:, 0]
         return [self.rows[i] for i in places.tolist()], self.argmax[places].tolist()
 
@@ -57,12 +57,12 @@ def generate(
     on_step: OnStep | None = None,
     images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
-    """Generate one sample for each prompt, as one batch; none of the engine's slots may be taken.
+    """Generate one batch and return one sample per prompt, in order; all slots must be free.
 
     `prompts` are token ids of any lengths, `seeds` int64: equal (prompt, seed) give equal samples in
-    any batch. Whole canvases are generated until `max_new_tokens` are reached. `on_step` is called
-    after every denoising step. `images` holds each prompt's pictures, None for a prompt without. Raise
-    InputError if prompts or seeds are missing, or a prompt is refused or leaves no room for an answer.
+    any batch, except for rounding on a GPU. Whole canvases are generated until `max_new_tokens` are
+    reached. `on_step` is called after every denoising step. `images` has pictures or None per prompt.
+    Raise InputError if prompts or seeds are missing, or a prompt is refused or leaves no room.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")
@@ -90,7 +90,7 @@ def generate(
 def _denoise(
     passes: DrawingPasses, rows: list[int], seeds: Tensor, canvas: int, sampler: Sampler
 ) -> Iterator[StepRecord]:
-    """Take the steps of one canvas of each row; a row that stops takes part no more."""
+    """Take the steps of one canvas per row and yield their records; rows leave when they stop."""
     noise = random_tokens(seeds, canvas, passes.canvas_length, passes.vocabulary)
     state = CanvasState.begin(noise, seeds, sampler.stability_threshold, canvas)
     conditioning, schedule = None, sampler.schedule(passes.device)

@@ -1,7 +1,7 @@
-"""Turns chats into token ids with the model's own template and its thinking switch.
+"""Turns chats into token ids with the model's own chat template and its thinking switch.
 
-Non-thinking prompts of DiffusionGemma end in an empty thought channel; `enable_thinking` opens a
-real one. The template ships with the checkpoint: nothing of it is written here.
+Without thinking, DiffusionGemma's prompts end in an empty thought channel. With `enable_thinking`, the
+model opens a real one. The template ships with the checkpoint; nothing of it is written here.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a folder's tokenizer; raise InputError if it cannot be loaded or has no chat template."""
+    """Return a folder's tokenizer; raise InputError if it cannot be loaded or has no chat template."""
     from transformers import AutoTokenizer
 
     try:
@@ -36,9 +36,9 @@ def encode_chat(
     thinking: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return the ids of `messages` and of `tools`' declarations, up to where the model's turn begins.
+    """Return the token ids of `messages` and of the declarations of `tools`, up to the model's turn.
 
-    Raise InputError if the chat template refuses the messages or tools.
+    `thinking` lets the model think first. Raise InputError if the template refuses messages or tools.
     """
     from jinja2 import TemplateError
 
@@ -59,9 +59,9 @@ def encode_chat(
 def split_thoughts(
     tokenizer: Any, tokens: Sequence[int], keep: Collection[int] = ()
 ) -> tuple[str, str]:
-    """Return (thoughts, answer): what the model wrote in its thinking channel, and the rest.
+    """Return (thoughts, answer): the text of the model's thinking channel, and all other text.
 
-    Special tokens are left out of both, except that the answer has those whose ids are in `keep`.
+    Both omit special tokens. The answer keeps those with ids in `keep`, but never a channel marker.
     """
     channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
     special = set(tokenizer.all_special_ids if keep else ()) - set(keep)
@@ -74,7 +74,7 @@ def split_thoughts(
 
 
 def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
-    """Return for each token whether it belongs to the thinking channel, whose markers count too."""
+    """Return, for each token, whether it belongs to the thinking channel or is one of its markers."""
     begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
     found: list[bool] = []
     inside = False

@@ -1,10 +1,10 @@
-"""The face of an engine: samples join and leave canvas by canvas while others run.
+"""The interface of an engine: samples join and leave between canvases while other samples run.
 
     admit a prompt to a free slot -> denoise a canvas for any set of slots -> ... -> release the slot
 
-`generate` runs one batch from its prompts to its end; an `Engine` hands control back whenever a canvas
-is finished. Noise is addressed by (seed, canvas, step, position) and no slot reads another's text. A
-sample depends on others and on timing only through rounding, and not at all with `batch_invariant`.
+`generate` runs one batch from its prompts to its end. An `Engine` returns control whenever a canvas is
+finished. Noise is addressed by (seed, canvas, step, position), and no slot reads the text of another
+slot. So other samples and timing change a sample only by rounding; with `batch_invariant`, not at all.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from quantize.runtime.sample import Sample, canvas_budgets
 from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
-# called after every denoising step: (slot, step from 1, most probable tokens, which are accepted)
+# called after every denoising step: (slot, step from 1, most probable tokens, accepted or not)
 OnDraft = Callable[[int, int, list[int], list[bool]], None]
 # called without arguments, at most once in each call of `denoise`
 Meanwhile = Callable[[], None]
@@ -33,32 +33,32 @@ OnCanvas = Callable[[int, Sample], object]
 
 # see `watching`: (name of a Linear as on disk, rows that enter it, experts of the rows or None)
 Observer = Callable[[str, Tensor, Tensor | None], None]
-# called with logits [m, V] that a step draws from, and of each row 1 / T and the step, from 1
+# called with logits [m, V] that a step draws from, and each row's 1 / T [m] and step [m], from 1
 OnLogits = Callable[[Tensor, Tensor, Tensor], object]
-PIECE = 1 << 26  # logits looked at together: 268 MB in float32, and a few times that in temporaries
+PIECE = 1 << 26  # logits made at once: 268 MB in float32, and temporaries of a few times that
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The result of a decoder's pass over B canvases of L tokens."""
+    """The result of one decoder pass over B canvases of L tokens."""
 
     shape: Sequence[int]  # (B, L, V) of the logits
     experts: Tensor  # int [B, layers, L, k], the experts that the routers chose, in any order
-    rows: Tensor  # what logits are made of, [B, ...]
-    # Makes the logits [b, L, V] of some rows: float32, soft-capped, not divided by the temperature;
-    # it holds nothing of the model but its vocabulary.
+    rows: Tensor  # [B, ...], from which `head` computes the logits
+    # Returns the logits float32 [b, L, V] of some `rows`, soft-capped, not divided by the
+    # temperature. Of the model, it refers only to the vocabulary's weights.
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:
-        """Return the logits [b, L, V] of the b rows in `piece`; those of 64 canvases take 17 GB."""
+        """Return the logits float32 [b, L, V] of the b canvases in `piece`; 64 canvases take 17 GB."""
         return self.head(self.rows[piece])
 
     def to(self, device: torch.device | str) -> "Decoded":
-        """Return a copy with its tensors on a device; `head` still computes on the model's device."""
+        """Return a copy with its tensors on `device`; `head` still needs rows on the model's device."""
         return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
-        """Yield slices that cover the B rows; each has at most PIECE logits, but at least one row."""
+        """Yield slices that cover the B canvases; each has at most PIECE logits, or is one canvas."""
         B, L, V = self.shape
         step = max(1, PIECE // (L * V))
         for start in range(0, B, step):
@@ -66,10 +66,10 @@ class Decoded:
 
 
 class Passes(Protocol):
-    """The passes over one batch of sequences; the caller says which pass comes next.
+    """Encoder and decoder passes over one batch of sequences; the caller chooses their order.
 
-    Rows are indices into the batch, in ascending order. A call to `decode` may leave rows out; a row
-    that `encode` leaves out takes no further part. L is `canvas_length`, V `vocabulary`.
+    `rows` are indices into the batch, in ascending order. `decode` may leave rows out. A row that
+    `encode` leaves out takes no part in later passes. L is `canvas_length`, V is `vocabulary`.
     """
 
     canvas_length: int
@@ -77,39 +77,39 @@ class Passes(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors that are given and returned."""
+        """The device of all tensors that the methods take and return."""
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Append `tokens` int64 [B, L] to the sequences of `rows`."""
+        """Encode `tokens` int64 [B, L] and append them to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] behind `rows`' text; `conditioning` [B, ...], None at step 1."""
+        """Decode `canvas` int64 [B, L] after `rows`' text; `conditioning` [B, ...], None at step 1."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the next step's conditioning [b, ...] of logits [b, L, V] divided by `temperature`."""
+        """Return the next step's conditioning [b, ...], made of logits [b, L, V] / `temperature`."""
 
 
 class DrawingPasses(Passes, Protocol):
-    """Passes of an engine that also draw tokens, by the rules of its `denoise`."""
+    """Passes that also draw tokens, by the same rules as `Engine.denoise`."""
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Return what a step draws from `decoded`, and the next step's conditioning.
+        """Return a step's draw from `decoded`, and the next step's conditioning [B, ...].
 
-        `state` says which step each canvas is at, and is only read. `schedule` has the temperatures of
-        all steps, float32 [N].
+        `state` has each canvas' step number and is not changed. `schedule` float32 [N] has the
+        temperatures of all steps.
         """
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """A finished canvas: all its tokens, also those behind an EOS, and its denoising steps."""
+    """A finished canvas: all its tokens, including those after an EOS, and its number of steps."""
 
     tokens: list[int]
     steps: int
 
 
 class BatchEngine(Protocol):
-    """Generates batches of at most `capacity` prompts; samples take up to `max_length` positions."""
+    """Generates batches of up to `capacity` prompts; a sample takes up to `max_length` positions."""
 
     capacity: int
     canvas_length: int
@@ -130,25 +130,25 @@ class BatchEngine(Protocol):
         on_pass: Callable[[Any], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> AbstractContextManager[None]:
-        """Show `observers` the input rows of every Linear, without padding, inside a `with` block.
+        """Call `observers` with every Linear's input rows, without padding, inside a `with` block.
 
         `on_pass` is called with every `passes.Pass` before it enters the first layer, `on_logits` with
-        the logits that `draw` draws from. On a CPU several threads call these functions.
+        the logits that `draw` draws from. On a CPU, several threads make these calls.
         """
 
 
 class Engine(BatchEngine, Protocol):
-    """A model that denoises canvases of up to `slots` samples, each in a slot, one canvas at a time.
+    """A model that denoises canvases of up to `slots` samples, at most `capacity` samples per pass.
 
-    `denoise` takes distinct, admitted slots at any canvas, with any settings. It returns for each slot,
-    in the same order, the finished canvas, or None if the next call will continue it. A canvas is
-    encoded just before the slot's next one, so a sample's last canvas never is. Except for rounding, a
-    canvas depends only on `admit`'s arguments and the sample's canvases so far. Only denoising settings
-    of a `sampler` are read. Slots may be released between calls. A pass has at most `capacity` samples.
+    Each sample has a slot, and one canvas at a time. `denoise` takes distinct, admitted slots at any
+    canvas, with any settings. It returns, in the same order, each slot's finished canvas, or None if
+    the next call will continue the canvas. A canvas is encoded just before the slot's next canvas, so a
+    sample's last canvas is never encoded. Except for rounding, a canvas depends only on `admit`'s
+    arguments and the sample's earlier canvases. Of a `sampler`, only denoising settings are read. Slots
+    may be released between calls. `prefixes` caches encoded beginnings of prompts, or is None.
 
-    The caller looks for EOS, counts the budget of tokens, and makes all calls from one thread. Other
-    threads may call `on_draft`; `meanwhile` is called on the caller's thread while the device works, at
-    most once per `denoise`. `prefixes` keeps encoded beginnings of prompts, or is None.
+    The caller looks for EOS, counts tokens, and calls from one thread only. Other threads may call
+    `on_draft`. `meanwhile` is called on the caller's thread while the device works, at most once.
     """
 
     prefixes: PrefixCache[Any] | None
@@ -165,8 +165,8 @@ class Engine(BatchEngine, Protocol):
     ) -> None:
         """Put `prompt` (token ids) into a free slot; `seed` (int64) keys the sample's random numbers.
 
-        `given` holds the tokens of the answer that are known. Raise InputError if the model cannot
-        take the prompt, the images or the known tokens.
+        `images` are the prompt's pictures, `given` the answer's known tokens; None if there are none.
+        Raise InputError if the model cannot take the prompt, the images or the known tokens.
         """
 
     def denoise(
@@ -175,7 +175,7 @@ class Engine(BatchEngine, Protocol):
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> Sequence[Canvas | None]:
-        """Denoise until a canvas of at least one of the slots is finished."""
+        """Denoise until at least one slot's canvas is finished; return each slot's canvas or None."""
 
     def release(self, slot: int) -> None:
         """Free a slot."""
@@ -183,7 +183,7 @@ class Engine(BatchEngine, Protocol):
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
         """Call every function of `works` with an engine; return their results in the same order.
 
-        Where weights are streamed, several functions run side by side and share each copied layer.
+        If weights are streamed, several functions can run side by side and share each copied layer.
         """
 
     def close(self) -> None:
@@ -206,9 +206,9 @@ def each_completed(
 ) -> Iterator[tuple[int, Sample]]:
     """Yield (index, sample) of each prompt when its sample is finished; prompts may outnumber slots.
 
-    Samples and arguments are those of `generate`; `on_draft` is called after every step,
+    Samples and other arguments are as in `generate`. `on_draft` is called after every step,
     `on_canvas` after every canvas. A slot that becomes free goes to the next prompt at once. Raise
-    InputError if the engine cannot take a prompt or its images, or no token fits behind a prompt.
+    InputError if the engine cannot take a prompt or its images, or no token fits after a prompt.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
@@ -247,5 +247,5 @@ def complete(*args: Any, **settings: Any) -> list[Sample]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Join tensors along dimension 0; a single one is returned without a copy."""
+    """Return `parts` joined along dimension 0; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

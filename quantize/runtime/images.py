@@ -1,9 +1,9 @@
 """Turns picture files into the vision tower's input, and makes room for their tokens in prompts.
 
 Gemma 4's own image processor resizes a picture to at most `soft_tokens` tokens (70, 140, 280, 560 or
-1120; the model's default is 280), keeps its proportions, and cuts it into patches. Its PIL version is
-used, which needs no torchvision. The chat template writes one placeholder for a picture; in the prompt
-it becomes a begin token, one placeholder for each soft token, and an end token.
+1120; the model's default is 280), keeps its proportions, and cuts it into patches. The processor's PIL
+version is used, which needs no torchvision. The chat template writes one placeholder per picture. In
+the prompt, `place` turns it into a begin token, one placeholder per soft token, and an end token.
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ class Images:
 def open_picture(
     source: Path | BytesIO, *, formats: tuple[str, ...] | None = None, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
-    """Decode a picture, from a file or its bytes; return it as RGB, turned upright.
+    """Decode a picture from a file or from bytes; return it in RGB, turned upright.
 
-    `formats` are PIL's names of the formats that are read, None for all. A picture of more than
-    `max_pixels`, width times height, is refused before it is decoded. Raise InputError if the source
-    cannot be read, is no picture, or has too many pixels.
+    `formats` are PIL's names of the accepted formats, None for all. A picture of more than
+    `max_pixels` (width times height) is refused before it is decoded. Raise InputError if the source
+    cannot be read, is no picture of these formats, or has too many pixels.
     """
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
@@ -62,9 +62,9 @@ def open_picture(
 def prepare(
     pictures: Sequence[Image.Image], config: Any, soft_tokens: int = 280
 ) -> tuple[Images, list[int]]:
-    """Return the tower's input for RGB pictures, and each one's number of soft tokens.
+    """Return the vision tower's input for RGB pictures, and the number of soft tokens per picture.
 
-    A picture takes at most `soft_tokens`; `config` is transformers' configuration of the model.
+    That number is at most `soft_tokens`. `config` is transformers' configuration of the model.
     Raise InputError if `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
     """
     from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -94,10 +94,10 @@ def prepare(
 
 
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
-    """Return a prompt's `ids` with image placeholders expanded; `counts` are soft tokens by picture.
+    """Return a prompt's `ids` with image placeholders expanded to `counts` soft tokens per picture.
 
-    A picture's one placeholder becomes a begin token, one placeholder for each soft token, and an end
-    token. Raise InputError if there are not as many placeholders as pictures.
+    The one placeholder of a picture becomes a begin token, one placeholder per soft token, and an end
+    token. Raise InputError if the number of placeholders differs from the number of pictures.
     """
     image = config.image_token_id
     if list(ids).count(image) != len(counts):

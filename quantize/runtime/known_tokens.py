@@ -1,9 +1,9 @@
-"""Known tokens of an answer, pinned (infilling) or initial, and a guide that decides its canvases.
+"""Known tokens of an answer, pinned (infilling) or initial, and a guide that decides on its canvases.
 
-The decoder reads a pinned token in every step, and the token is committed. Its entropy counts as 0, so
+The decoder reads a pinned token in every step, and the token is committed. It counts with entropy 0, so
 it uses up nothing of the entropy bound. An initial token replaces noise before the first step, and is
-then denoised like any other. A guide is shown every finished canvas and its last step's logits.
-It may commit other tokens, or keep the canvas' beginning and have the rest denoised again.
+then denoised like any other token. A guide sees every finished canvas and the logits of its last step.
+It may commit other tokens, or keep the beginning of the canvas and have the rest denoised again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,40 +16,40 @@ from torch import Tensor
 
 from quantize.errors import InputError
 
-FREE = -1  # stands in place of a token where none is known
+FREE = -1  # marks a position without a known token
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A guide's decision on a finished canvas."""
 
-    tokens: list[int]  # to commit
-    stand: int | None = None  # denoise the canvas again instead, with so many of them pinned
+    tokens: list[int]  # to commit if `stand` is None
+    stand: int | None = None  # N: denoise the canvas again, with the first N `tokens` pinned
 
 
 class Guide(Protocol):
-    """Decides on one answer's canvases in turn, and never raises; threads of the engine call it."""
+    """Decides on one answer's canvases in turn. Threads of the engine call it; it must not raise."""
 
     def lead(self) -> Sequence[int]:
-        """Return the tokens, at most a canvas of them, with which the next canvas must begin."""
+        """Return the tokens with which the next canvas must begin, at most a whole canvas."""
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Decide on a finished canvas whose tokens [L] would be committed.
+        """Return the verdict on a finished canvas, whose `tokens` [L] would be committed.
 
-        `logits` [L, V] are those of its last step, soft-capped, not divided by the temperature.
+        `logits` [L, V] are its last step's, soft-capped, not divided by the temperature.
         """
 
 
 @dataclass(frozen=True)
 class Given:
-    """Known token ids by position in the answer, whose first canvas begins at position 0."""
+    """Known token ids by position in the answer; the answer's first canvas begins at position 0."""
 
     pinned: Mapping[int, int] = field(default_factory=dict[int, int])
     initial: Mapping[int, int] = field(default_factory=dict[int, int])
     guide: Guide | None = None  # decides the canvases; None commits them as they were denoised
 
     def check(self, vocabulary: int) -> None:
-        """Raise InputError for a position before the answer, or a token outside the vocabulary."""
+        """Raise InputError for a negative position, or a token that is not in 0..`vocabulary` - 1."""
         for position, token in (*self.pinned.items(), *self.initial.items()):
             if position < 0 or not 0 <= token < vocabulary:
                 raise InputError(
@@ -58,9 +58,9 @@ class Given:
                 )
 
     def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
-        """Return a canvas' known tokens, pinned or initial, and its pinned ones alone: [2][length].
+        """Return two rows of tokens of a canvas, [2][length]: all known tokens, and only pinned tokens.
 
-        Both rows begin with `begun`, which a guide fixed, and have FREE where no token is known.
+        Both begin with `begun`, which a guide fixed, and have FREE wherever no such token is known.
         """
         places = range(canvas * length + len(begun), (canvas + 1) * length)
         known = {**self.initial, **self.pinned}, self.pinned

@@ -1,7 +1,7 @@
 """Generates samples whose logits llama.cpp computes; this runtime does everything else.
 
 `llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once. For each denoising step it
-takes one line on stdin, the name of a request file:
+reads one line on stdin, the name of a request file:
 
     request     int32 prompt length P, canvas length C, whether the step is self-conditioned; float32
                 temperature of the step; int32 ids of the P prompt and C canvas tokens
@@ -10,8 +10,8 @@ takes one line on stdin, the name of a request file:
 
 The server keeps a step's logits and temperature for the next step's self-conditioning. Sampler, noise,
 chat template and EOS are those of the engines, so an answer differs from transformers' only by how
-llama.cpp computes logits: it rounds activations to the blocks that its products read (BF16 beside
-BF16 weights, 8 bits and one scale for 32 values beside Q8_0 and NVFP4), and its GELU is a table of F16.
+llama.cpp computes logits. It rounds activations to BF16 for products with BF16 weights, and to 8 bits
+with one scale per 32 values for products with Q8_0 and NVFP4. Its GELU is a table in F16.
 """
 
 import os
@@ -34,13 +34,13 @@ from quantize.runtime.sampler import Sampler
 
 MAGIC = b"GGUF"
 FINGERPRINT = "quantize.fingerprint"  # the key that says which checkpoint a file was made from
-BEGINNING = 4096  # bytes at the start of a file, among which that key stands
-MAX_LENGTH = 2048  # tokens of a sample; the program's buffers grow with the square of it
+BEGINNING = 4096  # bytes at the start of a file, which contain that key
+MAX_LENGTH = 2048  # tokens of a sample; the program's buffers grow with its square
 SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a canvas
 
 
 def made_from(file: Path) -> str | None:
-    """Return the fingerprint of the checkpoint that a GGUF file was exported from, None if it has none.
+    """Return the fingerprint of the checkpoint that a GGUF file was made from; None if it names none.
 
     Raise InputError if the file cannot be read, or is no GGUF file.
     """
@@ -59,7 +59,7 @@ def made_from(file: Path) -> str | None:
 
 
 class LlamaCpp:
-    """One process of `llama-diffusion-gemma-server`, which answers one prompt after the other.
+    """One process of `llama-diffusion-gemma-server`, which answers one prompt at a time.
 
     `program` is the built program, `file` the GGUF file, `canvas_length` the tokens of one canvas.
     Raise ResourceError if the program cannot be started, or cannot load the file.
@@ -89,7 +89,7 @@ class LlamaCpp:
         self.vocabulary = int(sizes[0])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and delete its temporary files."""
         if self._process.poll() is None:
             self._process.terminate()
         self._process.wait()
@@ -98,10 +98,10 @@ class LlamaCpp:
     def answer(
         self, prompt: Sequence[int], seed: int, *, max_new_tokens: int, sampler: Sampler
     ) -> Sample:
-        """Generate one sample, as `generate` does for a batch of one.
+        """Return one sample, generated as `generate` does for a batch of one.
 
-        Raise InputError if no token fits behind the prompt within MAX_LENGTH, and ResourceError if the
-        program refused, or ended.
+        Raise InputError if no token fits after the prompt within MAX_LENGTH, and ResourceError if the
+        program refuses the request or ends.
         """
         (budget,) = canvas_budgets(
             [prompt], max_new_tokens, sampler, MAX_LENGTH, self.canvas_length
@@ -116,7 +116,7 @@ class LlamaCpp:
     def _canvas(
         self, tokens: Sequence[int], seed: int, index: int, sampler: Sampler
     ) -> tuple[list[int], int]:
-        """Denoise the sample's canvas `index` behind `tokens`; return it and the steps it took."""
+        """Denoise canvas `index` after `tokens`; return its tokens and its number of steps."""
         seeds, schedule = torch.tensor([seed]), sampler.schedule()
         noise = random_tokens(seeds, index, self.canvas_length, self.vocabulary)
         state, step = CanvasState.begin(noise, seeds, sampler.stability_threshold, index), 0
@@ -134,10 +134,10 @@ class LlamaCpp:
     def logits(
         self, prompt: Sequence[int], canvas: Sequence[int], *, conditioned: bool, temperature: float
     ) -> Tensor:
-        """Return the logits [C, vocabulary] of one step of `canvas` behind `prompt`, on the CPU.
+        """Return the logits float32 [C, vocabulary] of one step of `canvas` after `prompt`, on the CPU.
 
-        If `conditioned`, the canvas' previous step conditions this one. The program keeps this step's
-        `temperature` to condition the next. Raise ResourceError if the program refused, or ended.
+        If `conditioned`, the canvas' previous step conditions this step. The program keeps this step's
+        `temperature` to condition the next. Raise ResourceError if it refuses the request or ends.
         """
         ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
         head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)
@@ -149,7 +149,7 @@ class LlamaCpp:
         return torch.from_numpy(values).view(len(canvas), self.vocabulary)
 
     def _reply(self, line: str = "") -> str:
-        """Send a line, if any, and return the next one; "nothing" when the process has ended."""
+        """Send `line`, if any; return the program's next line, or "nothing" if it has ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None

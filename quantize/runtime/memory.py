@@ -1,19 +1,19 @@
 """Plans GPU memory before loading: which layers stay, and how many canvases are denoised at once.
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
-    layers       the products' weights of layers that stay
-    streaming    two slots of the largest streamed layer, and what packing a layer takes
+    layers       weights of the Linears and experts of layers that stay
+    streaming    two slots, each as large as the largest layer, and temporary memory to pack a layer
     cache        keys and values of all slots; if the host holds them, of two batches in two layers
-    lanes        what batches in lockstep hold between layers; a lane is one batch and its slots
+    lanes        rows of batches in lockstep between layers; a lane is one batch and its slots
     vocabulary   bf16 logits and probabilities of a few canvases, and partial soft embeddings
-    activations  tensors of one pass' rows
-    comparison   float32 logits of one canvas, where models are compared
-    beside       what a stage holds beside the models: GPTQ's Hessians and factors
-    CUDA         the context, compiled kernels, what the allocator cannot use
+    activations  tensors of the rows of one pass
+    comparison   float32 logits of one canvas, if models are compared
+    beside       what a stage holds besides the models: GPTQ's Hessians and factors
+    CUDA         the context, compiled kernels, memory that the allocator cannot use
 
-Results depend on the batch, so layers leave the GPU first; the batch is halved only where that is not
-enough. Where weights are streamed for several batches, the number of batches in lockstep is the one for
-which the fewest bytes cross the link. Bytes are computed from shapes.
+Results depend on the batch size. So layers leave the GPU first, and the batch is halved only if that is
+not enough. If weights are streamed for several batches, the number of batches in lockstep is the one
+with which the fewest bytes cross the link to the GPU. Bytes are computed from shapes.
 """
 
 import math
@@ -34,17 +34,17 @@ from quantize.schemes.records import CODES, OnDisk, Scheme
 # ended, its models gone (H200, torch 2.11), and 0.55 GB when it began.
 CONTEXT_BYTES, BEGUN_BYTES = 2.6e9, 0.5e9
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
-SHORT = 256  # prompts up to here, or to a canvas, are encoded together in a pass of this length
-DEFAULT_CONTEXT = 8192  # positions of a sample where nobody says how many
-CANVASES_A_PIECE = 8  # whose logits are there at once
+SHORT = 256  # prompts of up to this length, or a canvas, share passes of this length
+DEFAULT_CONTEXT = 8192  # positions of a sample if the caller does not say how many
+CANVASES_A_PIECE = 8  # canvases whose logits are in memory at once
 SPLITS = 16  # partial sums of the soft embedding, at most
 EMBEDDING = "model.decoder.embed_tokens.weight"
 PRODUCT = re.compile(r"model\.decoder\.layers\.(\d+)\.(experts|self_attn\.\w_proj|mlp)\b")
-SCALE = ".weight_scale"  # behind the name of every quantized Linear
-LANE_ROWS = 5  # rows of a hidden size that a canvas position of every lane holds between two layers
-MOST_CANVASES = 128  # in lockstep: the rows and sums of more take longer than their weights' way
-HOST_BYTES = 64e9  # of host memory that keys and values take, at most
-MANY = 1000  # batches, where there are as many as one likes
+SCALE = ".weight_scale"  # follows the name of every quantized Linear
+LANE_ROWS = 5  # rows of hidden size that each canvas position of a lane holds between two layers
+MOST_CANVASES = 128  # in lockstep; with more, computing takes longer than copying the weights
+HOST_BYTES = 64e9  # of host memory that keys and values may take
+MANY = 1000  # batches, if their number has no limit
 FLOAT_PASSES = 8  # float32 tensors of a canvas' logits that a comparison holds at once
 
 
@@ -53,13 +53,13 @@ class Stack:
     """The bytes that a model's text stack takes on a GPU."""
 
     name: str
-    fixed: float  # of what always stays: embedding, norms, routers, self-conditioning
+    fixed: float  # of all that always stays: embedding, norms, routers, self-conditioning
     layers: tuple[float, ...]  # of the weights of each layer's products
-    packing: float  # of what packing a layer takes for a while
+    packing: float  # taken temporarily while a layer is packed
 
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
-        """Sum `sizes`: a tensor's name on disk -> its bytes once packed."""
+        """Return the stack of `sizes`: name on disk -> packed bytes. `quantized` doubles `packing`."""
         layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
             if found := PRODUCT.match(tensor):
@@ -73,40 +73,40 @@ class Stack:
 
     @property
     def streaming(self) -> float:
-        """Bytes that streaming takes, however many layers are streamed."""
+        """Bytes that streaming takes, whatever the number of streamed layers."""
         return 2 * max(self.layers) + self.packing
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a stage must hold on a GPU; `plan` returns it with `batch`, `lanes`, `on_host` that fit."""
+    """What a stage must hold on a GPU; `plan` returns it with fitting `batch`, `lanes`, `on_host`."""
 
     stage: str  # name of the stage
     stack: Stack  # the model that is on the GPU
     batch: int  # canvases denoised at once
-    context: int  # positions a sample takes, prompt and answer
+    context: int  # positions that a sample takes, prompt and answer
     compares: bool = False  # whether its logits are compared with another model's
-    caches: int = 1  # engines that share its weights, each with keys and values of its own
+    caches: int = 1  # engines that share the weights, each with keys and values of its own
     beside: float = 0.0  # bytes that the stage itself holds on the GPU
-    batches: int = 1  # how many batches there are to do, which may go in lockstep
+    batches: int = 1  # number of batches to run, which may go in lockstep
     host: float = HOST_BYTES  # bytes of host memory that keys and values may take
-    # Whether a result depends on the batch, so that it is not halved where it does not fit.
+    # Whether `plan` must not halve `batch`, because the stage's results depend on it.
     fixed_batch: bool = False
-    # Whether passes go through a layer at a time: keys and values are those of one, and no logits
-    # are made.
+    # Whether all passes go through one layer before the next: only one layer's keys and values are
+    # held, and no logits are made.
     one_layer: bool = False
     lanes: int = 1  # batches that go in lockstep
-    on_host: bool = False  # whether keys and values lie on the host
+    on_host: bool = False  # whether keys and values are on the host
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a stage fits a GPU: how many layers stay there, and the bytes that each part takes."""
+    """How a stage fits a GPU: how many layers stay on it, and the bytes that each part takes."""
 
-    need: Need  # what fits of it
-    resident: int  # layers that stay
-    parts: dict[str, float]  # bytes by part
-    moved: float  # bytes of keys and values that a pass of all lanes takes from the host
+    need: Need  # with the `batch`, `lanes` and `on_host` that fit
+    resident: int  # number of layers that stay
+    parts: dict[str, float]  # bytes by part; see the module
+    moved: float  # bytes of keys and values that one pass of all lanes copies from the host
 
     @property
     def total(self) -> float:
@@ -115,13 +115,13 @@ class Plan:
 
     @property
     def streamed(self) -> float:
-        """How many bytes of streamed layers one pass reads from the files."""
+        """Bytes of streamed layers that one pass reads from the files."""
         layers = self.need.stack.layers
         return sum(layers) * (1 - self.resident / len(layers))
 
     @property
     def cost(self) -> tuple[float, int, bool]:
-        """What `plan` minimizes: (bytes sent to the GPU in a pass of all batches, lanes, `on_host`)."""
+        """What `plan` minimizes: (bytes sent to the GPU per pass of all batches, lanes, `on_host`)."""
         rounds = math.ceil(self.need.batches / self.need.lanes)
         return rounds * (self.streamed + self.moved), self.need.lanes, self.need.on_host
 
@@ -131,7 +131,7 @@ def packed_sizes(
 ) -> dict[str, int]:
     """Return the bytes that a checkpoint's tensors take once packed for an activation mode, by name.
 
-    Only the mode `fp8` packs weights to another size. On a Hopper experts keep 4 bits even then.
+    Only the mode `fp8` changes the size of weights. Even then, experts on a `hopper` GPU keep 4 bits.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
@@ -148,7 +148,7 @@ def packed_sizes(
 def repacked(
     scheme: Scheme, module: str, mode: ActivationMode | None, *, hopper: bool
 ) -> OnDisk | None:
-    """Return the layout into which a mode packs a Linear's weights, None if they stay as on disk."""
+    """Return the layout into which a mode packs a Linear's weights; None if they stay as on disk."""
     multiplied = scheme if mode is None else scheme.as_multiplied(mode)
     if multiplied.packed is scheme.packed or (hopper and ".experts." in module):
         return None
@@ -156,9 +156,9 @@ def repacked(
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
-    """Fit a stage into `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
+    """Return how a stage fits `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
 
-    Raise ResourceError if one canvas with all layers streamed is too much; it says what would help.
+    Raise ResourceError, with advice, if one canvas (or a fixed batch) over streamed layers is too much.
     """
     batch = need.batch
     while batch >= 1:
@@ -180,7 +180,7 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
 
 
 def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
-    """Yield a need in every way of lockstep that there is."""
+    """Yield `need` with every possible number of lanes, with its cache on the GPU and on the host."""
     cells = need.batch * cache_bytes(config, need.context)
     for lanes in range(1, max(1, min(need.batches, MOST_CANVASES // need.batch)) + 1):
         yield replace(need, lanes=lanes)
@@ -189,14 +189,14 @@ def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes a stage needs if all layers are streamed, for one canvas or its fixed batch."""
+    """Return the bytes that a stage needs with all layers streamed, for one canvas or a fixed batch."""
     one = need if need.fixed_batch else replace(need, batch=1)
     least = min(sum(_parts(way, config).values()) for way in _ways(one, config))
     return least + need.stack.fixed + need.stack.streaming
 
 
 def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
-    """Keep all layers, or as many as fit beside what streaming takes; None where none streams."""
+    """Plan to keep all layers, or as many as fit beside streaming; None if not even streaming fits."""
     parts, stack = _parts(need, config), need.stack
     left = budget - sum(parts.values()) - stack.fixed
     kept, layers, streaming = len(stack.layers), sum(stack.layers), 0.0
@@ -212,7 +212,7 @@ def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
 
 
 def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
-    """Return the bytes of everything but weights."""
+    """Return the bytes of all parts except weights."""
     text, L = config["text_config"], config["canvas_length"]
     V, H = text["vocab_size"], text["hidden_size"]
     rows, pieces = need.batch * max(L, min(SHORT, need.context)), min(need.batch, CANVASES_A_PIECE)
@@ -237,7 +237,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def cache_bytes(config: Mapping[str, Any], context: int) -> int:
-    """Return the bytes of one slot's keys and values, as `fused.cells.Cache` allocates them."""
+    """Return the bytes of one slot's keys and values in all layers, as `Cache.allocate` does."""
     return sum(layer_cache_bytes(config, context))
 
 
@@ -252,7 +252,7 @@ def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
 
 
 def _seen_bytes(config: Mapping[str, Any], context: int) -> float:
-    """Return the bytes of a slot that a pass reads, on average of a sample that grows to `context`."""
+    """Return the bytes of a slot that a pass reads, averaged while its sample grows to `context`."""
     window = min(config["text_config"]["sliding_window"], context)
     return sum(
         each * (window if sliding else context / 2) for each, sliding in _position_bytes(config)

@@ -1,6 +1,6 @@
 """Opens a model: loads a checkpoint on a device and returns an `Engine`.
 
-The engine is imported by `open`, so that planning memory imports neither transformers nor triton.
+Only `open` imports the engine, so that planning memory imports neither transformers nor triton.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ def open(
     prefix_bytes: int = 0,
     **room: Any,
 ) -> "FusedEngine":
-    """Load a checkpoint's folder, or random weights, and return the engine that runs it.
+    """Load a checkpoint's folder, or random weights, and return the engine that runs them.
 
-    If `place.resident` is None, `sized` decides how the model fits, with `prefix_bytes` left free. If
-    `place` is None, `room` gives the fields of a `Placement`. `beside` is an engine of the same
-    checkpoint, whose weights the new one shares unless their activation modes pack weights differently,
-    as `fp8` and, on FP4 units, `per_layer` do. Other arguments are as in `FusedEngine`. InputError: the
-    checkpoint cannot be loaded, or its weights do not support the activation mode. ResourceError: the
-    model does not fit, or the device lacks what the kernels need.
+    If `place` is None, `room` gives the fields of a `Placement`. If `place.resident` is None, `sized`
+    fits a checkpoint to the device, with `prefix_bytes` left free. `beside` is an engine of the same
+    checkpoint; both share its weights, unless only one has an activation mode that packs them in its
+    own way (`fp8`, or `per_layer` on FP4 units). Other arguments are as in `FusedEngine`. Raise
+    InputError if the checkpoint cannot be loaded, or its weights do not support the activation mode,
+    and ResourceError if the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint

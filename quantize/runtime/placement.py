@@ -1,4 +1,4 @@
-"""Places a model on a device: which device, how much of its memory, and what stays there.
+"""Places a model on a device: which device, how much of its memory, and which layers stay there.
 
 A caller makes a `Placement`; `sized` adds what fits the device; `open` loads the model accordingly.
 """
@@ -33,16 +33,16 @@ from quantize.schemes.modes import ActivationMode
 class Placement:
     """Where a model runs, what it is opened for, and how it fits there.
 
-    `sized` sets `capacity`, `resident`, `lanes` and `on_host`. `memory.Need` explains other fields.
+    `sized` sets `capacity`, `resident`, `lanes` and `on_host`. Fields without comment are as in `Need`.
     """
 
     device: str = "cpu"  # "cpu", "cuda" or "cuda:1"
-    # bytes of the GPU that may be used, the process' own context included; None for all that are
-    # free. On a CPU nothing is planned without it.
+    # bytes of the GPU that may be used, including this process' CUDA context; None for all free
+    # bytes. On a CPU, None means that nothing is planned.
     gpu_memory: float | None = None
-    # how a quantized model's activations are rounded; None as its engine does
+    # how a quantized model's activations are rounded; None for the kernels' default
     activations: ActivationMode | None = None
-    # positions that a sample may take; None for the engine's own limit
+    # positions that a sample may take; None for the engine's default
     max_context: int | None = None
     sparse: bool = False  # whether soft embeddings are sparse, as in `FusedEngine`
     batches: int = 1
@@ -50,8 +50,8 @@ class Placement:
     caches: int = 1
     compares: bool = False
     beside: float = 0.0
-    capacity: int = 4  # samples of a pass; fewer if they do not fit, unless the batch is fixed
-    # layers that stay, others being streamed in every pass; None for all
+    capacity: int = 4  # samples per pass; fewer if they do not fit, unless `fixed_batch`
+    # number of layers that stay; others are streamed in every pass. None: `sized` decides, or all
     resident: int | None = None
     lanes: int = 1
     on_host: bool = False
@@ -68,12 +68,12 @@ class Placement:
 
 
 CPU = Placement()
-LEFT_BYTES = 8e9  # of host memory, for everything else
-DECODED_BYTES = 4  # of a weight as torch multiplies it, which a CPU keeps: `fused_dequant.kept`
+LEFT_BYTES = 8e9  # of host memory that stay free for everything else
+DECODED_BYTES = 4  # of a dequantized weight, which a CPU keeps: `fused_dequant.kept`
 
 
 def sized(checkpoint: Path, place: Placement) -> Placement:
-    """Return `place` with the fields set that say how a checkpoint fits a GPU; no weights are read.
+    """Return `place` changed so that a checkpoint fits the device; no weights are read.
 
     Raise ResourceError if one slot, or the fixed batch, does not fit a GPU even with all layers
     streamed, or if a CPU's memory cannot hold the weights.
@@ -110,7 +110,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
 
 
 def is_hopper(device: str) -> bool:
-    """Return whether a device has Hopper's kernels, which keep experts 4-bit in the mode `fp8`."""
+    """Return whether a device runs Hopper's kernels, which keep experts 4-bit in the mode `fp8`."""
     if device == "cpu":
         return False
     from fused_dequant.weights import in_fragments
@@ -119,10 +119,10 @@ def is_hopper(device: str) -> bool:
 
 
 def budget_of(place: Placement) -> float | None:
-    """Return how many bytes of a GPU may be used: `gpu_memory`, or if that is None, all free ones.
+    """Return how many bytes of a GPU may be used: `gpu_memory`, or all free bytes if that is None.
 
-    On a CPU `gpu_memory` is returned as it is. On a GPU it becomes the limit of torch's allocator.
-    Raise ResourceError if less than `gpu_memory` is free.
+    On a CPU, `gpu_memory` is returned as it is. On a GPU, torch's allocator is limited to it, minus
+    CONTEXT_BYTES. Raise ResourceError if less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":
@@ -144,7 +144,7 @@ def budget_of(place: Placement) -> float | None:
 
 
 def free_unused(device: str) -> None:
-    """Give unused memory back to the device, such as that of the last stage's model."""
+    """Return unused memory to the host and the device, such as that of the last stage's model."""
     gc.unfreeze()  # what was there before the stage
     gc.collect()
     if device != "cpu":

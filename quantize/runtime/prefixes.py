@@ -1,10 +1,10 @@
-"""Keeps beginnings of prompts encoded: shared system prompts and the turns of a chat.
+"""Caches encoded beginnings of prompts: shared system prompts and the turns of a chat.
 
-The encoder is causal, so its keys and values of a prompt's first n tokens do not depend on what
-follows. They are kept in whole blocks: block k of a prompt is found under the digest of all tokens up
-to its end, and used only if every block before it is there too. Prompts are encoded block by block
-whether or not one is found, so a sample has the same tokens. When the budget is spent, the blocks that
-were used longest ago go first. Prompts with pictures are left out.
+The encoder is causal, so the keys and values of a prompt's first n tokens do not depend on later
+tokens. They are kept in whole blocks. The key of a block is the digest of all tokens up to its end, and
+a block is used only if every block before it is kept too. Prompts are encoded block by block even if no
+block is found, so the cache changes no sample. When the budget is exceeded, the blocks that were used
+longest ago are dropped first. Prompts with pictures are not cached.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ Kept = TypeVar("Kept")
 
 
 class PrefixCache(Generic[Kept]):
-    """Keeps encoded blocks of `block` prompt tokens, at most `budget` bytes; one engine, one thread.
+    """Keeps encoded blocks of `block` tokens, up to `budget` bytes, for one engine and one thread.
 
-    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` are kept now.
+    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` is the size now.
     """
 
     def __init__(self, budget: int, block: int) -> None:
@@ -29,7 +29,7 @@ class PrefixCache(Generic[Kept]):
         self._blocks: OrderedDict[bytes, tuple[Kept, int]] = OrderedDict()
 
     def find(self, prompt: Sequence[int]) -> list[Kept]:
-        """Return what is kept for the prompt's blocks, in order, up to the first that is missing."""
+        """Return the kept blocks of `prompt`, in order, up to the first block that is missing."""
         found = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
         for key in reversed(found):  # a block is worth nothing without those before it
             self._blocks.move_to_end(key)

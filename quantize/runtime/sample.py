@@ -1,4 +1,4 @@
-"""One generated sample, canvas by canvas, and how many canvases a prompt may take."""
+"""One generated sample, canvas by canvas, and how many canvases the answer to a prompt may take."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ class Sample:
     """One generated sample."""
 
     tokens: list[int] = field(default_factory=list)  # ids before the first EOS
-    steps_per_canvas: list[int] = field(default_factory=list)  # decoder forwards
-    # ids of each canvas, with the sampler's pad_token_id, if any, behind an EOS
+    steps_per_canvas: list[int] = field(default_factory=list)  # decoder forwards of each canvas
+    # ids of each canvas; after an EOS, the sampler's pad_token_id if it has one
     committed: list[list[int]] = field(default_factory=list)
-    finish: Literal["eos", "length"] = "length"  # "length" when the budget ended it
-    new_tokens: int = 0  # as transformers counts: EOS, but no padding
+    finish: Literal["eos", "length"] = "length"  # "length" if the budget ended the sample
+    new_tokens: int = 0  # counted as transformers does: with the EOS, without padding
 
     @property
     def canvases(self) -> int:
-        """How many canvases were committed."""
+        """The number of committed canvases."""
         return len(self.committed)
 
     @property
     def denoising_steps(self) -> int:
-        """Decoder forwards over all canvases."""
+        """The number of decoder forwards over all canvases."""
         return sum(self.steps_per_canvas)
 
     @property
@@ -35,7 +35,7 @@ class Sample:
         return self.new_tokens / self.denoising_steps
 
     def commit(self, canvas: list[int], steps: int, sampler: Sampler) -> None:
-        """Append a finished canvas that took `steps`; it ends the sample if it has an EOS."""
+        """Append a finished canvas that took `steps` steps; an EOS in it sets `finish` to "eos"."""
         end = sampler.end_of(canvas)
         if end is not None:
             self.finish = "eos"
@@ -50,9 +50,9 @@ class Sample:
 def canvas_budgets(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, limit: int, length: int
 ) -> list[int]:
-    """Return, for each prompt, how many canvases of `length` tokens hold the new tokens it may have.
+    """Return, for each prompt, how many canvases of `length` tokens its answer may take.
 
-    Raise InputError if no token fits behind a prompt within `limit` and the sampler's max_length.
+    Raise InputError if no token fits after a prompt within `limit` and the sampler's max_length.
     """
     limit = min(limit, sampler.max_length or limit)
     budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]

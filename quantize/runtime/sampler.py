@@ -1,4 +1,4 @@
-"""The entropy-bound sampler's settings; `fused_dequant.canvas` has the state of canvases and its steps.
+"""Settings of the entropy-bound sampler; its steps and a canvas' state are in `fused_dequant.canvas`.
 
 At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers counts down):
 
@@ -8,7 +8,7 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
     next canvas = y where accepted, uniformly random tokens elsewhere, whatever the canvas held
 
 A canvas stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
-and commits a, not y. The next step is conditioned on l, logits already divided by the temperature.
+and commits a, not y. The next step is conditioned on l, the logits already divided by the temperature.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
 `generation_diffusion_gemma.py`.
 """
@@ -44,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
 # The bounds that a checkpoint's settings are held to.
 LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
 
-# What scores have noted of a sampler since the first of them.
+# Settings of a sampler that every stored score has noted.
 ALWAYS_NOTED = frozenset({
     "max_new_tokens", "max_length", "max_denoising_steps", "entropy_bound", "t_min", "t_max",
     "stability_threshold", "confidence_threshold", "eos_token_ids", "pad_token_id",
@@ -53,12 +53,12 @@ ALWAYS_NOTED = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler(Controls):
-    """Settings of block-diffusion generation: `Controls` of denoising, and when a sample ends."""
+    """Settings of block-diffusion generation: the `Controls` of denoising, and what ends a sample."""
 
     max_new_tokens: int = 256  # default budget; whole canvases are generated until it is reached
-    max_length: int | None = None  # limit on prompt plus new tokens, None for none
+    max_length: int | None = None  # limit on prompt plus new tokens; None for no limit
     eos_token_ids: tuple[int, ...] = ()  # any of these ends the sample
-    pad_token_id: int | None = None  # fills a canvas after its end; None leaves the tokens there
+    pad_token_id: int | None = None  # fills a canvas after an EOS; None keeps the tokens there
 
     def __post_init__(self) -> None:
         bounds = {name: each.metadata["bounds"] for name, each in CONTROLS.items()}
@@ -74,9 +74,9 @@ class Sampler(Controls):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Sampler":
-        """Build from the fields of generation_config.json; a field that is null takes its default.
+        """Return the sampler of generation_config.json's fields; a field that is null has its default.
 
-        Raise InputError if a field is unknown or not honoured here; the message names it.
+        Raise InputError, which names the field, if a field is unknown, not supported or out of bounds.
         """
         fields = {key: value for key, value in config.items() if value is not None}
         for key in WITHOUT_EFFECT:
@@ -96,7 +96,7 @@ class Sampler(Controls):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> "Sampler":
-        """Build from `folder`/generation_config.json, with transformers' defaults if there is none."""
+        """Return the sampler of `folder`/generation_config.json; without it, transformers' defaults."""
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
@@ -105,7 +105,7 @@ class Sampler(Controls):
     def noted(self) -> dict[str, Any]:
         """Return the settings that are stored with scores.
 
-        Newer fields are left out at their default, so that scores made before them stay valid.
+        Newer fields are left out if they have their default, so that older scores stay valid.
         """
         defaults = {field.name: field.default for field in fields(self)}
         return {k: v for k, v in asdict(self).items() if k in ALWAYS_NOTED or v != defaults[k]}
@@ -116,23 +116,23 @@ class Sampler(Controls):
         return self.t_min + (self.t_max - self.t_min) * (remaining / self.max_denoising_steps)
 
     def schedule(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the temperatures of all steps, float32 [N]."""
+        """Return the temperatures of all N steps, float32 [N], on `device`."""
         return self.temperature(torch.arange(1, self.max_denoising_steps + 1)).to(device)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """Return the index of the first EOS in `tokens`, None where there is none."""
+        """Return the index of the first EOS in `tokens`; None if there is no EOS."""
         return next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
 
     def accepted(self, entropy: Tensor) -> Tensor:
-        """Return which positions a step accepts, bool [B, L], by their `entropy` [B, L] in nats."""
+        """Return whether a step accepts each position, bool [B, L], by its `entropy` [B, L] in nats."""
         return accepted(entropy, self.entropy_bound)
 
     def decide(
         self, draw: Draw, state: CanvasState, schedule: Tensor, pinned: Tensor | None = None
     ) -> None:
-        """Update `state`, in place, by a step's `draw`; the tokens of `pinned` [B, L] are kept.
+        """Update `state` in place by a step's `draw`; known tokens in `pinned` int64 [B, L] are kept.
 
-        It never waits for the device, so it can be captured in a CUDA graph.
+        The call never waits for the device, so it can be captured in a CUDA graph.
         """
         rules = Rules(*(getattr(self, name) for name in Rules._fields))
         accept(draw if pinned is None else holding(draw, pinned), state, schedule, rules)

@@ -1,6 +1,6 @@
-"""Counts how many tokens hold 0.999 of a row's probability, by step, for an engine's `on_logits`.
+"""Counts, by step, how many tokens hold 0.999 of a row's probability; for an engine's `on_logits`.
 
-`sparse_soft_embedding` reads the embeddings of these tokens only, so the counts tell what it saves.
+`sparse_soft_embedding` reads the embeddings of only these tokens: the counts tell what it saves.
 """
 
 import torch
@@ -11,9 +11,9 @@ from quantize.host.processes import Processes
 
 
 class TokensNeeded:
-    """Counts, for one of every 8 rows of logits, how many tokens hold 0.999 of its probability."""
+    """Counts, for every 8th row of logits, how many tokens hold 0.999 of the row's probability."""
 
-    EVERY, ROWS = 8, 64  # of the rows seen, those looked at together: 67 MB in float32
+    EVERY, ROWS = 8, 64  # every 8th row, and 64 of these rows at a time: 67 MB in float32
     STEPS, MOST = ("first step", "second step", "later steps"), (1, 2, 4, 8, 16, 32, 64, 128)
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class TokensNeeded:
         self._found = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
-        """Count rows of logits [m, V], each with its 1 / T [m] and denoising step [m], from 1 on."""
+        """Count rows of logits [m, V]; each has its 1 / T [m] and its denoising step [m], from 1."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
             each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)
@@ -33,7 +33,7 @@ class TokensNeeded:
             self._found.append((kind[:, None] == each).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
-        """Return step ("first step", ...) -> tokens ("at most 8", ...) -> rows, of all processes."""
+        """Return numbers of rows by step ("first step") and tokens ("at most 8"), of all processes."""
         own = torch.stack([found.cpu() for found in self._found]).sum(0)
         rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]

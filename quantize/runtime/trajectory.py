@@ -1,13 +1,13 @@
-"""Records denoising trajectories: what a model read at every step, so that another can replay it.
+"""Records denoising trajectories: what a model read at every step, so that another model can replay it.
 
-A trajectory holds its prompt, the canvas ids the decoder read at each step of each canvas, and what
-was committed. With the sampler's settings that is all a teacher-forced replay needs: logits and
-self-conditioning are recomputed. On disk, in one folder:
+A trajectory holds a prompt, the canvas ids that the decoder read at each step of each canvas, and the
+committed canvases. With the sampler's settings, this is all that a teacher-forced replay needs, since
+logits and self-conditioning are recomputed. A folder on disk has two files:
 
     trajectories.safetensors   <index>.prompt [n], <index>.steps [all steps, L], <index>.committed
-                               [canvases, L]; int32; of a prompt with pictures also <index>.pixels
-                               and <index>.positions, as `Images` has them
-    trajectories.json          sampler settings; per trajectory seed, thinking, held_out and
+                               [canvases, L]; all int32. For a prompt with pictures also
+                               <index>.pixels and <index>.positions, as in `Images`
+    trajectories.json          sampler settings; for each trajectory seed, thinking, held_out and
                                steps_per_canvas
 """
 
@@ -46,7 +46,7 @@ class Prompt:
     images: Images | None = field(default=None, compare=False)
 
     def kind(self, window: int) -> str:
-        """Return `pictures`, `past the window` (more than `window` tokens), or `text`."""
+        """Return `pictures`, `past the window` (if longer than `window` tokens), or `text`."""
         if self.images is not None:
             return "pictures"
         return "past the window" if len(self.ids) > window else "text"
@@ -59,8 +59,8 @@ class Trajectory:
     prompt: Prompt
     seed: int  # of its noise
     held_out: bool  # whether calibration did not observe it
-    steps: tuple[Tensor, ...]  # [steps, L] for each canvas, the ids that the decoder read
-    committed: Tensor  # [canvases, L]
+    steps: tuple[Tensor, ...]  # for each canvas int64 [steps, L], the ids that the decoder read
+    committed: Tensor  # int64 [canvases, L], the committed ids
 
 
 def record(
@@ -73,7 +73,7 @@ def record(
     held_out: bool,
     on_step: OnStep | None = None,
 ) -> list[Trajectory]:
-    """Generate from `prompts` as one batch, as `generate` does, and return the trajectories."""
+    """Generate up to `canvases` canvases per prompt as one batch; return one trajectory per prompt."""
     read: dict[tuple[int, int], list[Tensor]] = {}
 
     def remember(step: StepRecord) -> None:
@@ -114,13 +114,13 @@ def record_all(
     held_out: int = 0,
     watching: Watching | None = None,
 ) -> list[Trajectory]:
-    """Record `prompts` in batches; return their trajectories. A prompt's seed follows from its index.
+    """Record `prompts` in batches; return all trajectories, in the order of the prompts.
 
-    The last `held_out` prompts have batches of their own, which are not watched. `processes` share the
-    batches that one process would make alone; each returns all trajectories, in prompt order.
-
-    `settings` has the number of canvases, the seed and the size of a batch. `watching` is called with a
-    batch's engine and the index of its first prompt; the batch runs in the context that it returns.
+    `settings` has the number of canvases, the seed and the batch size. The seed of a prompt's noise
+    follows from its index. `processes` share the batches that one process would make alone; each one
+    returns all trajectories. `watching` is called with a batch's engine and the index of its first
+    prompt, and returns the context manager in which the batch runs. The last `held_out` prompts have
+    batches of their own, which are not watched.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))
@@ -156,13 +156,13 @@ def record_all(
 
 
 def context_of(checkpoint: Path, prompts: Sequence[Sequence[int]], canvases: int) -> int:
-    """Return how many positions the longest of `prompts` takes with `canvases` canvases behind it."""
+    """Return how many positions the longest of `prompts` takes, followed by `canvases` canvases."""
     length: int = read_config(checkpoint)["canvas_length"]
     return max(len(prompt) for prompt in prompts) + canvases * length
 
 
 def longest(trajectories: Sequence[Trajectory]) -> int:
-    """Return how many positions the longest trajectory takes."""
+    """Return how many positions the longest trajectory takes, prompt and committed canvases."""
     return max(len(item.prompt.ids) + item.committed.numel() for item in trajectories)
 
 
@@ -185,7 +185,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
 
 
 def load_trajectories(folder: Path) -> tuple[list[Trajectory], Sampler]:
-    """Return what `save_trajectories` wrote; raise InputError if a file is missing."""
+    """Return the trajectories and sampler that were saved; raise InputError if a file is missing."""
     for name in (TENSORS, INDEX):
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: no recorded trajectories there; run calibrate")

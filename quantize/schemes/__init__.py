@@ -1,1 +1,1 @@
-"""Schemes: their records, their arithmetic, and GPTQ, which chooses codes and scales."""
+"""Quantization schemes: their records, their arithmetic, and GPTQ, which chooses codes and scales."""

@@ -4,21 +4,21 @@ If a Linear's weight W is rounded to Q, the squared change of its output x W^T h
 
     loss = tr (W - Q) H (W - Q)^T,    H = mean of x x^T, [in, in]
 
-Under given scales, rounding to nearest minimises it only where H is diagonal. Three steps lower it:
+With fixed scales, rounding to nearest minimises this loss only if H is diagonal. Three steps lower it:
 
-  1. GPTQ (Frantar et al., arXiv 2210.17323) rounds one input's weights after the other, and spreads
-     each error over the inputs not yet rounded. The rows of U say how, where H^-1 = U^T U.
-  2. For NVFP4 each block of 16 inputs has a usual scale, amax / 6. GPTQ also tries its neighbours in
-     e4m3, and keeps the scale under which the sum of (error / U_ii)^2 is least.
-  3. Coordinate descent moves one code at a time, or one block scale of NVFP4, to where the loss by
-     the damped H is least while all others stay. It never raises that loss.
+  1. GPTQ (Frantar et al., arXiv 2210.17323) rounds the weights of one input after another, and spreads
+     each error over the inputs not yet rounded, weighted by a row of U, where H^-1 = U^T U.
+  2. For NVFP4 each block of 16 inputs has a usual scale, amax / 6. GPTQ also tries the e4m3 numbers
+     next to it, and keeps the scale under which the sum of (error / U_ii)^2 is least.
+  3. Coordinate descent moves one code, or one block scale of NVFP4, at a time to the value of least
+     loss under the damped H, while all others stay. It never raises that loss.
 
-Weights are [experts, out, in], one Hessian an expert; everything is batched over experts. Arithmetic is
-float32, the inverse and its factor float64. H is damped: `DAMPING` times its mean diagonal is added.
-The NVFP4 global scale stays as given: q/k/v and gate/up share it (`rounding.global_scale`).
+Weights are [experts, out, in], batched over experts, with one Hessian per expert. Arithmetic is
+float32; H is factored and inverted in float64. H is damped: `DAMPING` times its mean diagonal is added.
+The NVFP4 global scale stays as given, since q/k/v and gate/up share it (`rounding.global_scale`).
 
 Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
-and the asymmetric loss of GPTAQ, which was worse here.
+and GPTAQ's asymmetric loss, which was worse here.
 """
 
 from collections.abc import Generator
@@ -39,7 +39,7 @@ DAMPING = 0.01
 SWEEPS = 4  # passes of coordinate descent
 FACTORS = 4  # Hessians that are factored side by side
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
-COLUMNS = 512  # of a Hessian that `energy` multiplies at once
+COLUMNS = 512  # columns of a Hessian that `energy` multiplies at once
 SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 
 
@@ -49,8 +49,8 @@ class Rounded:
 
     tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize`'s
     loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T over tr W H W^T
-    nearest: Tensor  # [E] f32, the same of rounding to nearest
-    fell_back: Tensor  # bool [E], rounded to nearest since H had no factor
+    nearest: Tensor  # [E] f32, the same ratio for rounding to nearest
+    fell_back: Tensor  # bool [E], whether it was rounded to nearest since its H had no factor
 
 
 def shrunk(
@@ -58,11 +58,11 @@ def shrunk(
 ) -> Tensor:
     """Return the mean Hessians [E', in, in] of the experts `at`, drawn towards the mean of all experts.
 
-    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] how many tokens each expert saw. An
-    expert that saw n tokens gets n / (n + in) of its own mean and the rest from the mean of all: few
+    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] the tokens that each expert saw. For
+    n tokens the result is n / (n + in) of the expert's mean plus in / (n + in) of the mean of all: few
     tokens make a Hessian of low rank, which GPTQ would trust too much. A dense Linear (E = 1) keeps its
-    mean. With `inputs`, sums and results are [inputs, inputs] matrices in tiles (`hessians`). Raise
-    QuantizeError if no expert saw a token, or if a Hessian of `at` is not finite.
+    mean. If `inputs` is given, sums and results are tiles of [inputs, inputs] matrices (`hessians`).
+    Raise QuantizeError if no expert saw a token, or if a Hessian of `at` is not finite.
     """
     if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
@@ -79,14 +79,14 @@ def shrunk(
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Round weights to a scheme's tensors by the three steps of the module's docstring.
+    """Return weights rounded to a scheme's tensors by the three steps of the module's docstring.
 
     `weight` is BF16 [E, out, in], finite, `in` a multiple of 16. `hessian` is float32 [E, in, in], as
-    `shrunk` returns it; it is damped in place while this runs, and restored. `shared` are the FP32
-    global scales [E, 1], None for a scheme without.
+    `shrunk` returns it; while this runs, it is damped in place, and it is restored at the end. `shared`
+    are the FP32 global scales [E, 1], None if the scheme has no global scale.
     """
     grid, ranges, wide = scheme.codes, scheme.observe(weight, "memoryless_minmax"), weight.float()
-    if shared is None:  # the BF16 scales of rounding to nearest stay: one a row, or a group
+    if shared is None:  # the BF16 scales of rounding to nearest stay: one per row or per group
         tensors = scheme.quantize(weight, ranges, None, None)
         step = grid.scale(ranges)[..., None]  # [E, out, groups, 1]
         blocks = weight.unflatten(-1, (step.shape[-2], -1))
@@ -151,9 +151,9 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """Damp H [E, in, in] in place; return the upper factor U of its inverse, and which [E] lack U.
 
-    With the inputs in reverse order, H = L L^T, and H^-1 = U^T U where U is L^-1, reversed again. A
-    matrix at a time, since libraries' batched factorisations are made for small ones; on a GPU on
-    several streams, since one of 2,816 inputs leaves most of it idle.
+    With the inputs in reverse order, H = L L^T, and H^-1 = U^T U where U is L^-1, reversed again.
+    Matrices are factored singly, since libraries' batched factorisations are made for small matrices.
+    A GPU uses several streams, since one matrix of 2,816 inputs leaves most of the GPU idle.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.double().mean(-1)
@@ -185,7 +185,7 @@ def _streams(device: torch.device) -> Generator[list[torch.cuda.Stream | None]]:
         current.wait_stream(other)
 
 
-@cache  # memory that a stream has freed serves that stream alone
+@cache  # memory that a stream has freed serves only that stream
 def _others(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     return [torch.cuda.Stream(device) for _ in range(count)]
 
@@ -223,7 +223,7 @@ def _spread_errors(
 
 
 def _near(scale: Tensor, neighbours: int) -> Tensor:
-    """Return the e4m3 numbers around `scale` [...]: [..., 2 * neighbours + 1], never 0 nor NaN."""
+    """Return the e4m3 numbers around `scale` [...]: [..., 2 * neighbours + 1], neither 0 nor NaN."""
     bits = scale.to(FP8).view(torch.uint8).short()
     offsets = torch.arange(-neighbours, neighbours + 1, dtype=torch.int16, device=scale.device)
     return (bits[..., None] + offsets).clamp(1, 126).to(torch.uint8).view(FP8).float()
@@ -250,7 +250,7 @@ def round_block(
         amax = weight.abs().amax(-1).bfloat16()  # as `Scheme.observe` has it
         candidates = _near(block_scale(amax, shared[:, None]), grid.neighbours)
     step = candidates / shared[:, None, None]
-    # [16, E, out, C]: what is rounded at once lies together, which takes a quarter less
+    # [16, E, out, C]: what is rounded together is adjacent in memory, which saves a quarter of the time
     left = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])
     found, error, factor = torch.empty_like(left), torch.empty_like(left), factor.movedim(0, -1)
     for i in range(GROUP):
@@ -268,13 +268,13 @@ def round_block(
 def _descend(
     weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, shared: Tensor, grid: Codes
 ) -> Tensor:
-    """Move block scales and codes one at a time to where the loss by `hessian` is least.
+    """Move block scales and codes one at a time to the value of least loss under `hessian`.
 
     Return the slope (W - Q) H [E, out, in] that is left: minus half the loss's derivative by Q.
     """
     slope = (weight - _values(codes, scales / shared[:, None, None])) @ hessian
     moved = weight.new_empty(*weight.shape[:-1], SPAN)
-    sweep: list[partial[Tensor | None]] = []  # cut once: on a GPU the host would take too long
+    sweep: list[partial[Tensor | None]] = []  # views made once, else a GPU waits for the host
     for start in range(0, weight.shape[-1], SPAN):
         span = slice(start, min(start + SPAN, weight.shape[-1]))
         near = slope[..., span].clone()
@@ -298,12 +298,12 @@ def descend_block(
     slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
     grid: Codes,
 ) -> None:  # fmt: skip
-    """Move each row's scale, then its 16 codes, one at a time, to where the loss is least.
+    """Move each row's block scale, then its 16 codes one at a time, to the value of least loss.
 
     `slope` [E, out, 16] is (W - Q) H at the block's inputs, `hessian` [E, 16, 16] a diagonal block
     of H, `shared` [E] the global scale. `codes` [E, out, 16] (the values that codes stand for) and
-    `scales` [E, out] change in place; if `grid.neighbours` is 0, only codes do. `moved` [E, out, 16]
-    receives the change of the rounded weights, codes * scale / shared.
+    `scales` [E, out] change in place; if `grid.neighbours` is 0, only codes change. `moved`
+    [E, out, 16] receives the change of the rounded weights, codes * scale / shared.
     """
     if launches(slope.device):
         from fused_dequant import gptq

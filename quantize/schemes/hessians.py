@@ -1,10 +1,10 @@
-"""Hessians of Linears: sums of x x^T over their inputs x, of which only the upper triangle is held.
+"""Hessians of Linears: sums of x x^T over their inputs x; only the upper triangle is stored.
 
 A Hessian is cut into tiles of 128 x 128. Tile t = j (j + 1) / 2 + i holds the products of input blocks
-i <= j; tiles below the diagonal are these, transposed. So the Hessians of one layer of the 26B model
-take 2.4 GB. On a GPU a kernel adds bf16 rows, and computes these tiles alone (`fused_dequant/gram.py`).
-It adds the rows of several forward passes at once, since reading and writing 2.4 GB takes as long as
-summing the 2,048 rows of one pass.
+i <= j. Tiles below the diagonal are not stored: they are transposes of these. So the Hessians of one
+layer of the 26B model take 2.4 GB. On a GPU a kernel adds bf16 rows to the stored tiles
+(`fused_dequant/gram.py`). It adds the rows of several forward passes at once, since reading and writing
+2.4 GB takes as long as summing the 2,048 rows of one pass.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from quantize.schemes.gptq import shrunk
 
-PASSES, PASSES_BYTES = 8, 256 << 20  # whose rows a kernel adds at once, as many as both allow
+PASSES, PASSES_BYTES = 8, 256 << 20  # most passes, and bytes of rows, that a kernel adds at once
 
 
 def tiles_of(inputs: int) -> int:
@@ -28,7 +28,7 @@ def tiles_of(inputs: int) -> int:
 
 
 class Hessians:
-    """Sums x x^T over all rows x of each Linear's input in `names`, and counts them, by expert."""
+    """Sums x x^T over the rows x of each input in `names`, and counts the rows, for each expert."""
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add rows [..., in] of input `name`; `experts` [rows, topk] are each row's, None if dense."""
+        """Add rows [..., in] of input `name`; `experts` [rows, topk] are theirs, None if dense."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -50,12 +50,12 @@ class Hessians:
             self._settle(name)
 
     def sums(self, name: str) -> Tensor:
-        """Return input `name`'s sums of x x^T, in tiles: f32 [E, tiles, 128, 128]; dense: E is 1."""
+        """Return input `name`'s sums of x x^T, in tiles: f32 [E, tiles, 128, 128]; E = 1 if dense."""
         self._settle(name)
         return self._sums[name]
 
     def tokens(self, name: str) -> Tensor:
-        """Return how many tokens each expert read at the input `name`: int64 [E]."""
+        """Return how many tokens each expert read from input `name`: int64 [E]."""
         self._settle(name)
         return self._tokens[name]
 
@@ -75,7 +75,7 @@ class Hessians:
         _add(self._sums[name], x, order, starts, chosen[0].shape[1] if chosen else 1)
 
     def _sorted(self, chosen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the choices of some passes sorted by experts, and where each expert's begin."""
+        """Return the choices of some passes sorted by expert, and where those of each expert begin."""
         # The experts' two inputs have the same choices, in the same memory: they are sorted once.
         if self._choices is None or _places_of(self._choices[0]) != _places_of(chosen):
             # A byte is sorted in one pass.
@@ -87,7 +87,7 @@ class Hessians:
         return self._choices[1], self._choices[2]
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
-        """Return an input's mean Hessians [E', in, in], of the experts `at`, shrunk by `gptq.shrunk`.
+        """Return input `name`'s mean Hessians [E', in, in] of the experts `at`, by `gptq.shrunk`.
 
         Raise KeyError if the input was never seen, QuantizeError if it had no rows or non-finite ones.
         """
@@ -101,7 +101,7 @@ def _places_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 @lru_cache(4)
 def _alone(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return what `_sorted` does for one expert that all rows are of."""
+    """Return what `_sorted` would return if all rows were of one expert."""
     return torch.arange(rows, device=device), torch.tensor([0, rows], device=device)
 
 
@@ -131,10 +131,10 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def whole(tiles: Tensor, inputs: int) -> Tensor:
-    """Return the whole matrices [E, in, in], symmetric to the bit, of tiles [E, tiles, 128, 128].
+    """Return whole matrices [E, in, in], symmetric to the bit, from their tiles [E, tiles, 128, 128].
 
-    Of a tile on the diagonal only the upper triangle is used: a BLAS may sum element (i, j) and element
-    (j, i) in different orders.
+    Only the upper triangle of a diagonal tile is used: a BLAS may sum its elements (i, j) and (j, i) in
+    different orders.
     """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)

@@ -1,20 +1,20 @@
 """Records of the quantization schemes: each one's name, its layouts on disk, and its arithmetic.
 
 All code that needs to know something about a scheme asks its record. A new scheme needs a record in
-`SCHEMES`, a kernel, and in `rounding` any arithmetic that is new. An activation mode (`modes`) may
-change what a product multiplies (`Scheme.as_multiplied`).
+`SCHEMES`, a kernel, and code in `rounding` for any arithmetic that is new. An activation mode (`modes`)
+may change what a product multiplies (`Scheme.as_multiplied`).
 
   scheme        codes  scales                                  activations while serving
-  FP8_DYNAMIC   e4m3   BF16 a row                              e4m3, a scale a token
-  INT8_DYNAMIC  int8   BF16 a row                              int8, a scale a token
-  NVFP4         e2m1   e4m3 for 16 inputs, FP32 for a matrix   e2m1 under a calibrated FP32 scale
-  NVFP4A16      e2m1   the same                                BF16
-  MXFP4A16      e2m1   e8m0 for 32 inputs                      BF16
+  FP8_DYNAMIC   e4m3   BF16 per row                            e4m3, one scale per token
+  INT8_DYNAMIC  int8   BF16 per row                            int8, one scale per token
+  NVFP4         e2m1   e4m3 per 16 inputs, FP32 per matrix     e2m1 under a calibrated FP32 scale
+  NVFP4A16      e2m1   e4m3 per 16 inputs, FP32 per matrix     BF16
+  MXFP4A16      e2m1   e8m0 per 32 inputs                      BF16
 
-For NVFP4, ModelOpt stores `weight_scale_2` = amax / (6 * 448), a SMALL number that multiplies. It is
-the inverse of compressed-tensors' `weight_global_scale`. `input_scale` inverts `input_global_scale`.
-Codes, nibble order and block scales are the same. ModelOpt's FP8 has one scale for a weight matrix, and
-one fixed scale (amax / 448) for a Linear's activations; here activations get a scale a token instead.
+For NVFP4, ModelOpt stores SMALL numbers that multiply: `weight_scale_2` = amax / (6 * 448), the inverse
+of compressed-tensors' `weight_global_scale`, and `input_scale`, the inverse of `input_global_scale`.
+Codes, nibble order and block scales are the same. ModelOpt's FP8 has one scale per weight matrix and
+one fixed scale (amax / 448) for a Linear's activations; here activations get one scale per token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,14 +40,14 @@ from quantize.schemes.rounding import (
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> safetensors dtype and shape
 SCALE_DTYPES = {"F8_E4M3": "torch.float8_e4m3fn", "U8": "torch.uint8", "BF16": None}  # in a config
-GPTQ_ERRS = 1.5  # times the error of rounding to nearest that its weights may have
+GPTQ_ERRS = 1.5  # limit on GPTQ's error, as a multiple of the limit for rounding to nearest
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """How one library writes a scheme, which it calls `name` (`format` or ModelOpt's `quant_algo`).
+    """How one library stores a scheme; `name` is its `format`, or in ModelOpt its `quant_algo`.
 
-    `tensors(out, in)` returns a Linear's tensors by suffix, in the order they are written: codes first.
+    `tensors(out, in)` returns suffix -> (dtype, shape) of a Linear in writing order, codes first.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Scheme:
 
     name: str  # the scheme's name in recipes and in everything we write
     compressed: OnDisk  # compressed-tensors' way to write it, which is ours
-    packed: OnDisk  # how the kernels hold it, but for the dtype of a row's scale
+    packed: OnDisk  # the kernels' layout in memory, except the dtype of a row's scale
     config_weights: tuple[str, int, str]  # type, num_bits and strategy of weights in a config group
     codes: Codes  # the number format of the weights
     # (weight [..., out, in], ranges, shared global scale or None, `out` or None) -> tensors by suffix.
@@ -81,7 +81,7 @@ class Scheme:
 
     @property
     def group_size(self) -> int:
-        """How many inputs share a scale (a divisor of in-features); 1 where a whole row shares one."""
+        """How many inputs share a scale (a divisor of in-features); 1 if a whole row shares one."""
         return self.codes.group or 1
 
     @property
@@ -90,14 +90,14 @@ class Scheme:
         return "weight_global_scale" in self.compressed.tensors(1, GROUP)
 
     def largest_error(self, rounding: str) -> float:
-        """Return the limit on |W - W'| / |W| of a `rounding`: `nearest`, or `gptq`, which may err more.
+        """Return the limit on |W - W'| / |W| for `rounding`: `nearest`, or `gptq`, which may err more.
 
         GPTQ's largest error on the bundled model with 64 prompts was 0.113 in NVFP4 and 0.044 in FP8.
         """
         return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
 
     def as_multiplied(self, mode: str) -> "Scheme":
-        """Return this scheme, or for NVFP4 in the activation mode `fp8` its W4A8 variant."""
+        """Return this scheme, or for NVFP4 weights in activation mode `fp8` its W4A8 variant."""
         if mode != "fp8" or self.kernel != "nvfp4":
             return self
         return replace(
@@ -111,7 +111,7 @@ class Scheme:
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
         """Return the compressed-tensors config group that gives this scheme to the modules `targets`.
 
-        It equals compressed-tensors' own preset of the scheme, whose import takes seconds.
+        It equals the preset in compressed-tensors, a library that takes seconds to import.
         """
         kind, bits, strategy = self.config_weights
         group = self.codes.group
@@ -141,7 +141,7 @@ class Scheme:
         }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
-        """Return the ranges BF16 [..., out, groups] that scales of a weight [..., out, in] cover."""
+        """Return the ranges that scales of a weight [..., out, in] cover: BF16 [..., out, groups]."""
         return rounding.observe(weight, self.codes, observer)
 
 
@@ -152,7 +152,7 @@ def _rows(dtype: str, out: int, inputs: int) -> Tensors:
 def _groups(
     codes: str, number: tuple[int, ...], shared: Sequence[str], out: int, inputs: int
 ) -> Tensors:
-    """Return e2m1 codes, block scales, and `shared` scales of a whole matrix, in ours or ModelOpt's."""
+    """Return the tensors of e2m1 `codes`, block scales, and `shared` scales of shape `number`."""
     scale = ("F8_E4M3", (out, inputs // GROUP))
     tensors: Tensors = {codes: ("U8", (out, inputs // 2)), "weight_scale": scale}
     return tensors | dict.fromkeys(shared, ("F32", number))
@@ -245,12 +245,12 @@ _ALL = (
     ),
 )
 SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
-# (what its writer calls the scheme, how it writes it)
+# (what a library calls the scheme, how that library stores it)
 LAYOUTS = (
     *((scheme.name, scheme.compressed) for scheme in _ALL),
     *((scheme.modelopt.name, scheme.modelopt) for scheme in _ALL if scheme.modelopt),
 )
-# Suffixes of a quantized Linear's tensors, behind the module's name.
+# Suffixes of a quantized Linear's tensors, after the module's name.
 SUFFIXES = tuple(
     dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout.tensors(1, GROUP))
 )
@@ -261,7 +261,7 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return which of n Linears, stacked in `tensors` [n, ...], are finite with global scales > 0."""
+    """Return bool [n]: whether Linears [n, ...] are finite, with global and input scales above 0."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)

@@ -1,25 +1,25 @@
-"""The arithmetic of all schemes: weights to codes and (block) scales and back, activations rounded.
+"""The arithmetic of all schemes: quantizes and dequantizes weights, and rounds activations.
 
 Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized together.
 
   codes        scale                                             weight =
   e4m3, int8   BF16 per output row = amax / 448 (/ 127.5)        code * scale
   e2m1, two    e8m0 per 32 inputs (MXFP4): a power of two        code * scale
-  a byte
+  per byte
   e2m1, two    e4m3 per 16 inputs = global * amax / 6;           code * (scale / global)
-  a byte       global FP32 = 448 * 6 / amax of the tensor
+  per byte     global FP32 = 448 * 6 / amax of the tensor
 
 `formats` has the codes. The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`.
 Linears that a server fuses into one matrix (q/k/v, gate/up) must share it.
 
-Quantized weights have the bits that compressed-tensors 0.19 makes with llm-compressor 0.14's observers.
-For that every step has their dtypes. Scales are BF16 quotients; FP8 codes are rounded twice (to BF16,
-then e4m3). A global scale is rounded to BF16 before it is stored as FP32; NVFP4 codes come from FP32.
-Activations are rounded in FP32 throughout, as serving kernels do, and INT8 with 127 instead of 127.5.
+Quantized weights have the bits that compressed-tensors 0.19 makes with llm-compressor 0.14's observers,
+since every step uses their dtypes: scales are BF16 quotients; FP8 codes are rounded twice (to BF16,
+then e4m3); a global scale is rounded to BF16 before it is stored as FP32; NVFP4 codes come from FP32.
+Activations are rounded in FP32 throughout, as serving kernels do, with 127 instead of 127.5 for INT8.
 
-Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest one (2^-7 per row, 0.125
-per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no codes:
-`observe` returns them as ranges, and the caller refuses the tensor.
+Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest scale (2^-7 per row,
+0.125 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no
+codes: `observe` returns them as ranges, and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
 
@@ -64,25 +64,25 @@ class Codes:
     """A number format of weights: its codes, and how ranges of weights become scales."""
 
     name: str  # what the kernels call it
-    scale: Callable[[Tensor], Tensor]  # the scales of ranges, in their dtype, never 0
+    scale: Callable[[Tensor], Tensor]  # ranges -> scales of the same dtype, never 0
     group: int | None  # the inputs that share a scale; None for all inputs of a row
-    # Rounds weights over their scale, in their memory, so that `cast` changes nothing.
+    # Clamps weights / scale to the codes' range; rounds them, unless `cast` does; may overwrite them.
     fit: Callable[[Tensor], Tensor]
     cast: torch.dtype  # the dtype whose cast ends the rounding
     store: Callable[[Tensor], Tensor]  # FP32 values of codes -> codes as on disk
     neighbours: int = 0  # e4m3 codes that GPTQ tries below and above a block scale; 0: it is fixed
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return the nearest codes' FP32 values; `scaled`, weights over their scale, is overwritten."""
+        """Return the FP32 values of the nearest codes; `scaled`, weights / scale, may be changed."""
         return self.fit(scaled).to(self.cast).float()
 
 
 def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
     """Return the range that the scale of each group of weights covers: BF16 [..., out, groups].
 
-    `weight` is BF16 [..., out, in]. A range is its group's largest magnitude by `memoryless_minmax`;
-    `memoryless_mse` shrinks it where that lowers the sum of |W - W'|^2.4. A group that holds NaN or
-    infinity has a range of NaN or infinity.
+    `weight` is BF16 [..., out, in]. For `memoryless_minmax` a range is the largest magnitude of its
+    group; `memoryless_mse` shrinks the range if that lowers the sum of |W - W'|^2.4. A group that holds
+    NaN or infinity has a range of NaN or infinity.
     """
     *leading, inputs = weight.shape
     groups = inputs // (codes.group or inputs)
@@ -111,7 +111,7 @@ def global_scale(ranges: Sequence[Tensor]) -> Tensor:
 def quantize_rows(
     codes: Codes, weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to e4m3 or int8 with a scale a row; return tensors by name.
+    """Quantize BF16 weights [..., out, in] to e4m3 or int8, one scale per row; return suffix -> tensor.
 
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. Codes are written to
     `out`, of the weight's shape and any strides; None allocates it.
@@ -142,11 +142,11 @@ def quantize_groups(
 
 
 def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Tensor:
-    """Return the packed codes of weights over the step of their group [..., out, in / group]."""
+    """Return the packed codes of weights divided by their group's step [..., out, in / group]."""
     *leading, inputs = weight.shape
     packed = weight.new_empty((*leading, inputs // 2), dtype=torch.uint8) if out is None else out
     divisor, groups = steps.unsqueeze(-1), weight.unflatten(-1, (-1, group))
-    rooms: tuple[Tensor, ...] = ()  # FP32 memory of a block, used again: new pages cost time
+    rooms: tuple[Tensor, ...] = ()  # FP32 memory of a block, reused: new pages cost time
     for block in blocks(weight):
         own = groups[block]
         rooms = rooms or tuple(torch.empty_like(own, dtype=torch.float32) for _ in range(2))
@@ -159,14 +159,14 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights to MXFP4 in groups of 32; arguments are those of `quantize_groups`."""
+    """Quantize as `quantize_groups` does, but to MXFP4: groups of 32, and no global scale."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return BF16 weights [..., out, in] of 8-bit codes and their scales, given by on-disk suffix."""
+    """Return the BF16 weights [..., out, in] of 8-bit codes and scales, given by on-disk suffix."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
     table = _values(codes.dtype, scale.dtype, codes.device)
@@ -180,12 +180,12 @@ def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
 
 @lru_cache
 def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the value of each byte: looking it up takes a CPU a fifth of casting e4m3."""
+    """Return the value of each byte: on a CPU a look-up takes a fifth of the time of casting e4m3."""
     return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype).to(device)
 
 
 def dequantize_groups(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return BF16 weights [..., out, in] of NVFP4 or MXFP4 tensors, given by on-disk suffix."""
+    """Return the BF16 weights [..., out, in] of NVFP4 or MXFP4 tensors, given by on-disk suffix."""
     if tensors["weight_scale"].dtype == torch.uint8:
         return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
     scale = tensors["weight_scale"].float()
@@ -222,13 +222,13 @@ def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
-    """Return activations x [..., K] rounded to e4m3 or int8 with a scale a token, in x's own dtype."""
+    """Return activations x [..., K] rounded to e4m3 or int8, one scale per token, in x's dtype."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
 
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
-    """Return x [..., K] rounded to e2m1 with an e4m3 scale for each 16 values, in x's dtype.
+    """Return activations x [..., K] rounded to e2m1, one e4m3 scale per 16 values, in x's dtype.
 
     `global_scale` is 448 * 6 / the calibrated amax; raise ValueError if it is None. Values beyond that
     amax saturate. Arithmetic is FP32.
@@ -241,7 +241,7 @@ def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
 
 
 def _quotients(half_range: float, ranges: Tensor) -> Tensor:
-    """Return range / half range, half the distance from the lowest to the highest code; never 0."""
+    """Return ranges / half_range (half the distance from the lowest to the highest code), never 0."""
     scale = quotient(ranges, half_range)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
 
@@ -264,7 +264,7 @@ def _rows(name: str, half_range: float, fit: Callable[[Tensor], Tensor], cast: t
 
 E4M3_ROWS = _rows("e4m3", FP8_MAX, _fit_e4m3, FP8)
 INT8_ROWS = _rows("int8", 127.5, lambda x: x.clamp_(-128, 127).round_(), torch.int8)
-# Rounded values, not yet packed. Six e4m3 codes around amax / 6 are tried by GPTQ.
+# Rounded values, not yet packed. GPTQ tries six e4m3 codes below amax / 6 and six above.
 E2M1_GROUPS = Codes(
     "e2m1", partial(_quotients, E2M1_MAX), GROUP, _fit_e2m1, torch.float32, pack_e2m1, neighbours=6
 )
@@ -277,8 +277,8 @@ MX_GROUPS = Codes(
 def _shrink(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
     """Return the shrunk ranges [..., out, groups] of least error: llm-compressor's memoryless_mse.
 
-    It tries 1.00, 0.99, ... 0.81 of every range, and gives a Linear up after 5 steps that improved
-    no group of it; errors are BF16 sums. The block scale stays BF16 during its search for NVFP4.
+    It tries 1.00, 0.99, ... 0.81 of every range, and stops for a Linear after 5 steps in a row that
+    improved none of its groups. Errors are BF16 sums. For NVFP4 the block scale is BF16 in the search.
     """
     best, least = ranges.clone(), torch.full_like(ranges, torch.finfo(ranges.dtype).max)
     stale = torch.zeros(ranges.shape[:-2], dtype=torch.int32, device=ranges.device)  # per Linear
@@ -307,7 +307,7 @@ def _error(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; in BF16 it compares bits, 10 times as fast as isfinite."""
+    """Return whether every value is finite; for BF16 it compares bits, 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
         step = BLOCK_VALUES if tensor.device.type == "cpu" else 64 * BLOCK_VALUES  # each waits
         bits = tensor.view(torch.int16).flatten().split(step)
@@ -328,7 +328,7 @@ def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
 
 
 def sound_scales(scale: Tensor) -> bool:
-    """Return whether scales are finite, and not negative if e4m3: packed layouts hold no sign."""
+    """Return whether scales are finite and, if e4m3, not negative: packed layouts hold no sign bit."""
     if scale.dtype == FP8 and scale.numel() and bool(scale.view(torch.uint8).amax() > 0x7F):
         return False
     return bool(finite_each(scale[None], scale=True).all())

@@ -1,8 +1,8 @@
-"""Puts finished choices, and what each canvas adds to them, into the shapes of OpenAI's protocol.
+"""Writes finished choices, and what each canvas adds to a choice, as objects of OpenAI's protocol.
 
-Extra fields: `reasoning_content` beside `content`; in `usage` the decoder forwards of all canvases
-(`denoising_steps`) and `tokens_per_forward`; `seed` of each choice, so that it can be made again;
-and, for streams that ask for drafts, chunks without choices that hold a `draft`.
+Fields that OpenAI lacks: `reasoning_content` beside `content`; in `usage` the numbers `canvases`,
+`denoising_steps` (decoder forwards of all choices) and `tokens_per_forward`; in each choice the
+`seed` that makes it again. Streams that ask for drafts also have chunks with a `draft`, no choices.
 """
 
 import json
@@ -26,21 +26,21 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """An answer: one JSON object, or the chunks of a stream, the last of which may be an error."""
+    """An answer: one JSON object, or the chunks of a stream, whose last chunk may be an error."""
 
     body: Json | AsyncIterator[Json]
     headers: Mapping[str, str]
 
     @property
     def response(self) -> Response:
-        """Return the HTTP response of chat or plain completions: JSON, or server-sent events."""
+        """Return the HTTP response of a chat or a plain completion: JSON, or server-sent events."""
         if isinstance(self.body, dict):
             return JSONResponse(self.body, headers=self.headers)
         return stream(_lines(self.body), self.headers)
 
 
 def stream(lines: AsyncIterator[str], headers: Mapping[str, str]) -> Response:
-    """Return a response that sends `lines`, server-sent events as text."""
+    """Return a response that streams `lines`, the text of server-sent events."""
     fresh = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(lines, headers={**headers, **fresh}, media_type="text/event-stream")
 
@@ -55,10 +55,10 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 
 @dataclass
 class Shape:
-    """Makes the answer to one request, or its chunks; each of its `jobs` makes one choice.
+    """Makes the JSON of one request: its whole answer, or the chunks of its stream.
 
-    `chats` is True for a chat, and False for a plain completion. `prompt_tokens` counts each prompt
-    once, however many choices it has. With `include_usage` the last chunk of a stream has the usage.
+    Each of `jobs` makes one choice; `chats` is False for a plain completion. `prompt_tokens` counts
+    each prompt once, whatever its number of choices. `include_usage` adds a last chunk with usage.
     """
 
     chats: bool
@@ -106,18 +106,18 @@ class Shape:
         return self._chunk(about | text | {"seed": self.jobs[index].seed})
 
     def draft(self, index: int, draft: Draft) -> Json:
-        """Return the chunk of a canvas in the middle of denoising; clients may ignore it."""
+        """Return the chunk that shows a canvas after a denoising step; clients may ignore it."""
         tokens = [self.text.piece(token) for token in draft.tokens]
         shown = {"index": index, "canvas": draft.canvas, "step": draft.step}
         return self._chunk() | {"draft": shown | {"tokens": tokens, "accepted": draft.accepted}}
 
     def ending(self) -> Json:
-        """Return the last chunk of a stream that includes usage."""
+        """Return the last chunk of a stream with `include_usage`: usage, and no choices."""
         return self._chunk() | {"usage": self.usage}
 
     @property
     def usage(self) -> Json:
-        """The numbers of the request's tokens, canvases and denoising steps."""
+        """The request's numbers of tokens, canvases and denoising steps, over all its choices."""
         answers = [job.answer for job in self.jobs]
         tokens = sum(answer.tokens for answer in answers)
         steps = sum(answer.sample.denoising_steps for answer in answers)

@@ -1,4 +1,4 @@
-"""The routes of the server, and the shape of its refusals."""
+"""The server's HTTP routes, and the refusal that answers each kind of error."""
 
 import json
 import re
@@ -26,14 +26,14 @@ from quantize.serve.responses import ResponsesRequest
 from quantize.serve.service import Service
 
 STATIC = Path(__file__).parent / "static"
-SAID = {  # what Starlette says of a status, in words that help
+SAID = {  # HTTP status -> (message, code), in place of Starlette's own words
     400: ("the body cannot be read as JSON", "invalid_body"),
     404: ("no such path; GET /docs lists them, and a client's base URL ends in /v1", "not_found"),
 }
 
 
 def page(schema: dict[str, Any]) -> str:
-    """Return an OpenAPI schema as one HTML page, which loads nothing from elsewhere."""
+    """Return an OpenAPI schema as one HTML page, which loads nothing from other servers."""
     environment = Environment(autoescape=select_autoescape(default=True), trim_blocks=True)
     template = environment.from_string((STATIC / "docs.html.jinja").read_text("utf-8"))
 
@@ -47,7 +47,7 @@ def page(schema: dict[str, Any]) -> str:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the application: routes behind their guard."""
+    """Return the ASGI app: the guard around all routes; its lifespan runs the scheduler."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -56,7 +56,7 @@ def create_app(service: Service) -> ASGIApp:
         service.scheduler.stop()
         service.encoder.shutdown()
 
-    pages: Any = {"docs_url": None, "redoc_url": None}  # ours load nothing from elsewhere
+    pages: Any = {"docs_url": None, "redoc_url": None}  # FastAPI's load scripts from a CDN
     app = FastAPI(title="quantize serve", version=__version__, lifespan=lifespan, **pages)
     _add_answers(app, service)
     _add_pages(app, service)
@@ -68,29 +68,29 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/chat/completions",
         response_model=schemas.ChatCompletion,
-        responses=schemas.streamed("chunks of OpenAI's chat.completion.chunk"),
+        responses=schemas.streamed("a chat.completion.chunk per canvas, then [DONE]"),
     )
     async def chat(body: ChatRequest) -> Response:
-        """Answer a chat; with `stream` as server-sent events, one delta for each finished canvas."""
+        """Answer a chat; with `stream`, by server-sent events, one delta per finished canvas."""
         return (await service.answer(body)).response
 
     @app.post(
         "/v1/completions",
         response_model=schemas.TextCompletion,
-        responses=schemas.streamed("chunks in the shape of the answer"),
+        responses=schemas.streamed("a chunk shaped as the answer per canvas, then [DONE]"),
     )
     async def complete(body: CompletionRequest) -> Response:
-        """Continue text or tokens, without a chat template."""
+        """Continue a prompt of text or token ids; no chat template is applied."""
         return (await service.answer(body)).response
 
     @app.post("/v1/responses", responses=schemas.streamed("events of OpenAI's Responses API"))
     async def respond(body: ResponsesRequest) -> Response:
-        """Answer a chat in the shape of the Responses API; nothing is stored."""
+        """Answer a chat in the format of OpenAI's Responses API; nothing is stored."""
         return Answer(body).of(await service.answer(body.chat))
 
     @app.get("/v1/models", response_model=schemas.Models, responses=schemas.ASKED)
     async def models() -> Response:
-        """List the one model."""
+        """List the models that this server serves: there is one."""
         return JSONResponse({"object": "list", "data": [service.model]})
 
     @app.get(
@@ -99,7 +99,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         responses=schemas.ASKED | {404: schemas.REFUSED[404]},
     )
     async def model(name: str) -> Response:
-        """Describe the one model."""
+        """Describe the served model; any other name ends with 404."""
         service.check_model(name)
         return JSONResponse(service.model)
 
@@ -107,7 +107,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 def _add_pages(app: FastAPI, service: Service) -> None:
     @app.get("/version", response_model=schemas.Version, responses=schemas.ASKED)
     async def version() -> Response:
-        """Name the version of this server."""
+        """Return the version of this server."""
         return JSONResponse({"version": __version__})
 
     @app.get(
@@ -116,7 +116,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         responses={403: schemas.REFUSED[403], 503: {"model": schemas.Health}},
     )
     async def health() -> Response:
-        """Return whether new requests are taken, and how many run and wait."""
+        """Return whether new requests are taken, and how many samples run and wait."""
         running, waiting = service.scheduler.load
         healthy, needs_key = service.scheduler.healthy, service.options.api_key is not None
         state = {"status": "ok" if healthy else "unavailable"}
@@ -127,7 +127,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=schemas.ASKED)
     async def metrics_page() -> Response:
-        """Return the counters in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         page = generate_latest(service.scheduler.metrics.registry)
         return Response(page, media_type="text/plain; version=0.0.4")
 

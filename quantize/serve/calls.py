@@ -2,10 +2,10 @@
 
     <|tool_call>call:NAME{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],deep:{x:true}}<tool_call|>
 
-Keys are bare words, strings stand between <|"|> without escapes, the rest looks like JSON; calls follow
-each other without a separator. Quoted keys, JSON's strings, words without quotes (as strings) and
-blanks are read too, though the template does not write them. A call that cannot be read, or that names
-a tool which the request does not have, stays text.
+Keys are bare words, strings are between <|"|> markers without escapes, everything else looks like
+JSON. Calls follow each other without a separator. Quoted keys, JSON's strings, unquoted words (as
+strings) and blanks are read too, though the template does not write them. A call that cannot be
+read, or that names a tool that the request does not have, stays text.
 """
 
 import json
@@ -29,7 +29,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the tool's name, and its arguments as a JSON object."""
+    """One call: the tool's name, its arguments as the text of a JSON object, and an id."""
 
     name: str
     arguments: str
@@ -37,9 +37,9 @@ class Call:
 
 
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
-    """Return an answer's text without its calls, and the calls, each to one of `names`.
+    """Return an answer's text without its calls, and its calls to the tools in `names`.
 
-    Both only grow while `text` grows. With `whole` the text is finished: a call without an end is text.
+    As `text` grows, both only grow: a call without an end is held back, or is text if `whole`.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
@@ -55,7 +55,7 @@ def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, 
 
 
 def read_call(body: str, names: Collection[str]) -> Call | None:
-    """Return the call that `body`, the text between two markers, holds; None: malformed or unknown."""
+    """Return the call in `body`, the text between its markers; None: malformed or unknown."""
     head = _HEAD.match(body)
     if head is None or head[1] not in names:
         return None

@@ -1,15 +1,15 @@
-"""Holds answers to a grammar, by deciding from left to right what of a canvas may be committed.
+"""Holds answers to a grammar: decides from left to right which tokens of a canvas are committed.
 
 A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
-token on. A token that the grammar does not allow is replaced by the most probable one that it allows,
-under the logits of the last step. The tokens behind it were denoised beside another token, so the
-canvas is denoised again; everything up to the new token, and what must follow it, is pinned. That
-happens at most ROUNDS times. After that, tokens are replaced without denoising again.
+token on. A token that the grammar forbids is replaced by the allowed token that is most probable
+under the last step's logits. The tokens after it were denoised beside the forbidden token, so the
+canvas is denoised again, with everything up to the new token, and the tokens that must follow it,
+pinned. A canvas is denoised again at most ROUNDS times; after that, tokens are only replaced.
 
-The answer always ends where the grammar accepts an end, as room is kept for known tokens that lead to
-one. Where a canvas would leave too little room, it is read again and checked for that at every token.
-Thoughts are free, but are closed early enough for the form to fit behind them. JSON has no blanks
-between its parts, so what must follow is certain, and pinned before the first step.
+The answer always ends where the grammar accepts an end: room is kept for known tokens that lead
+there. If a canvas would leave too little room, it is read again, and the room is checked at every
+token. Thoughts are free, but closed early enough for the form to fit after them. JSON has no blanks
+between its parts, so many of its tokens are certain; these are pinned before the first step.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from quantize.serve.calls import CLOSE, QUOTE
 
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
-LONGEST = 4096  # most tokens of a way to an accepted end that is searched for
+LONGEST = 4096  # most tokens of a way to an accepted end, beyond which none is searched
 TAKEN = 1 << 32  # weighs more than the shape of any token
 ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
-MARKERS = (CLOSE, QUOTE)  # of a call, the only signs that end it and its strings
+MARKERS = (CLOSE, QUOTE)  # the tokens that end a call, and a string in it; no others do
 Matcher = Any  # llguidance's class, which has no types
 
 
 class Grammars:
-    """Makes matchers for a fast transformers tokenizer; `ends` are the tokens that end an answer."""
+    """Makes matchers for a fast transformers tokenizer; the token ids `ends` end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.ends = list(ends)
@@ -60,7 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Compile a `form` of kind "json" (a schema), "regex" or "lark"; InputError: it is invalid."""
+        """Return the matcher of `form`, a "json" schema, "regex" or "lark"; InputError: invalid."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
@@ -74,16 +74,16 @@ class Grammars:
         return matcher
 
     def way_out(self, matcher: Matcher, room: int) -> list[int] | None:
-        """Return at most `room` tokens that take `matcher` to an accepted end; None if none found."""
+        """Return at most `room` tokens that lead `matcher` to an accepted end; None: none found."""
         walks = (
             self._walk(matcher.deep_copy(), order, min(room, LONGEST)) for order in self.orders
         )
         return next((way for way in walks if way is not None), None)
 
     def _walk(self, matcher: Matcher, order: Sequence[int], room: int) -> list[int] | None:
-        """Take the tokens that must follow, else the first of `order` that may, else the least taken.
+        """Take the tokens that must follow, else the first of `order` that may, else the least used.
 
-        Of several the shortest is taken, and signs before letters: they are likelier to end something.
+        Of several the shortest is taken, and punctuation before letters: it may end something.
         """
         way: list[int] = []
         taken = np.zeros_like(self._shapes)
@@ -113,7 +113,7 @@ def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 class Constraint:
-    """Makes one answer follow a form; `matcher` has read nothing of the answer yet, and is copied.
+    """Makes one answer follow a form; `matcher` is at the start of the form, and is copied.
 
     The answer has at most `room` tokens, thoughts included and EOS excluded. `closes` is the token that
     ends the thoughts, None for an answer without thoughts. InputError: no text is found that fits.
@@ -132,7 +132,7 @@ class Constraint:
 
     @property
     def complete(self) -> bool:
-        """Whether what was committed is a whole text of the form."""
+        """Whether the committed tokens are a complete text of the form."""
         return self._closes is None and bool(self._matcher.is_accepting())
 
     def lead(self, length: int) -> list[int]:
@@ -142,7 +142,7 @@ class Constraint:
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Judge a finished canvas: tokens to commit, or how many to pin while it is denoised again."""
+        """Return a canvas' tokens to commit, or how many to pin while it is denoised again."""
         start, tokens, closed = self._thoughts(tokens)
         shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
         line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)
@@ -167,7 +167,7 @@ class Constraint:
         return Verdict(written)
 
     def _thoughts(self, tokens: list[int]) -> tuple[int, list[int], int | None]:
-        """Return where the form begins, the tokens, and where thoughts were cut off, if they were."""
+        """Return where the form begins, the tokens, and where thoughts were cut off, or None."""
         if self._closes is None:
             return 0, tokens, None
         ends = (self._closes, *self._grammars.ends)
@@ -180,7 +180,7 @@ class Constraint:
         return at + 1, [*tokens[:at], self._closes, *tokens[at + 1 :]], cut
 
     def _stands(self, written: list[int], start: int, changed: int) -> int | None:
-        """Write the tokens that must follow a change; return how many stand then, None at the end."""
+        """Write the tokens that must follow a change; return how many are fixed; None: it ends."""
         matcher, ends = self._matcher.deep_copy(), self._grammars.ends
         if written[changed] in ends or not matcher.consume_tokens(written[start : changed + 1]):
             return None
@@ -203,9 +203,9 @@ class _Line:
     way: list[int] | None = None  # from there to an accepted end
 
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
-        """Return the canvas as the grammar allows it, and the matcher behind it.
+        """Return the canvas with forbidden tokens replaced, and the matcher that has read it.
 
-        With a `way` to an accepted end, each token must leave room for that way or another.
+        If `way`, a way to an accepted end, is given, each token leaves room for it or another way.
         """
         written = self.tokens[: self.start]
         self.ended, self.way = False, way
@@ -235,7 +235,7 @@ class _Line:
     def _within(
         self, matcher: Matcher, token: int, way: list[int], room: int
     ) -> tuple[int, list[int]]:
-        """Return the token if an accepted end fits behind it, else the way's next; and the way on."""
+        """Return `token` if an end fits after it, else the first of `way`; and the way after it."""
         if token in self.grammars.ends:
             return token, []
         trial = matcher.deep_copy()
@@ -246,7 +246,7 @@ class _Line:
         return (way[0], way[1:]) if way else (self.grammars.ends[0], [])
 
     def ends_well(self, matcher: Matcher) -> bool:
-        """Whether the text has ended, or a way to an accepted end fits into what is left."""
+        """Return whether the text has ended, or a way to an accepted end fits into the room."""
         if self.ended or matcher.is_error():
             return True
         left = self.room - max(len(self.tokens), self.start)

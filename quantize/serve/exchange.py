@@ -1,7 +1,7 @@
-"""One HTTP request: it reserves places, submits its jobs, collects their events, and can end early.
+"""One HTTP request: reserves places in the queue, submits its jobs, and collects their events.
 
-Its places in the queue and its slots are freed when its task ends: with an answer, a refusal, or
-because the client hung up. Time counts from the moment the body was read.
+When the task of the request ends (by an answer, by a refusal, or because the client hung up), its
+places in the queue and its slots are freed. Time counts from the moment the body was read.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """One HTTP request for `count` choices, a job each; the current task has `seconds` to answer it."""
+    """One HTTP request for `count` choices, one job each; the current task has `seconds` for it."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)
@@ -30,7 +30,7 @@ class Exchange:
         task.add_done_callback(lambda _: self._close())
 
     def post(self, index: int, event: Event) -> None:
-        """Add an event of job `index`, from any thread."""
+        """Queue an event of job `index`, from any thread; a long queue drops drafts."""
         self._loop.call_soon_threadsafe(self._put, index, event)
 
     def _put(self, index: int, event: Event) -> None:
@@ -51,13 +51,13 @@ class Exchange:
             raise RequestError(504, message, code="timeout") from None
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Give the scheduler a job for each reserved place; RequestError 503 during shutdown."""
+        """Give the scheduler one job per reserved place; RequestError 503 during shutdown."""
         self._reserved = 0
         self._scheduler.submit(jobs)
         self._jobs = jobs
 
     async def events(self) -> AsyncIterator[tuple[int, Draft | Delta]]:
-        """Yield (job's index, event) until all jobs finish; RequestError: one failed, or time is up."""
+        """Yield (job index, event) until all jobs end; RequestError: a job failed, or time is up."""
         unfinished = len(self._jobs)
         while unfinished:
             async with self.in_time():

@@ -12,7 +12,7 @@ KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_
 
 
 class RequestError(Exception):
-    """A request that ends with an HTTP status and a reason of one line.
+    """A refusal or failure of a request: an HTTP status, and a message of one line.
 
     `param` names the parameter at fault, `code` the fault for programs; `retry_after` is in seconds.
     """
@@ -34,18 +34,18 @@ class RequestError(Exception):
 
     @property
     def response(self) -> Response:
-        """The whole response, in ASCII, since a message may quote text that UTF-8 cannot encode."""
+        """The HTTP response, in ASCII, since a message may quote text that UTF-8 cannot encode."""
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
 def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestError:
-    """Return the refusal (400) of a parameter's value."""
+    """Return the refusal (400) of the value of parameter `param`, for a `reason`."""
     return RequestError(400, f"{param}: {reason}", param=param, code=code)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal of a body that pydantic rejected, by its first fault."""
-    order = ["extra_forbidden", "literal_error"]  # what is not known says more than what it lacks
+    """Return the refusal (400) of a body that pydantic rejected, for the most telling error."""
+    order = ["extra_forbidden", "literal_error"]  # unknown fields say more than missing ones
     first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
     reason = str(first["msg"]).removeprefix("Value error, ")
     where = [str(part) for part in first["loc"] if part != "body"]

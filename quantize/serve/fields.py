@@ -1,4 +1,4 @@
-"""The base of all request bodies' models, and checks that they share."""
+"""The base class of all request bodies, and the field types that they share."""
 
 from itertools import chain
 from typing import Annotated, Any
@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 
 MAX_DEPTH = 64
-Unused = Field(None, description="Accepted and neither used nor logged.")
-IGNORED = "Ignored, and named in the header X-Ignored-Parameters; with --strict refused."
+Unused = Field(None, description="Accepted, but neither used nor logged.")
+IGNORED = "Ignored, and named in the header X-Ignored-Parameters; refused with --strict."
 
 
 def _utf8(text: str) -> str:
@@ -37,9 +37,10 @@ Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
-    """Return a discriminator that picks a union's member by a value's type; only its errors are shown.
+    """Return a discriminator that picks a union's member by the type of the value.
 
-    `tags` maps names of types to members; `otherwise` is the member for all other types.
+    `tags` maps names of types to tags of members; `otherwise` is the tag for all other types. If a
+    value is invalid, only the errors of the picked member are shown.
     """
 
     def its_type(value: Any) -> str:

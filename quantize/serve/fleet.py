@@ -1,12 +1,12 @@
 """One port in front of several servers, one on each GPU: `quantize serve --data-parallel N`.
 
-    client -> front (this process, without a model) -> worker 0 ... N - 1: `quantize serve`, a GPU each
+    client -> front (this process, no model) -> workers 0 to N - 1: `quantize serve`, one GPU each
 
-A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with the
-worker that has encoded its beginning, unless that worker has a whole batch more to do than another. A
-worker that ends is started again: its requests end with 503, or with an error in their streams; the
-others go on. This is not left to others: load balancers cannot read a chat's beginning, and routers
-that can do not start servers.
+A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with
+the worker that has encoded its beginning, unless that worker has over `max_num_seqs` more requests
+open than the least busy one. A worker that ends is restarted: its requests end with 503, or with an
+error in their streams, and other workers go on. No general proxy does this: load balancers cannot
+read a chat's beginning, and routers that can read it do not start servers.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from quantize.serve.options import Options
 from quantize.serve.server import Server, listening_socket, run
 from quantize.serve.workers import Worker, visible_gpus
 
-CHATS = 10_000  # whose workers are remembered
+CHATS = 10_000  # chats whose workers are remembered
 
 
 class Fleet:
@@ -45,10 +45,10 @@ class Fleet:
 
     def __init__(self, workers: Sequence[Worker], options: Options) -> None:
         self.workers, self.options = workers, options
-        self.homes: dict[str, Worker] = {}  # of chats, by their beginnings, the latest last
+        self.homes: dict[str, Worker] = {}  # beginning of a chat -> its worker, the latest last
 
     def choose(self, body: bytes) -> Worker:
-        """Return the worker for a request; RequestError 503 if none is ready."""
+        """Return the worker for a request with this body; RequestError 503: no worker is ready."""
         if not (ready := [worker for worker in self.workers if worker.ready]):
             raise RequestError(503, "no worker is ready", code="unavailable", retry_after=5)
         found = min(ready, key=lambda worker: (worker.open, worker.taken))
@@ -63,7 +63,7 @@ class Fleet:
         return found
 
     def leave(self) -> None:
-        """Ask all workers to end."""
+        """Ask all workers to end after their running requests."""
         for worker in self.workers:
             worker.stop()
 
@@ -79,7 +79,7 @@ class Fleet:
         return {index: page for index, page in pages if isinstance(page, httpx.Response)}
 
     async def health(self, _: Request) -> Response:
-        """Answer a health check: requests summed over the workers, and how many are healthy."""
+        """Answer a health check: samples of all workers, and how many workers are healthy."""
         told = [page.json() for page in (await self._pages("/health", {})).values()]
         healthy = sum(state["status"] == "ok" for state in told)
         counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
@@ -88,7 +88,7 @@ class Fleet:
         return JSONResponse(state, 200 if healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Show the workers' counters side by side, each with the label `worker`."""
+        """Return the metrics of all workers, each with the worker's index as its label `worker`."""
         key = request.headers.get("authorization")
         pages = await self._pages("/metrics", {"authorization": key} if key else {})
         families: dict[str, Metric] = {}
@@ -104,7 +104,7 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return as JSON a chat's tools, and its messages up to the first user message; None if no chat."""
+    """Return a chat's tools and its messages through the user's first, as JSON; None: no chat."""
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")
@@ -115,7 +115,7 @@ def beginning(body: bytes) -> str | None:
 
 
 def application(fleet: Fleet) -> ASGIApp:
-    """Return the guarded front: it answers health and metrics, and relays the rest to workers."""
+    """Return the guarded front: it answers /health and /metrics and relays all else to workers."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
@@ -134,10 +134,9 @@ def application(fleet: Fleet) -> ASGIApp:
 
 
 def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> None:
-    """Serve a checkpoint by `count` workers until SIGINT or SIGTERM.
+    """Serve a checkpoint with `count` workers until SIGINT or SIGTERM.
 
-    Raises:
-        ResourceError: there are too few GPUs; the port is taken; a worker ended while it loaded.
+    ResourceError: there are too few GPUs, the port is in use, or a worker ended while it loaded.
     """
     gpus = visible_gpus(place, count)
     sock = listening_socket(options.host, options.port)

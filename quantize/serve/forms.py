@@ -1,7 +1,7 @@
-"""Compiles the form that a request asks of its answer: JSON, a regular expression, required calls.
+"""Compiles the form that a request demands of its answer: JSON, a regular expression, or calls.
 
-Calls are written as Gemma 4 writes them (`calls`). They keep to the names, types, enums and required
-fields of a tool's parameters, in the template's order (by name), but to no other keyword of a schema.
+Calls have Gemma 4's syntax (`calls`). Arguments keep to the names, types, enums and required fields
+of a tool's parameters, in the template's order (by name); no other keyword of a schema is enforced.
 """
 
 import json
@@ -25,22 +25,22 @@ any: string | NUMBER | "true" | "false" | "null" | list | object
 list: "[" (any ("," any)*)? "]"
 object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"
 """
-DEEPEST = 8  # levels of a parameter's schema that are enforced; below them any value may stand
+DEEPEST = 8  # levels of a parameter's schema that are enforced; deeper, any value is allowed
 
 
 class Forms:
-    """Compiles the forms that requests ask of their answers (JSON, regex, calls), for one tokenizer."""
+    """Compiles forms (JSON, regex, calls) for a tokenizer; the ids `ends` end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What makes the tokenizer's matchers, prepared on first use."""
+        """The `Grammars` that make the tokenizer's matchers; built on first use."""
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher of the form in `body`, None if it has none; RequestError 400: bad form."""
+        """Return the matcher of the form in `body`, or None; RequestError 400: an invalid form."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms

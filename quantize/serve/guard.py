@@ -1,7 +1,7 @@
-"""Checks host, key and size of every request before it is read, and adds headers to responses.
+"""Checks each request's host or key, and its size, before the app gets it; adds response headers.
 
-The guard is plain ASGI, so it passes streams on as they come. When a client hangs up, the task that
-answers is cancelled, whatever it waits for.
+The guard is plain ASGI middleware, so streams pass through it as they come. When a client hangs up,
+the task that answers its request is cancelled, whatever that task waits for.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
-DRAINED = 8  # an oversized body is read up to so many times the limit, so the client hears why
+DRAINED = 8  # times the limit up to which an oversized body is read, so the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {
     "X-DiffusionGemma-Commit-Pass": "plain",  # finished canvases are encoded as transformers does it
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return `app` behind the guard; browsers' preflight requests are answered before they reach it."""
+    """Return `app` in the guard; if origins are set, in CORS middleware (for preflights) too."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard
@@ -46,7 +46,7 @@ def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
 
 
 class _Guard:
-    """Wraps an application with checks of host, key and size.
+    """Wraps an application in checks of host, key and size.
 
     A server without a key answers only to its own names: a web page that points a name of its own at
     127.0.0.1 (DNS rebinding) gets nothing. The key is compared in constant time and never logged.

@@ -1,8 +1,8 @@
-"""The server's guide of an answer holds it to a form, and records log-probabilities.
+"""The server's guide of an answer: holds it to a form, and records log-probabilities.
 
-Log-probabilities are those of the committed tokens and of the most probable ones at their positions,
-at temperature 1, under the logits of the step at which the canvas was committed. They are not those of
-a text from left to right: each depends on the whole canvas as it stood before that step.
+They are those of the committed tokens and of the most probable tokens at their positions, at
+temperature 1, under the logits of the step at which the canvas was committed. They do not condition
+on the text to the left only: each depends on the whole canvas as it was before that step.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 from quantize.runtime.known_tokens import Verdict
 from quantize.serve.constraint import Constraint
 
-ROWS = 32  # positions whose logits are looked at together
+ROWS = 32  # positions whose logits are processed together
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A committed token, its log-probability, and the most probable tokens with theirs, best first."""
+    """A committed token, its log-probability, and `top`: (token, log-probability), best first."""
 
     token: int
     logprob: float
@@ -29,7 +29,7 @@ class Scored:
 class AnswerGuide:
     """Guides one answer, in canvases of `length` tokens; `constraint` None allows any text.
 
-    It records each committed token and the `top` most probable ones there; None records nothing.
+    It records each committed token and the `top` most probable tokens there, nothing if None.
     """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
@@ -37,11 +37,11 @@ class AnswerGuide:
         self.scored: list[Scored] = []
 
     def lead(self) -> Sequence[int]:
-        """Return the tokens that the next canvas must begin with."""
+        """Return the tokens that the next canvas must begin with, if any."""
         return [] if self.constraint is None else self.constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Return the verdict on a finished canvas; record log-probabilities of what is committed."""
+        """Return the verdict on a finished canvas; record log-probabilities of committed tokens."""
         held = self.constraint
         verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.stand is None:
@@ -50,7 +50,7 @@ class AnswerGuide:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
-    """Return each token's log-probability under logits [L, V], and its position's `top` best tokens."""
+    """Return a `Scored` per token, under logits [L, V], with the `top` best tokens there."""
     found: list[Scored] = []
     for start in range(0, len(tokens), ROWS):
         own = torch.tensor(tokens[start : start + ROWS], device=logits.device)

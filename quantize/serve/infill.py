@@ -1,9 +1,9 @@
 """Turns what a request knows of its answer into tokens: pinned text, initial text, a suffix.
 
-initial_text    stands at the answer's beginning before the first step, and is denoised like the rest
-pinned          [{position, text}]: tokens from that position on are committed as they are
-suffix          text behind the answer: its tokens are pinned behind max_tokens positions, in the same
-                canvas, so that the decoder sees it from the first step; it is not part of the answer
+initial_text    fills the answer's beginning before the first step, and is denoised like noise
+pinned          [{position, text}]: the text's tokens are committed unchanged from that position on
+suffix          text after the answer: its tokens are pinned after max_tokens positions, in the same
+                canvas, so that the decoder sees them from the first step; not part of the answer
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from quantize.runtime.known_tokens import Given
 from quantize.serve.failures import invalid
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 
-Encode = Callable[[str], list[int]]  # text to ids, without what a tokenizer puts before a text
+Encode = Callable[[str], list[int]]  # text to token ids, without special tokens such as BOS
 
 
 def known(

@@ -22,21 +22,21 @@ Detail = Annotated[Literal["auto", "low", "high"] | None, Field(description=IGNO
 
 
 class TextPart(Strict):
-    """A text part of a message."""
+    """A part of a message that is text."""
 
     type: Literal["text"]
     text: String
 
 
 class ImageUrl(Strict):
-    """A picture as a data URL; the request's `image_tokens` limits its tokens."""
+    """A picture as a data URL; the request's `image_tokens` limits how many tokens it takes."""
 
     url: String
     detail: Detail = None
 
 
 class ImagePart(Strict):
-    """A picture part of a message."""
+    """A part of a message that is a picture."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
@@ -46,7 +46,7 @@ class ImagePart(Strict):
         return {"type": "image"}
 
 
-def _joined(content: Any) -> Any:  # without pictures as one text
+def _joined(content: Any) -> Any:  # content without pictures becomes one text
     if isinstance(content, str) or any(isinstance(part, ImagePart) for part in content):
         return content
     return "".join(part.text for part in content)
@@ -66,14 +66,14 @@ TextContent = Annotated[
 
 
 class CalledFunction(Strict):
-    """The function that an earlier answer called, its arguments a JSON object as text."""
+    """The function that an earlier answer called; `arguments` is the text of a JSON object."""
 
     name: String = Field(pattern=NAME)
     arguments: Annotated[pydantic.Json[Json], BeforeValidator(lambda v: "{}" if v == "" else v)]
 
 
 class ToolCall(Strict):
-    """A call that an earlier answer made."""
+    """A function call that an earlier answer made."""
 
     id: String = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -85,26 +85,26 @@ class _Turn(Strict):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads, which writes a call's arguments in its own way."""
+        """Return the message for the chat template; arguments of calls are objects, not text."""
         return self.model_dump(exclude_none=True)
 
 
 class Instruction(_Turn):
-    """An instruction for the whole chat; OpenAI's role developer is this model's system."""
+    """An instruction for the whole chat; the role developer becomes system."""
 
     role: Annotated[Literal["system", "developer"], AfterValidator(lambda _: "system")]
     content: TextContent
 
 
 class Question(_Turn):
-    """A turn of the user, the only one that may hold pictures."""
+    """A message of the user; only the user's messages may hold pictures."""
 
     role: Literal["user"]
     content: Content
 
 
 class Reply(_Turn):
-    """A turn of the model, with its calls; the template keeps only thoughts that led to calls."""
+    """A message of the model, with its calls; its thoughts are dropped if it made no call."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
@@ -120,25 +120,25 @@ class Reply(_Turn):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """Return what the chat template reads."""
+        """Return the message for the chat template, with thoughts only if it made calls."""
         kept = None if self.tool_calls else {"role", "content"}
         return self.model_dump(include=kept) | {"content": self.content or ""}
 
 
 class Result(_Turn):
-    """What a tool returned for a call of the reply before it."""
+    """A tool's result for a call in the assistant's message before this one."""
 
     role: Literal["tool"]
     content: TextContent
     tool_call_id: String
-    name: String | None = Field(None, pattern=NAME, description="The template finds it itself.")
+    name: String | None = Field(None, pattern=NAME, description="Optional: the template finds it.")
 
 
 Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator="role")]
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return a chat's first `name` and first `detail` other than auto, or None; they have no effect."""
+    """Return a chat's first `name` and first `detail` other than auto, or None; both are unused."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
@@ -147,7 +147,7 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
 
 
 def stray_results(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield a fault for each result whose call is not in the assistant's turn before it."""
+    """Yield a fault for each tool result whose call is not in the assistant's message before it."""
     called: set[str] = set()
     for index, message in enumerate(messages):
         if not isinstance(message, Result):
@@ -186,13 +186,13 @@ class Tool(Strict):
 
 
 class ChosenFunction(Strict):
-    """The name of a function of `tools`."""
+    """The function to call, by its name in `tools`."""
 
     name: String
 
 
 class Choice(Strict):
-    """The tool that must be called."""
+    """A `tool_choice` that names the one tool that must be called."""
 
     type: Literal["function"]
     function: ChosenFunction

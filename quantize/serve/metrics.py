@@ -41,7 +41,7 @@ class Metrics:
         self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
     def watch(self, prefixes: PrefixCache[Any] | None, device: torch.device) -> None:
-        """Add gauges of an engine's prefix cache (None: it has none) and GPU, read at each GET."""
+        """Add gauges of a prefix cache (None: there is none) and a GPU, read at each GET."""
         if prefixes is not None:
             says = "Tokens of prompts that were looked for."
             self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)

@@ -28,32 +28,32 @@ def _setting(
 class Options:
     """Settings of one server; the help of `quantize serve` describes most of them.
 
-    InputError: other machines can reach the server and there is no key; the key is empty or not ASCII;
-    or an origin is not written as browsers send it.
+    Raise InputError if other machines can reach the server and there is no key, if the key is empty
+    or not ASCII, or if an origin is not written as browsers send it.
     """
 
     model_name: str
     host: str = _setting(
         "127.0.0.1", "Address to listen on; one that is not local needs an API key."
     )
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one.", click.IntRange(0, 65535))
-    max_num_seqs: int = _setting(4, "Samples that are denoised together.", click.IntRange(1, 64))
-    max_queue: int = _setting(64, "Samples that may wait; more get 429 and Retry-After.", COUNT)
+    port: int = _setting(8000, "Port to listen on; 0 takes a free port.", click.IntRange(0, 65535))
+    max_num_seqs: int = _setting(4, "Most samples denoised at once.", click.IntRange(1, 64))
+    max_queue: int = _setting(64, "Samples that may wait; others get 429 and Retry-After.", COUNT)
     max_context: int | None = _setting(
         None,
-        "Most tokens of prompt and answer; by default what the model takes, on a GPU at most 8192.",
+        "Most tokens of prompt and answer; by default the model's limit, on a GPU at most 8192.",
         COUNT,
     )
     batch_invariant: bool = _setting(
         False,
-        "On a GPU: a seeded sample has the same text alone and beside others, at a full batch's cost.",
+        "On a GPU: a seeded sample's text does not depend on the batch; steps cost a full batch.",
     )
     max_body_bytes: int = _setting(8 << 20, "Most bytes of a request body.", COUNT)
     request_timeout: float = _setting(
         600.0, "Seconds a request may take, waiting included.", click.FloatRange(0, min_open=True)
     )
     shutdown_grace: float = _setting(
-        30.0, "Seconds that running requests get after SIGTERM.", click.FloatRange(0)
+        30.0, "Seconds that running requests have to finish after SIGTERM.", click.FloatRange(0)
     )
     strict: bool = _setting(
         False,
@@ -61,7 +61,7 @@ class Options:
     )
     api_key: str | None = None  # what clients must send as a bearer token
     prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
-    origins: Sequence[str] = ()  # of web pages that may ask
+    origins: Sequence[str] = ()  # of web pages that may send requests
     fingerprint: str | None = None  # of the checkpoint, for /v1/models
     activations: str = "none"  # how they are rounded, for /v1/models
 

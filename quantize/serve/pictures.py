@@ -1,4 +1,4 @@
-"""Turns a request's pictures, data URLs, into the vision tower's input. Nothing is ever fetched.
+"""Turns a request's pictures (data URLs) into the vision tower's input; nothing is ever fetched.
 
 A picture is untrusted: only three formats are decoded, its size is read from its header and checked
 before any pixel is decoded, and at most one decoded picture is held at a time.
@@ -28,11 +28,11 @@ DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 def put(
     config: Any, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
 ) -> tuple[list[int], Images | None]:
-    """Return the prompt with room for the pictures' tokens, and the prepared pictures.
+    """Return the prompt with room for the pictures' tokens, and the prepared pictures, if any.
 
-    `prompt` is token ids with a placeholder for each picture. `urls` has a (parameter, data URL) for
-    each picture. `soft_tokens` is the most tokens that one picture takes. RequestError: a picture is
-    refused, or there are too many. InputError: the chat template wrote no placeholders.
+    `prompt` is token ids with one placeholder per picture. `urls` has (parameter, data URL) of each
+    picture. `soft_tokens` is the most tokens that one picture takes. RequestError: a picture is
+    refused, or there are too many. InputError: placeholders and pictures differ in number.
     """
     if not urls:
         return prompt, None
@@ -52,7 +52,7 @@ def put(
 
 
 def read(url: str) -> Image:
-    """Decode a data URL; InputError: the picture is broken, too large or in another format."""
+    """Return the picture in a data URL, as RGB; InputError: broken, too large, not of FORMATS."""
     if (head := DATA_URL.match(url)) is None:
         raise InputError(
             f"{url[:40]!r} is not read: pictures come as data:image/png;base64,... (or jpeg, webp), "

@@ -1,11 +1,12 @@
-"""The bodies of requests: OpenAI's fields that block diffusion can honour, and its own controls.
+"""The bodies of requests: OpenAI's fields that block diffusion can honour, and fields of our own.
 
-Whatever is not listed is refused by name. A field that is null counts as not given (clients send back
-whole messages with nulls). `unsupported` says which fields are refused and which are ignored; even the
-ignored ones must be in OpenAI's ranges.
+Any other field is refused, by its name. A field that is null counts as absent, because clients send
+whole messages back with nulls. `unsupported` says which fields are refused and which are ignored;
+the value of an ignored field must still be in OpenAI's range.
 
-Extra fields (`extra_body` in OpenAI's client) are the sampler's controls (`recipe.controls`), known
-text of an answer (`infill`), and a chat's `image_tokens`, the most that each of its pictures may take.
+Our own fields (`extra_body` in OpenAI's client) include the sampler's controls (`recipe.controls`),
+known text of an answer (`infill`), `guided_json`, `guided_regex`, and a chat's `image_tokens`: the
+most tokens that each of its pictures may take.
 """
 
 from collections.abc import Iterator
@@ -33,16 +34,16 @@ MAX_STOPS, MAX_CHOICES = 16, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
 MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
 INT64 = 2**63
-FIXED_SEED = 0  # of temperature 0: clients that send it want the same answer each time
+FIXED_SEED = 0  # for temperature 0: clients that send it want the same answer each time
 
 Ignored = Field(None, description=IGNORED)
-Refused = Field(None, description="Refused, but for the value that asks for nothing.")
+Refused = Field(None, description="Refused, except for the value that changes nothing.")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Form = tuple[str, str, Any]  # parameter, kind of form, definition
 
 
 class StreamOptions(Strict):
-    """What a stream holds besides text; `include_drafts` shows the canvas while it denoises."""
+    """What a stream holds besides text; `include_drafts` adds the canvas after every step."""
 
     include_usage: bool = False
     include_drafts: bool = False
@@ -50,19 +51,19 @@ class StreamOptions(Strict):
 
 
 class PinnedText(Strict):
-    """Text whose tokens are committed as they are, from a position of the answer on."""
+    """Text that the answer must hold: its tokens are committed unchanged from `position` on."""
 
-    position: int = Field(ge=0, le=MAX_POSITION, description="In tokens, from 0.")
+    position: int = Field(ge=0, le=MAX_POSITION, description="In tokens of the answer, from 0.")
     text: String = Field(min_length=1)
 
 
 class Asked(Strict):
-    """The fields that all requests for answers share."""
+    """The fields that all requests for an answer share: chats, plain completions, responses."""
 
     model: String
     stream: bool = False
     temperature: float | None = Field(
-        None, ge=0, le=2, description=f"{IGNORED} 0 without a seed takes the seed {FIXED_SEED}."
+        None, ge=0, le=2, description=f"{IGNORED} 0 without a seed sets the seed {FIXED_SEED}."
     )
     top_p: float | None = Field(None, ge=0, le=1, description=IGNORED)
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Ignored
@@ -85,13 +86,13 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
     stream_options: StreamOptions | None = None
 
     initial_text: String | None = Field(
-        None, description="Stands in the canvas before the first step, in place of noise."
+        None, description="Fills the canvas before the first step, in place of noise."
     )
     pinned: list[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
 
-    guided_json: Json | None = Field(None, description="A JSON schema that the answer fits.")
+    guided_json: Json | None = Field(None, description="JSON schema that the answer fits.")
     guided_regex: String | None = Field(
-        None, min_length=1, max_length=MAX_PATTERN, description="Matches the whole answer."
+        None, min_length=1, max_length=MAX_PATTERN, description="Must match the whole answer."
     )
 
     top_k: int | None = Field(None, ge=-1, le=INT64 - 1, description=IGNORED)
@@ -121,7 +122,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
         return self
 
     def faults(self) -> Iterator[str]:
-        """Yield contradictions between fields, each as a field's name and a reason."""
+        """Yield contradictions between fields, each as a line `field: reason`."""
         if self.stream_options is not None and not self.stream:
             yield "stream_options: only with stream true"
         forms = [param for param, _, _ in self.forms]
@@ -136,28 +137,28 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
 
     @property
     def forms(self) -> list[Form]:
-        """Return (parameter, kind, definition) of each form that the answer must have."""
+        """Return (parameter, kind, definition) of each form to keep to; kind: "json" or "regex"."""
         guides = ("guided_json", "json"), ("guided_regex", "regex")
         given = ((name, kind, getattr(self, name)) for name, kind in guides)
         return [form for form in given if form[2] is not None]
 
     @property
     def top(self) -> int | None:
-        """Return how many most probable tokens each position lists; None: no log-probabilities."""
+        """Return how many of the best tokens to list per position; None: no log-probabilities."""
         return None
 
     @property
     def fixed_seed(self) -> int | None:
-        """Return the seed that the request asks for, None for one of the server's choice."""
+        """Return the seed that the request fixes; None: the server chooses a random seed."""
         return FIXED_SEED if self.seed is None and self.temperature == 0 else self.seed
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens of one choice, thoughts included."""
+        """Return the most tokens of one choice, thoughts included; None: no limit is given."""
         return self.max_tokens
 
     def sampler(self, base: Sampler) -> Sampler:
-        """Return `base` with this request's controls; InputError: they contradict each other."""
+        """Return `base` with the request's controls; InputError: they contradict each other."""
         try:
             return replace(base, **self.model_dump(include={*CONTROLS}, exclude_none=True))
         except InputError as error:
@@ -177,7 +178,7 @@ class PlainFormat(Strict):
 
 
 class JsonSchema(Strict):
-    """A schema and its name; answers always fit it, whatever `strict` says."""
+    """A JSON schema and its name; answers always fit the schema, even if `strict` is false."""
 
     name: String = Field(pattern=NAME)
     description: String | None = None
@@ -186,7 +187,7 @@ class JsonSchema(Strict):
 
 
 class SchemaFormat(Strict):
-    """A JSON text that a schema accepts."""
+    """A `response_format` that asks for JSON text that fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -196,7 +197,7 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 
 
 class ChatRequest(_Generation):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
@@ -204,8 +205,8 @@ class ChatRequest(_Generation):
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = Field(
         None,
-        description="none turns thinking off and every other degree on, alike; "
-        "chat_template_kwargs.enable_thinking decides where both are given.",
+        description="none turns thinking off; every other value turns it on, in the same way. "
+        "If chat_template_kwargs.enable_thinking is also given, that decides.",
     )
     image_tokens: Literal[70, 140, 280, 560, 1120] = 280
     tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
@@ -215,7 +216,7 @@ class ChatRequest(_Generation):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
     def faults(self) -> Iterator[str]:
-        """Yield contradictions between fields, each as a field's name and a reason."""
+        """Yield contradictions between fields, each as a line `field: reason`."""
         yield from super().faults()
         yield from stray_results(self.messages)
         names = [tool.function.name for tool in self.tools]
@@ -233,7 +234,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[Form]:
-        """Return (parameter, kind, definition) of each form demanded: JSON, regex or required calls."""
+        """Return (parameter, kind, definition) of each form; kind: "json", "regex" or "calls"."""
         given = super().forms
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))
@@ -246,7 +247,7 @@ class ChatRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return how many most probable tokens each position lists; None: no log-probabilities."""
+        """Return how many of the best tokens to list per position; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -266,7 +267,7 @@ class ChatRequest(_Generation):
 
     @property
     def pictures(self) -> list[tuple[str, str]]:
-        """Return for each picture the parameter it came in, and its data URL."""
+        """Return (path of its parameter, data URL) of each picture, in the messages' order."""
         return [
             (f"messages.{turn}.content.{n}.image_url", part.image_url.url)
             for turn, message in enumerate(self.messages)
@@ -276,22 +277,22 @@ class ChatRequest(_Generation):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens of one choice, thoughts included, None without a limit."""
+        """Return the most tokens of one choice, thoughts included; None: no limit is given."""
         return self.max_tokens or self.max_completion_tokens
 
 
 class CompletionRequest(_Generation):
-    """POST /v1/completions: no chat template is used, and thoughts stay in the text."""
+    """The body of POST /v1/completions; no chat template is used, and thoughts stay in the text."""
 
     prompt: String | list[String] | list[int] | list[list[int]]
     suffix: String | None = Field(
-        None, description="Text behind the answer's max_tokens positions, in one canvas with them."
+        None, description="Text after the answer's max_tokens positions, in the same canvas."
     )
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
     def top(self) -> int | None:
-        """Return how many most probable tokens each position lists; None: no log-probabilities."""
+        """Return how many of the best tokens to list per position; None: no log-probabilities."""
         return self.logprobs
 
     @field_validator("prompt")

@@ -1,4 +1,4 @@
-"""Turns what a chat answers into items and events of the Responses API (`responses`)."""
+"""Turns a chat's answer into items and events of the Responses API (`responses`)."""
 
 import json
 import secrets
@@ -25,7 +25,7 @@ ITEMS: dict[str, tuple[str, str, Json, Json]] = {
 
 
 class Answer:
-    """A response that grows by the chunks of a chat's answer; each change becomes an event."""
+    """A response that grows with each chunk of a chat's answer; every change becomes an event."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         told = {"model", "instructions", "parallel_tool_calls", "temperature"}
@@ -47,7 +47,7 @@ class Answer:
         self._numbers = count()
 
     def of(self, chat: Said) -> Response:
-        """Return a chat's answer, whole or a stream, as an HTTP response of the Responses API."""
+        """Return a chat's answer, whole or streamed, as an HTTP response of the Responses API."""
         if not isinstance(chat.body, dict):
             return stream(self._lines(chat.body), chat.headers)
         list(self._add(chat.body))

@@ -1,9 +1,9 @@
 """POST /v1/responses, a thin layer over chat completions: text, pictures and function calls.
 
 A request becomes a `ChatRequest`; `response_events` turns the answer into items and events. Nothing
-is stored, so what refers to an earlier answer (`previous_response_id`, `item_reference`) is refused:
-clients send the items themselves. Seed, diffusion controls, pinned text and log-probabilities have no
-field in this API: chat completions have them.
+is stored, so references to earlier answers (`previous_response_id`, `item_reference`) are refused,
+and clients send the items of those answers again. This API has no fields for seed, diffusion
+controls, pinned text or log-probabilities; chat completions have them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class _Kept(Strict):
 
 
 class TextPart(Strict):
-    """A text of the user or of the model."""
+    """A part of a message that is text."""
 
     type: Literal["input_text", "output_text"]
     text: String
@@ -47,7 +47,7 @@ Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
 class MessageItem(_Kept):
-    """A turn of a chat."""
+    """A message of a chat."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -56,7 +56,7 @@ class MessageItem(_Kept):
 
 
 class CallItem(_Kept):
-    """A call that an earlier answer made."""
+    """A function call that an earlier answer made."""
 
     type: Literal["function_call"]
     call_id: String
@@ -65,7 +65,7 @@ class CallItem(_Kept):
 
 
 class OutputItem(_Kept):
-    """What a call returned."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: String
@@ -80,7 +80,7 @@ class ReasoningText(Strict):
 
 
 class ReasoningItem(_Kept):
-    """Thoughts of an earlier answer; the template keeps those that led to a call."""
+    """Thoughts of an earlier answer; they are used only if they led to a call."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
@@ -102,7 +102,7 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that the model may call; hosted tools are not offered."""
+    """A function that the model may call; hosted tools are refused."""
 
     type: Literal["function"]
 
@@ -114,7 +114,7 @@ class NamedTool(ChosenFunction):
 
 
 class Format(Strict):
-    """The form of the text."""
+    """The form that the answer's text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: String | None = None
@@ -124,21 +124,21 @@ class Format(Strict):
 
 
 class TextOptions(Strict):
-    """The form and the length of the text."""
+    """The form of the answer's text; verbosity has no effect."""
 
     format: Format = Format(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Strict):
-    """How much the model may think; `effort` is a chat request's `reasoning_effort`."""
+    """Whether the model thinks: `effort` is a chat request's `reasoning_effort`."""
 
     effort: String | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Unused  # thoughts come whole
 
 
 class ResponsesRequest(Asked):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     input: Annotated[Text | Annotated[list[Item], Tag("items")], ByShape]
     instructions: String | None = None
@@ -171,7 +171,7 @@ class ResponsesRequest(Asked):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request that asks for the same; RequestError 400 if it is not valid."""
+        """Return the request as a chat request; RequestError 400: the chat request is not valid."""
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):

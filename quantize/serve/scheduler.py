@@ -1,13 +1,13 @@
-"""One thread owns the model: jobs wait, get a slot at a canvas boundary, and leave at one.
+"""One thread drives the engine: jobs wait in a queue, and take or leave a slot between canvases.
 
     while there is work:
-        forget cancelled jobs -> admit waiting ones to free slots -> denoise until a canvas is finished,
-        and meanwhile hand out what the previous canvas added -> release the slots of finished jobs
+        drop cancelled jobs -> admit waiting jobs to free slots -> denoise until a canvas is finished,
+        and meanwhile send what the previous canvas added -> release the slots of finished jobs
 
-An answer's text is made here too, not on the event loop: a stop string must free its slot before the
-next canvas begins. Without stop strings EOS and length decide, and text is made and sent while the
-engine is at the next canvas, so the GPU never waits for it. If the engine fails, the jobs that it was
-working on fail, and no others; if a job's text cannot be made, that job fails.
+This thread also makes the text of answers, because a stop string must free its slot before the next
+canvas begins. Without stop strings, only EOS and length end an answer: its text is made and sent
+while the engine denoises the next canvas, so the GPU never waits for text. If the engine fails,
+only the jobs in its slots fail. If the text of a job cannot be made, only that job fails.
 """
 
 import logging
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Draft:
-    """A canvas (by index) after one of its steps: all its tokens, and which of them are accepted."""
+    """Canvas number `canvas` (from 0) after a step: all its tokens, and which are accepted."""
 
     canvas: int
     step: int
@@ -50,13 +50,13 @@ Event = Delta | Draft | RequestError  # the last is a `RequestError`, or a `Delt
 
 @dataclass(eq=False)
 class Job:
-    """One sample of an answer to `prompt`, token ids, with the noise of `seed`."""
+    """One sample to generate: an answer to the token ids `prompt`, with the noise of `seed`."""
 
     prompt: Sequence[int]
     seed: int
     sampler: Sampler
     answer: Answer  # the growing answer, to be read only after the last event
-    emit: Callable[[Event], None]  # on the scheduler's thread, drafts on the engine's
+    emit: Callable[[Event], None]  # called on the scheduler's thread, or an engine's for drafts
     drafts: bool = False  # whether every denoising step is emitted
     images: Images | None = None  # for the prompt's placeholders
     given: Given | None = None  # the known tokens
@@ -66,7 +66,7 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs on an engine, which its thread alone uses; `max_queue` jobs may wait."""
+    """Runs jobs on an engine that only its thread uses; at most `max_queue` jobs may wait."""
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
         self.engine, self.max_queue, self.metrics = engine, max_queue, metrics
@@ -81,12 +81,12 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the scheduler's thread."""
         self._thread.start()
 
     @property
     def healthy(self) -> bool:
-        """Whether new jobs are taken and the engine works."""
+        """Whether new jobs are taken, and the engine did not fail BROKEN_AFTER times in a row."""
         alive = self._thread.is_alive() and not self._draining
         return alive and self._failures < BROKEN_AFTER
 
@@ -96,9 +96,9 @@ class Scheduler:
         return len(self._running), len(self._waiting) + self._reserved
 
     def reserve(self, count: int) -> None:
-        """Take places in the queue for all jobs of a request, or for none, before its prompt is read.
+        """Reserve `count` places in the queue for a request's jobs, before its prompt is encoded.
 
-        RequestError: 503 during shutdown; 429 when the queue is full; 400 if `count` exceeds its size.
+        RequestError: 503 during shutdown; 429: fewer places are free; 400: the queue is too small.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
@@ -113,7 +113,7 @@ class Scheduler:
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in their reserved places; in a shutdown free these and raise RequestError 503."""
+        """Queue jobs in reserved places; RequestError 503 in a shutdown, which frees the places."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
@@ -122,7 +122,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
-        """Free `reserved` places; end jobs without further events, running ones after their canvas."""
+        """Free `reserved` places; end jobs without more events, running ones after their canvas."""
         with self._changed:
             self._reserved -= reserved
             for job in jobs:
@@ -131,7 +131,7 @@ class Scheduler:
                     self._waiting.remove(job)
 
     def drain(self) -> None:
-        """Take no more jobs and refuse those that wait; running ones go on."""
+        """Take no more jobs, and refuse waiting jobs with 503; running jobs go on."""
         with self._changed:
             self._draining = True
             refused, self._waiting = self._waiting, deque()
@@ -140,7 +140,7 @@ class Scheduler:
             job.emit(_shutting_down())
 
     def stop(self) -> None:
-        """Drain, end running jobs after their canvas, and wait for the thread."""
+        """Drain, end running jobs after their current canvas, and wait until the thread ends."""
         self.drain()
         with self._changed:
             self._stopped = True

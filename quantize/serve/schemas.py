@@ -1,4 +1,4 @@
-"""The shapes of the server's answers, for its OpenAPI schema; tests check every answer by them.
+"""The shapes of the server's answers, for its OpenAPI schema; tests check answers against them.
 
 Answers are made as plain dictionaries (`answers`): nothing is validated on the way out.
 """
@@ -113,7 +113,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 def streamed(chunk: str) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI responses of a route that can stream; `chunk` describes a streamed event."""
-    whole = f"The answer; with `stream` server-sent events: {chunk}, a canvas each, then [DONE]."
+    whole = f"The answer; with `stream` server-sent events: {chunk}."
     return REFUSED | {200: {"description": whole, "content": {"text/event-stream": {}}}}
 
 

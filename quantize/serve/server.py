@@ -1,4 +1,4 @@
-"""Loads the model, listens, and on SIGTERM finishes running requests and refuses the rest."""
+"""Loads the model and listens; on SIGTERM finishes running requests and refuses waiting ones."""
 
 import logging
 import signal
@@ -27,16 +27,16 @@ from quantize.serve.service import Service
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 
-EVEN = 16  # requests at once on an H200, the only GPU where it was measured: docs/serve.md
+EVEN = 16  # requests from which one token at a time is as fast; H200 only: docs/serve.md
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which prints its address and calls `leave` when a shutdown begins."""
+    """uvicorn's server; it prints its address, and calls `leave` when a shutdown begins."""
 
     def __init__(
         self, app: ASGIApp, options: Options, leave: Callable[[], object], grace: int = 5
     ) -> None:
-        # The guard logs, without addresses or queries.
+        # The guard logs, without addresses or queries. Connections outlast requests by `grace` s.
         more: Any = {"access_log": False, "log_config": None, "server_header": False}
         more["timeout_graceful_shutdown"] = int(options.shutdown_grace) + grace
         config = uvicorn.Config(app, options.host, options.port, **more)
@@ -44,10 +44,10 @@ class Server(uvicorn.Server):
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; print the address, and which request fields are ignored, or refused with --strict."""
+        """Listen; print the address and the ignored or refused fields (a worker prints nothing)."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
-        if address.family == AF_UNIX:  # a worker's: its front prints its own
+        if address.family == AF_UNIX:  # a worker's: the front prints the address
             return
         host, port = address.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -58,14 +58,14 @@ class Server(uvicorn.Server):
         say(f"of a request's fields, these have no meaning here and are {how}: {names}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin a shutdown; SIGINT during a shutdown ends the server at once."""
+        """Begin a shutdown at the first signal; a SIGINT after that ends the server at once."""
         if not self.should_exit:
             self.leave()
         super().handle_exit(sig, frame)
 
 
 def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
-    """Load a checkpoint, warm its engine up, and return the engine."""
+    """Load a checkpoint with the limits of `options`, warm its engine up, and return the engine."""
     place = replace(place, capacity=options.max_num_seqs, max_context=options.max_context)
     engine = open(
         checkpoint,
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return a line: slots, token limit, and on a GPU the load from which canvases gain no speed."""
+    """Return a line: slots, token limit; on a GPU also the load at which canvases save no time."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -90,7 +90,7 @@ def held(engine: Engine) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket:
-    """Return a socket bound to an address; ResourceError: it is taken or not this machine's."""
+    """Return a socket bound to host and port; ResourceError: in use, or not this machine's."""
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         found = socket(family, kind, protocol)
@@ -104,14 +104,14 @@ def listening_socket(host: str, port: int) -> socket:
 
 
 def run(server: Server, sock: socket) -> None:
-    """Run a server at a socket until SIGINT or SIGTERM, neither of which is an error."""
+    """Run a server on a socket until SIGINT or SIGTERM ends it; then return normally."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # uvicorn raises the signal again at its end
     server.run([sock])
 
 
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
-    """Serve at the Unix socket `path` as a process of its own; exit with one line on an error."""
+    """Serve on a new Unix socket `path`, as a worker process; on an error print a line and exit."""
     found = socket(AF_UNIX)
     found.bind(str(path))
     try:
@@ -122,11 +122,10 @@ def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -
 
 
 def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | None = None) -> None:
-    """Serve a checkpoint, at the options' address or at `sock`, until SIGINT or SIGTERM.
+    """Serve a checkpoint until SIGINT or SIGTERM, on `sock` or, if None, at the options' address.
 
-    Raises:
-        InputError: the checkpoint cannot be loaded.
-        ResourceError: the model does not fit, or the port is taken (checked before weights are read).
+    InputError: the checkpoint cannot be loaded. ResourceError: the model does not fit, or the port
+    is in use (checked before weights are read).
     """
     sock = sock or listening_socket(options.host, options.port)
     logging.basicConfig(

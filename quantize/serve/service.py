@@ -57,7 +57,7 @@ class Service:
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def leave(self) -> None:
-        """Refuse waiting jobs; `shutdown_grace` s later end running ones, each after its canvas."""
+        """Refuse waiting jobs now; `shutdown_grace` s later end running jobs after their canvas."""
         # This thread may hold the very lock that draining takes, so another drains.
         threading.Thread(target=self.scheduler.drain).start()
         timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)
@@ -65,7 +65,7 @@ class Service:
         timer.start()
 
     def _prompts(self, body: Body) -> tuple[list[list[int]], Images | None]:
-        """Return a request's prompts as tokens, and the pictures of its only one."""
+        """Return a request's prompts as token ids, and a chat's pictures or None."""
         if isinstance(body, CompletionRequest):
             asked: Any = body.prompt
             return [self.text.encode(p) if isinstance(p, str) else p for p in asked], None
@@ -76,7 +76,7 @@ class Service:
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:
-        """Return a request's answer; RequestError: it is refused, or fails before its answer begins."""
+        """Return a request's answer; RequestError: refused, or failed before the answer began."""
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)
@@ -131,13 +131,13 @@ class Service:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the one model, as the protocol lists it."""
+        """The served model, as GET /v1/models lists it."""
         model = {"id": self.options.model_name, "object": "model", "created": 0}
         told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
         return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
 
     def check_model(self, name: str) -> None:
-        """Raise RequestError 404 for any name but the model's."""
+        """Raise RequestError 404 unless `name` is that of the served model."""
         if name != (known := self.options.model_name):
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")

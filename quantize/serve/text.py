@@ -1,7 +1,7 @@
 """Turns tokens into text that never changes, and finds thoughts, calls and stop strings in it.
 
-A committed canvas is final, but its text may not be: its last bytes may be half a character, its
-last characters the beginning of a stop string. Both wait for the next canvas.
+A committed canvas is final, but the end of its text may not be: it may be half a character, or the
+beginning of a stop string or a call. Such an end is held back until the next canvas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,11 +43,11 @@ class Text:
         return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
 
     def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
-        """Return (thoughts, answer); with `calls` the answer keeps the markers of function calls."""
+        """Return (thoughts, answer) as text; with `calls` the answer keeps call markers."""
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return ("", text): the text of all tokens, thoughts left in it."""
+        """Return ("", text): no thoughts are split off, special tokens are left out."""
         return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
@@ -57,10 +57,10 @@ class Delta:
 
     reasoning: str
     content: str
-    finish: Literal["stop", "length"] | None  # of the last canvas
+    finish: Literal["stop", "length"] | None  # why the answer ended; None: it goes on
     calls: Sequence[Call] = ()
     called: int = 0  # calls before these
-    span: tuple[int, int] = (0, 0)  # range of the tokens
+    span: tuple[int, int] = (0, 0)  # start and stop of the tokens that it covers
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Answer:
     """One choice of a response, which grows canvas by canvas.
 
     `split` turns tokens into (thoughts, answer). The answer ends before the first of the strings
-    `stops`; thoughts may hold them. `tools` names the functions that may be called; without any, calls
-    stay text. With `one_call` only the first call is kept.
+    `stops`; in thoughts these end nothing. `tools` names the functions that may be called; if it is
+    empty, calls stay text. With `one_call` only the first call is kept.
     """
 
     split: Split
@@ -89,8 +89,8 @@ class Answer:
     def commit(self, canvas: Canvas, complete: bool = False) -> None:
         """Take a finished canvas, and set `finish` if EOS, a limit or a stop string ends the answer.
 
-        `complete` says that the text so far has the form that was demanded (JSON, a regex, calls).
-        `finish` is then "stop" even if tokens run out, since there was no room for EOS.
+        `complete` says that the text so far is a whole text of the form asked for (JSON, regex,
+        calls). If a limit then ends the answer, `finish` is still "stop": only EOS had no room.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         length = len(self.sample.tokens)
@@ -103,7 +103,7 @@ class Answer:
             self.finish = "length"
 
     def delta(self) -> Delta:
-        """Return the text that the last canvas made certain; call it once a canvas."""
+        """Return what the last canvas added, except an end held back; call it once per canvas."""
         reasoning, content = self._read()
         content, _ = cut(content, self.stops)
         if self.finish is None:
@@ -133,18 +133,18 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Number of the answer's tokens, EOS included; `tokens_per_forward` counts these."""
+        """Number of tokens, EOS included, as usage and `tokens_per_forward` count them."""
         return min(self.sample.new_tokens, self.max_tokens)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return `text` up to the stop string in it that ends first, and whether it has one."""
-    # Which one begins first could depend on where a canvas ends.
+    """Return (`text` before the stop string that ends first, True), or (`text`, False) if none."""
+    # Which stop string begins first could depend on where a canvas ends.
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
 
 def held(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` are the beginning of a stop string."""
+    """Return the length of the longest end of `text` that begins a stop string, or 0."""
     lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)

@@ -1,9 +1,9 @@
 """OpenAI's fields that block diffusion lacks; `serve` ignores or refuses them, with a way out.
 
-IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. A request
-without them asks the same question. Most clients send one, so they are ignored and named in a header;
+IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. Without
+them the question is the same. Most clients send one, so they are ignored, and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
-unless they have a neutral value. REFUSED parameters would change its shape; they are always refused.
+unless the value is neutral. REFUSED parameters would change its shape; they are always refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ IGNORABLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "name": ((), "the chat template has no place for a speaker; name it in the text"),
     "detail": (("auto",), "set image_tokens, the most that each picture may take"),
 }
-# the same, of what is refused with any other value
+# the same for parameters that are refused with any other value
 NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), f"{PENALTY} hold the answer to a form by guided_regex, or leave it out"),
     "best_of": ((1,), "an answer has no likelihood to compare; set n, and choose"),
@@ -62,12 +62,12 @@ PARTS = {
 
 
 def message(name: str, reason: str) -> str:
-    """Return the message that refuses a parameter."""
+    """Return the message that a parameter is not supported, and why."""
     return f"{name}: not supported by block diffusion: {reason}"
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, is refused) of IGNORABLE and NEUTRAL_ONLY parameters not neutral."""
+    """Yield (name, message, whether refused) of each unsupported parameter that is not neutral."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue

@@ -1,4 +1,4 @@
-"""The servers behind one port: each a process of its own with a GPU, started again when it ends."""
+"""The servers behind one port: each is a process with a GPU, and is restarted when it ends."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.options import Options
 from quantize.serve.server import serve_at
 
-URL = "http://localhost"  # a client needs one beside the socket
+URL = "http://localhost"  # httpx needs a URL beside the socket
 HOP_BY_HOP = b"connection keep-alive transfer-encoding te upgrade expect date".split()
 LONGEST_PAUSE = 60.0  # seconds before a worker that ended again and again is started once more
 ENDED = "the worker that had this request ended and is started again: send the request once more"
@@ -33,7 +33,7 @@ spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's 
 
 
 class Worker:
-    """One server, at a Unix socket in `folder`: a process on GPU `gpus[index]`, or without a GPU."""
+    """One server on a Unix socket in `folder`: a process on GPU `gpus[index]`, or without a GPU."""
 
     def __init__(
         self, index: int, folder: Path, checkpoint: Path, options: Options, place: Placement,
@@ -41,10 +41,10 @@ class Worker:
     ) -> None:  # fmt: skip
         self.index, self.gpus, self.socket = index, gpus, folder / f"{index}.sock"
         self.given = (checkpoint, options, place, self.socket)
-        # As many at once as come: the worker itself refuses what it has no room for.
+        # No limit here: the worker itself refuses requests that it has no room for.
         most = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=most)
-        seconds = options.request_timeout + 60  # the worker itself ends what takes longer
+        seconds = options.request_timeout + 60  # the worker itself ends requests that take longer
         self.client = httpx.AsyncClient(transport=transport, base_url=URL, timeout=seconds)
         self.open = self.taken = 0
         self.ready = self.stopping = False
@@ -73,12 +73,12 @@ class Worker:
         return self.ready
 
     def stop(self) -> None:
-        """Ask the process to end, once its requests are answered; it is not started again."""
+        """Ask the process to end after its running requests; it will not be restarted."""
         self.stopping = True
         self.process.terminate()
 
     async def keep_alive(self) -> None:
-        """Start the process again whenever it ends before `stop`, each time after a longer pause."""
+        """Restart the process when it ends before `stop`, after a pause that grows up to 60 s."""
         pause = 1.0
         while True:
             begun = time.monotonic()
@@ -95,7 +95,7 @@ class Worker:
                 log.info("worker %d serves again", self.index)
 
     async def relay(self, request: Request, send: Send) -> None:
-        """Pass a request on and its answer back; 503 if the process ends before its answer begins."""
+        """Pass a request on and its answer back; RequestError 503: the process ended first."""
         url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
         headers, body = _end_to_end(request.headers.raw), await request.body()
         asked = self.client.build_request(request.method, url, headers=headers, content=body)
@@ -125,7 +125,7 @@ async def _parts(reply: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _end_to_end(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the headers to pass on: none of one connection alone, none that every server writes."""
+    """Return the headers to pass on, without those of one connection or that each server writes."""
     return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP]
 
 
@@ -134,7 +134,7 @@ def _ended() -> RequestError:
 
 
 def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return `count` GPUs' names as in CUDA_VISIBLE_DEVICES, [] for a CPU; ResourceError: too few."""
+    """Return `count` GPUs' names for CUDA_VISIBLE_DEVICES, [] on a CPU; ResourceError: too few."""
     if torch.device(place.device).type == "cpu":
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -1,1 +1,1 @@
-"""The stages of a run, each a plain function from files to files, and what the stages share."""
+"""The stages of a run, each a plain function from files to files, and code that stages share."""

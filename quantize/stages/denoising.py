@@ -1,9 +1,9 @@
-"""Denoises a recipe's calibration prompts while calibrate observes; round reads what it recorded.
+"""Denoises a recipe's calibration prompts, observed by calibrate and recorded for round.
 
 If the recipe rounds with GPTQ, calibrate records in a scratch folder what enters the first layer
-(`fused.recording`). Round records again what is missing or damaged, and removes the folder at its end.
-Results depend on the batch size, so memory never changes it: a batch that does not fit is refused.
-Where weights are streamed, batches denoise in lockstep.
+(`fused.recording`). Round makes a missing or damaged recording again, and removes the folder at its
+end. Results depend on the batch size, so memory never changes it: a batch that does not fit is refused.
+If weights are streamed, batches denoise in lockstep.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SCRATCH = "scratch"  # folder beside a stage's result
 class Denoising:
     """Denoises the calibration prompts with the BF16 checkpoint in the folder `source`.
 
-    With `held_out`, HELD_OUT more prompts are denoised for the replay, and observers do not see them.
+    If `held_out` is set, HELD_OUT more prompts are denoised for the replay, unseen by observers.
 
     Raises:
         InputError, ResourceError: the prompts or the checkpoint are wrong or missing.
@@ -76,7 +76,7 @@ class Denoising:
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
-        """Denoise all prompts; return their trajectories.
+        """Denoise all prompts, in batches that `processes` share; return their trajectories.
 
         `observers`, `on_logits` (as in `BatchEngine.watching`) and `recorder` see no held-out prompt.
 
@@ -111,7 +111,7 @@ class Denoising:
         return open(self._source, place)
 
     def recording(self, folder: Path) -> Recording:
-        """Return the folder's recording of these prompts; make it again where it is missing or damaged.
+        """Return the recording of these prompts in `folder`; if missing or damaged, make it again.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.

@@ -1,9 +1,9 @@
 """The device that weights are quantized and verified on: the CPU, or a GPU that threads use in turns.
 
-Many threads read a checkpoint, for a GPU into pinned memory. Only TURNS of them at a time copy what
-they read to the GPU, compute there and copy the result back. So the GPU holds the temporaries of few
-threads, and more would launch no faster. To have fewer launches, a GPU gets several experts of the 26B
-model at a time, where a CPU gets one.
+Many threads read a checkpoint; for a GPU they read it into pinned memory. Only TURNS threads at a time
+copy what they read to the GPU, compute there and copy the result back. So the GPU holds temporaries of
+few threads; more threads would launch kernels no faster. A GPU gets several experts of the 26B model at
+a time, which saves launches; a CPU gets one.
 """
 
 import os
@@ -25,9 +25,9 @@ class Device:
 
     Attributes:
         turn: the context in which a thread uses the device; a GPU admits TURNS threads, a CPU all.
-        pinned: whether what is read for the device should lie in pinned memory.
+        pinned: whether data for the device should be read into pinned memory.
         makers: how many threads read and compute; other threads write and hash. It is the number of
-            cores, or half of it where a GPU computes.
+            cores, or half of it if a GPU computes.
     """
 
     def __init__(self, name: str = "cpu") -> None:
@@ -40,17 +40,17 @@ class Device:
         self.turn: AbstractContextManager[Any] = Semaphore(TURNS) if self.pinned else nullcontext()
 
     def runs(self, rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Split rows of `nbytes` in all into ranges (start, stop) of about PIECE_BYTES each."""
+        """Yield ranges (start, stop) of rows, about PIECE_BYTES each; `rows` have `nbytes` in all."""
         step = max(1, rows * PIECE_BYTES[self._device.type] // nbytes)
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the device without waiting; kernels launched later see the whole copy."""
+        """Return a tensor on the device; the host does not wait, but later kernels see all of it."""
         return tensor.to(self._device, non_blocking=True)
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor back to the host, and wait for it."""
+        """Return a tensor on the host; wait until the copy is complete."""
         if not self.pinned:
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

@@ -1,8 +1,8 @@
-"""Computes the memory that every stage asks of a GPU.
+"""Computes how much GPU memory each stage needs.
 
-It is known before anything is loaded: from the headers, or the config, of the BF16 model and the plan
-of the quantized one. Prompts and answers count at their longest. `convert` and `verify` are not listed:
-by arithmetic each holds less than 1 GB beside the CUDA context, which is less than fidelity needs.
+The needs follow from the headers (or config) of the BF16 model and the plan of the quantized model, so
+they are known before anything is loaded. Prompts and answers count at their longest. `convert` and
+`verify` are left out: by arithmetic each holds under 1 GB beside the CUDA context, less than fidelity.
 """
 
 import math
@@ -17,16 +17,16 @@ from quantize.runtime.memory import EMBEDDING, MANY, Need, Stack, repacked
 from quantize.schemes.modes import ActivationMode
 
 TILE = 128  # side of the tiles that Hessians are held in (`schemes.hessians`)
-HELD_OUT = 16  # prompts that are recorded for the replay, and not observed
+HELD_OUT = 16  # prompts that are recorded for the replay and not observed
 REPLAYED = 16  # trajectories that are replayed at once
 # Rows of six inputs that wait to be added to Hessians, 256 MB each at most, and their order.
 WAITING_BYTES = 1.817e9
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
-# What GPTQ may take of a GPU to round several experts at once: 32 of 2,816 inputs and 1,408 rows take
-# 5.8 GB. A single Linear may take more: one of 8,192 inputs takes 4.9 GB.
+# GPU memory that GPTQ may take to round several experts at once: 32 experts of 2,816 inputs and 1,408
+# rows take 5.8 GB. A single Linear may take more: one of 8,192 inputs takes 4.9 GB.
 ROUNDING_BYTES = 6e9
 QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
-FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay where nothing was calibrated
+FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay if nothing was calibrated
 
 
 def needs(
@@ -37,7 +37,7 @@ def needs(
     *,
     hopper: bool,
 ) -> list[Need]:
-    """Return each stage's need; in activation mode `fp8`, experts take 4 bits if `hopper`, else 8."""
+    """Return the needs of all stages; in mode `fp8`, experts take 4 bits if `hopper`, else 8 bits."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
@@ -56,11 +56,11 @@ def needs(
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
         found.append(_rounding(bf16, targets, settings.batch_size, length))
-    vocabulary = tensors[EMBEDDING].nbytes  # of BF16, whose layers are gone when the other comes
+    vocabulary = tensors[EMBEDDING].nbytes  # of BF16; its layers are freed before the next model
     found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     scored = recipe.evaluation.activations
     modes: set[ActivationMode] = {"none", scored, *recipe.gate.max_kl_nats}
-    engines = len(modes - {"fp8"})  # that share weights; `fp8` has its own, and comes after
+    engines = len(modes - {"fp8"})  # that share weights; `fp8` has weights of its own, later
     name = f"fidelity {recipe.name}"
     found.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
     longest = max(map(recipe.evaluation.answer_tokens, recipe.evaluation.tasks))
@@ -72,27 +72,27 @@ def needs(
 
 
 def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:
-    """Return the bytes of the BF16 model on a GPU."""
+    """Return the bytes that the BF16 model takes on a GPU."""
     return Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
 
 
 def quantized_stack(
     name: str, targets: Sequence[Target], mode: ActivationMode = "none", *, hopper: bool
 ) -> Stack:
-    """Return a planned model's bytes on a GPU (a Hopper if `hopper`), packed for `mode`."""
+    """Return the bytes that a plan packed for `mode` takes on a GPU (a Hopper if `hopper`)."""
     sizes = {target.name: _packed(target, mode, hopper) for target in targets}
     return Stack.of(name, sizes, quantized=True)
 
 
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
-    """Return how many positions a question and an answer of `longest` tokens (whole canvases) take."""
+    """Return the positions that a question and an answer of `longest` tokens (whole canvases) take."""
     canvas = config["canvas_length"]
     room = QUESTION_TOKENS + -(-longest // canvas) * canvas
     return min(room, config["text_config"]["max_position_embeddings"])
 
 
 def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -> Need:
-    """Return what GPTQ takes at any budget: two layers in turns, one's Hessians, and its rounding."""
+    """Return GPTQ's need at any budget: two layers in turns, one layer's Hessians and rounding."""
     in_turns = Stack(f"{bf16.name}, a layer at a time", bf16.streaming, (0.0,), 0.0)
     hessians: Counter[str] = Counter()  # of each layer, a byte a square of a tile's side
     rounding = 0.0
@@ -108,10 +108,10 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 
 
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return the bytes that GPTQ takes once, and the bytes for each expert [out, inputs].
+    """Return (bytes that GPTQ takes once, bytes for each expert [out, inputs]).
 
-    It takes seven float64 matrices [inputs, inputs] once, while a Hessian is factored. An expert takes
-    its Hessian, the factor and six copies of its weight in float32, and its weight in BF16.
+    Once, it takes seven float64 matrices [inputs, inputs] while a Hessian is factored. For an expert it
+    takes the Hessian, the factor and six copies of the weight in float32, and the weight in BF16.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 

@@ -1,10 +1,10 @@
 """Loads calibration prompts: bundled word problems, a local jsonl of chats, or Hub datasets.
 
-A row becomes a chat that ends with its last user message, so that the model answers it. Chats of a
-local file may show pictures: {"type": "image", "path": "a.png"} among the parts of a message, the path
-relative to the file. Rows are drawn in turn from the recipe's datasets; the thinking channel is on for
-the recipe's share of them, spread evenly. The same recipe gives the same prompts: local files are
-shuffled by the recipe's seed, Hub datasets are read from their first row on.
+A row becomes a chat that ends with its last user message, so that the model answers that message.
+Chats of a local file may show pictures: {"type": "image", "path": "a.png"} is then one part of a
+message, with a path relative to the file. Rows are taken from the recipe's datasets in turn. The recipe
+says for which share of chats, spread evenly, the thinking channel is on. The same recipe gives the same
+prompts: its seed shuffles local files, and Hub datasets are read from their first row on.
 """
 
 import json
@@ -62,7 +62,7 @@ def _pictures(messages: list[Message]) -> list[Path]:
 
 
 def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
-    """Yield the chats of one dataset: `bundled`, the path of a .jsonl file, or a Hub name."""
+    """Yield the chats of `bundled` or a .jsonl file, shuffled by `seed`, or of a Hub data set."""
     if name == BUNDLED:
         from quantize.bundled import CALIBRATION
 
@@ -85,7 +85,7 @@ def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
 
 
 def chat_of(row: Mapping[str, Any], folder: Path | None = None) -> list[Message] | None:
-    """Return a row's chat up to its last user message, or None when it holds none.
+    """Return a row's chat up to its last user message, or None if it has no user message or question.
 
     Paths of pictures are relative to `folder`; without a folder a row may not show pictures.
 

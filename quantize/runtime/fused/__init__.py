@@ -1,1 +1,1 @@
-"""The engine over the fused kernels: weights stay quantized, steps are CUDA graphs."""
+"""The engine on the fused kernels: weights stay quantized, and steps are CUDA graphs."""

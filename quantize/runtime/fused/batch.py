@@ -1,11 +1,11 @@
 """Encodes and decodes one batch with the kernels (`Passes`), in slots of the engine's cache.
 
-If observers only launch GPU work, a step is captured as a CUDA graph, and later steps with as many
-canvases replay it. All other passes launch kernel by kernel.
+While observers watch that only launch GPU work, a canvas' second step is captured as a CUDA graph, and
+later steps with as many canvases replay the graph. All other passes launch kernel by kernel.
 
-Rows of unequal lengths are padded to share a pass, so that streamed weights are read once for all. The
-padding's keys and values lie behind a row's tokens, where they are overwritten before anything reads
-them. Observers see no padding. Logits are computed when they are read, on a CPU canvas by canvas.
+Rows of unequal lengths are padded to share a pass, so that streamed weights are read once for all rows.
+Keys and values of the padding come after a row's tokens, and are overwritten before anything reads
+them. Observers see no padding. Logits are computed when they are read; on a CPU, canvas by canvas.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 class FusedPasses:
     """The passes of one batch; the constructor encodes the prompts.
 
-    `lane` selects the batch's slots in the engine (`lockstep`). A pass encodes at most `chunk` tokens a
-    row. `encoded` has each row's count of tokens encoded before: 0, or a whole prompt with pictures.
-    `run` takes a pass through the layers and returns its rows; `pool` None means no CUDA graphs.
+    `lane` selects the batch's slots in the engine (`lockstep`). A pass encodes up to `chunk` tokens per
+    row. `encoded` has the number of tokens per row that are encoded already: 0, or all of a prompt with
+    pictures. `run` takes a pass through the layers and returns its rows. `pool` None: no CUDA graphs.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class FusedPasses:
             left = {row: tokens[chunk:] for row, tokens in left.items() if tokens[chunk:]}
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
-        """Append `tokens` int64 [B, L] to the sequences of `rows`."""
+        """Encode `tokens` int64 [B, L] and append them to the sequences of `rows`."""
         self._encode(dict(zip(rows, tokens.tolist(), strict=True)))
 
     def _encode(self, tokens: dict[int, list[int]]) -> None:
@@ -71,7 +71,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` [B, L] after `rows`; `conditioning` bf16 [B, L, H], None at first steps."""
+        """Decode `canvas` int64 [B, L] after `rows`; `conditioning` bf16 [B, L, H], None at step 1."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context
@@ -92,7 +92,7 @@ class FusedPasses:
     def _decoded(
         self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None
     ) -> tuple[Pass, Tensor, Tensor]:
-        """Return a pass as it enters the first layer, its last rows, and the experts it chose."""
+        """Return a pass as it enters the first layer, its rows after the last, and its experts."""
         (B, L), model = canvas.shape, self._model
         own = model.decoding(canvas, model.behind(slots, context, L), signal)
         own.routed, own.lane = [], self._lane
@@ -100,7 +100,7 @@ class FusedPasses:
         return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
-        """Draw as `DrawingPasses` says, from the bf16 logits of a few canvases at a time."""
+        """Draw as in `DrawingPasses.draw`, from the bf16 logits of a few canvases at a time."""
         model, (B, L, _) = self._model, decoded.shape
         inverse = (1 / schedule[state.step.long() - 1])[:, None].repeat(1, L)
 
@@ -119,7 +119,7 @@ class FusedPasses:
         return Draw.join(drawn), joined(signals)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the soft embedding bf16 [b, L, H] of logits [b, L, V] divided by the temperature."""
+        """Return the soft embedding bf16 [b, L, H] of logits [b, L, V] divided by `temperature`."""
 
         def soft(own: Tensor) -> Tensor:
             rows = own.flatten(0, 1).to(torch.bfloat16)
@@ -145,5 +145,5 @@ def _logits(cores: Cores | None, embedding: Tensor, softcap: float, rows: Tensor
 def _canvas_by_canvas(
     cores: Cores | None, work: Callable[[Tensor], Tensor], rows: Tensor
 ) -> Tensor:
-    """Apply `work` to canvases [b, ...], on a CPU to each one alone."""
+    """Apply `work` to canvases [b, ...]; on a CPU, to one canvas at a time."""
     return work(rows) if cores is None else joined(cores.each(work, rows.split(1)))

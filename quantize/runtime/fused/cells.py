@@ -1,8 +1,9 @@
-"""The cells of keys and values: full layers keep all positions, sliding ones a window and a chunk.
+"""The cache of keys and values: full layers keep all positions, sliding layers a window and a chunk.
 
-A chunk is the most tokens a pass adds to a sequence; a lane is the slots of one batch. Cells lie on
-the device, or on the host if many lanes go in lockstep (`HostCells`). Then the device has two places.
-It works on the cells of a lane and layer in one, while the next ones arrive in the other:
+A cell holds one position. A chunk is the most tokens that a pass adds to a sequence; a lane has the
+slots of one batch. Cells are on the device, or on the host if many lanes go in lockstep (`HostCells`).
+Then the device has two places, each for one lane at one layer. While it works in one place, the next
+cells arrive in the other:
 
     place 0   lane 0, layer 0 | lane 2, layer 0 | ...
     place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
@@ -25,7 +26,7 @@ from quantize.runtime.fused.transfer import pinned_until
 from quantize.runtime.memory import rounded_up
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
-# Keys and values of the next lane's slots at the next layer.
+# (keys, values) of one lane's slots at one layer, lane after lane and layer after layer
 Visits = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -33,13 +34,13 @@ Visits = Iterator[tuple[Tensor, Tensor]]
 class Cache:
     """Keys and values of every layer: bf16 [slots, cells, key heads, head dim].
 
-    Full layers hold `max_context` positions, sliding ones a ring of a window and a chunk.
+    Full layers have cells for `max_context` positions, sliding layers a ring for a window and a chunk.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     window: int
-    lanes: int = 1  # the slots of one follow those of another
+    lanes: int = 1  # slots are in the order of their lanes
 
     @classmethod
     def allocate(
@@ -53,7 +54,7 @@ class Cache:
         lanes: int = 1,
         one_layer: bool = False,
     ) -> "Cache":
-        """Allocate zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens at once.
+        """Return zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens per pass.
 
         With `one_layer`, layers of equal shape share cells, which hold one layer's data at a time.
         """
@@ -73,7 +74,7 @@ class Cache:
         return cls(keys, values, text.sliding_window, lanes)
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """For each layer, yield (keys, values) of each batch in `added` (batch -> its new tokens)."""
+        """For each layer, yield (keys, values) of each lane in `added` (lane -> its new tokens)."""
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
@@ -91,12 +92,12 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Copy positions [start, end) of full layers, and the window before `end` of sliding ones."""
+        """Return copies: [start, end) of full layers, the window before `end` of sliding layers."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
     def restore(self, slot: int, start: int, end: int, block: Sequence[Tensor]) -> None:
-        """Write copies that `Cache.block` made of positions [start, end) back into a slot."""
+        """Write the copies that `Cache.block` made of positions [start, end) into a slot."""
         for tensor, kept in zip((*self.keys, *self.values), block, strict=True):
             tensor[slot, self._cells(tensor, start, end)] = kept
 
@@ -107,7 +108,7 @@ class Cache:
         return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
-        """Set a slot's values to 0: attention multiplies unused ones by 0, and 0 * NaN would be NaN."""
+        """Set a slot's values to 0: attention multiplies unused cells by 0, but 0 * NaN is NaN."""
         for values in self.values:
             values[slot].zero_()
 
@@ -141,13 +142,13 @@ class HostCells:
                 say("keys and values on the host could not be pinned: copies of them are slower")
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot has encoded."""
+        """Mark a slot as empty: none of its tokens is encoded."""
         self._encoded[slot] = 0
 
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
-        """For each layer, yield (keys, values) of each batch in `added` (batch -> its new tokens).
+        """For each layer, yield (keys, values) of each lane in `added` (lane -> its new tokens).
 
-        A pair is valid until the next one is taken: then the cells of its new tokens go to the host.
+        A pair is valid until the next pair is taken: then the cells of new tokens go to the host.
         """
         tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
         for slot, start, _ in tokens:
@@ -178,7 +179,7 @@ class HostCells:
         return None if self._stream is None else self._stream.record_event()
 
     def _take_back(self, index: int, lane: int, place: Cache, added: Sequence[Added]) -> None:
-        """Copy added tokens' cells to the host, once all launched work is done."""
+        """Copy the cells of `added` tokens to the host, once all launched work is done."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
@@ -187,7 +188,7 @@ class HostCells:
                     host.copy_(own, non_blocking=True)
 
     def _same(self, index: int, lane: int, place: Cache, added: Added) -> Visits:
-        """Yield the cells of tokens at a layer: on the host, and in a place."""
+        """Yield pairs of the same cells of tokens at a layer: on the host, and in a place."""
         slot, start, count = added
         for cells in self._host.runs(index, start, start + count):
             row = lane * self._slots + slot

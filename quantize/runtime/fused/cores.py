@@ -1,8 +1,8 @@
-"""A CPU's cores: each computes some of the sequences of a pass.
+"""The cores of a CPU: each core computes some of the sequences of a pass.
 
-Where threads share a product, some BLAS libraries sum it in another order, and round the last elements
-of a thread's share differently. So no product is shared, and a sequence's results depend neither on the
-number of cores nor on its neighbours (`fused_dequant.dispatch.sequences_of`).
+If threads share a matrix product, some BLAS libraries sum in another order, and round the last elements
+of a thread's share differently. Here no product is shared. So the results of a sequence depend neither
+on the number of cores nor on the other sequences (`fused_dequant.dispatch.sequences_of`).
 """
 
 import threading
@@ -26,21 +26,21 @@ _HERE = _Here()
 
 
 class Cores:
-    """`count` threads that compute on one core each."""
+    """A pool of `count` threads, each of which computes on one core."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Cut `count` sequences into at most one slice a thread, all but the last equally long."""
+        """Return `count` sequences in at most one slice per thread, all but the last equally long."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return what `work` returns for every item, in order; threads compute items side by side.
+        """Return what `work` returns for each item, in order; threads compute items side by side.
 
-        A thread that is one of `Cores` computes all items itself, so that it never waits for its pool.
+        A thread of a pool that calls this computes all items, so that it never waits for its pool.
         """
         return list(map(work, items) if _HERE.core else self._pool.map(work, items))
 
@@ -55,7 +55,7 @@ def _on_one_core() -> None:
 
 
 def cores_of(device: torch.device) -> Cores | None:
-    """Return the threads that compute the passes on a CPU, None for a GPU."""
+    """Return the threads that compute passes on `device`; None for a GPU."""
     return None if launches(device) else cores(torch.get_num_threads())
 
 

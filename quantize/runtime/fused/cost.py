@@ -2,10 +2,10 @@
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
-A pass reads all weights once, but of experts only those that get a token, and each sequence's keys and
-values once. 8-bit weights, and NVFP4 in the activation mode `fp8`, are multiplied by FP8 tensor cores,
-other NVFP4 weights by bf16 ones (W4A16) or FP4 units (W4A4). Norms, routing and the sampler's reading
-of logits are left out, so a real pass takes longer.
+A pass reads each weight once, except experts that get no token, and each sequence's keys and values
+once. 8-bit weights, and NVFP4 in the activation mode `fp8`, count at the rate of FP8 tensor cores;
+other NVFP4 weights at the rate of bf16 tensor cores (W4A16) or FP4 units (W4A4). Norms, routing and the
+sampler's reads of logits are left out, so a real pass takes longer.
 """
 
 from fused_dequant import Weight
@@ -20,8 +20,8 @@ def decoder_floor(
 ) -> dict[str, float]:  # fmt: skip
     """Return the least seconds of one denoising step of `batch` canvases, by part as in `pass_floor`.
 
-    `context` positions stand before each canvas. On average, `experts_hit` experts of a layer get a
-    token. With `sparse` no time is counted for the soft embedding.
+    `context` positions precede each canvas. On average, `experts_hit` experts of a layer get a token.
+    With `sparse`, no time is counted for the soft embedding.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)
@@ -32,9 +32,9 @@ def decoder_floor(
 def pass_floor(
     weights: TextWeights, rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
 ) -> dict[str, float]:
-    """Return the least seconds of a pass of [batch, length] rows, by part.
+    """Return the least seconds of a pass of `shape` [batch, length] rows, by part.
 
-    Parts are "experts", "dense" (other Linears), "attention" and "vocabulary" (all rows' logits).
+    Parts are "experts", "dense" (all other Linears), "attention" and "vocabulary" (all rows' logits).
     `context` and `experts_hit` are as in `decoder_floor`.
     """
     text, (batch, length) = weights.config.text_config, shape

@@ -1,21 +1,21 @@
 """The `Engine` on the fused kernels: slots share one cache, and a step is two CUDA graphs.
 
-A step of B sequences is a replay of two graphs:
+A step of B sequences replays two graphs:
 
     decoder -> lm_head -> sample -> accept          soft embedding of the logits, for the next step
 
 All that changes between replays is in device memory: canvas, step, temperature, slots, context. Graphs
 are captured for some batch sizes (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and sampler settings; `Steps`
-decides which. A batch between two of these sizes repeats its first sequence, which writes the same
-values to the same cells. The host learns who has finished while the GPU makes the soft embedding.
+decides which. A batch between two of these sizes is filled up with copies of its first sequence, which
+write the same values to the same cells. While the GPU makes the soft embedding, the host learns which
+canvases are finished. Each sequence has its own step number; `denoise` returns as soon as one canvas is
+finished. Its slot may begin the next canvas, or another prompt, in the next step of the other slots.
 
-Every sequence is at a step of its own: as soon as one canvas is finished, `denoise` returns it. Beside
-the others' next step its slot may begin its next canvas, or take another prompt. The next canvas' first
-step also encodes the canvas before it, in one pass of 512 rows, so that weights are read once for both.
-With `batch_invariant`, no sample depends on its batch. All steps then have one shape. Canvases, and
-prompts of up to SHORT tokens, are encoded before a step, at most TOGETHER in a pass; each is rounded as
-it would be alone. Longer prompts are encoded in chunks when they are admitted; a chunk without pictures
-is a graph. On a CPU the same calls run without graphs, on the kernels' torch references.
+The first step of the next canvas also encodes the canvas before it, in one pass of 512 rows, so that
+weights are read once for both. With `batch_invariant`, no sample depends on its batch: all steps have
+one shape, and canvases and prompts of up to SHORT tokens are encoded before a step, at most TOGETHER in
+a pass, each rounded as it would be alone. Longer prompts are encoded in chunks when admitted; a chunk
+without pictures is a graph. On a CPU, calls run without graphs, on the kernels' torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -56,12 +56,12 @@ from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
 Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
-TOGETHER = 8  # sequences that are encoded at once by launches made for one: more hardly gain
+TOGETHER = 8  # sequences that launches configured for one encode at once: more would hardly gain
 
 
 @dataclass
 class _Sequence:
-    """What a slot holds. Its canvas lies in a row of a step, or is saved while others are denoised."""
+    """What a slot holds. Its canvas is in a row of a step, or saved while other slots are denoised."""
 
     seed: int
     sampler: Sampler
@@ -69,7 +69,7 @@ class _Sequence:
     canvases: int = 0
     unencoded: list[int] = field(default_factory=list)  # a short prompt, or the canvas before
     given: Given = NOTHING
-    # tokens that its guide has the canvas begin with; None before it is asked
+    # tokens with which the guide lets the canvas begin; None before the guide is asked
     begun: list[int] | None = None
     spent: int = 0  # steps of earlier tries of a canvas that the guide has denoised again
     step: Step | None = None
@@ -100,26 +100,27 @@ class FusedEngine:
 
     Args:
         weights: from `load_packed` or `random_weights`.
-        capacity: the most sequences of a pass; a power of two, 3, 6 or 12 wastes no rows.
-        max_context: positions a sequence may take, prompt and answer; None for 8,192 or the model's
-            limit, whichever is less. Full layers' keys are allocated for all of them.
+        capacity: the most sequences per pass; a power of two, 3, 6 or 12 wastes no rows.
+        max_context: positions that a sequence may take, prompt and answer; None for 8,192 or the
+            model's limit, whichever is less. The cache of full layers has room for all of them.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
-            depend on what is denoised beside it. If False they may depend on a GPU, where kernels round
-            differently for other numbers of rows, but not on a CPU.
-        graphs: replay CUDA graphs; no effect on a CPU, `on_host`, with streamed weights or with lanes.
-        inputs: rounds what products read, or shows it to observers; None: the kernels alone round.
-        prefix_bytes: memory for the encoded beginnings of prompts, a prefix cache; 0 keeps none.
-        lanes: how many batches, each in `capacity` slots of its own, go through the layers together.
-            With several, a finished canvas is encoded by a pass of its own.
+            depend on the other samples. If False, the tokens may depend on them on a GPU, where
+            kernels round differently for other numbers of rows; on a CPU they never do.
+        graphs: replay CUDA graphs; ignored on a CPU, `on_host`, with streamed weights or several lanes.
+        inputs: rounds the inputs of products, or shows them to observers; None: only kernels round.
+        prefix_bytes: memory of the prefix cache, the encoded beginnings of prompts; 0 for no cache.
+        lanes: number of batches, each in `capacity` slots of its own, that go through the layers
+            together. With several lanes, a finished canvas is encoded by a pass of its own.
         on_host: keep keys and values on the host; the device has room for two lanes at one layer.
         sparse: omit a position's least probable tokens, together at most 0.001 of its probability, from
             the next step's self-conditioning (`fused_dequant.sparse_soft_embedding`).
 
     Attributes:
-        stops: None, or a function of a sample's seed and a canvas' index that returns the most steps
-            the canvas may take; random weights never stop by themselves.
+        stops: None, or a function of (seed, canvas index) that returns the most steps that the canvas
+            may take; canvases of random weights never stop by themselves.
 
     Raises:
+        InputError: `max_context` is above the model's limit, or not above 0.
         ResourceError: the cache does not fit beside the weights.
     """
 
@@ -172,8 +173,7 @@ class FusedEngine:
         self._slots: dict[int, _Sequence] = {}
         keeps = prefix_bytes and isinstance(cache, Cache)
         self.prefixes = PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if keeps else None
-        # by lane, and whether guides decide its canvases
-        self._steps = {
+        self._steps = {  # by lane, and whether guides decide on its canvases
             (lane, guided): Steps(partial(self._step, lane=lane, keep=guided))
             for lane in range(lanes)
             for guided in (False, True)
@@ -190,10 +190,10 @@ class FusedEngine:
         images: Images | None = None,
         given: Given | None = None,
     ) -> None:
-        """Put a prompt into a free slot; a short one is encoded by `denoise`, together with others.
+        """Put a prompt into a free slot; `denoise` encodes short prompts, several in one pass.
 
-        Raise InputError as `Engine` does, or if the slot is not free; ResourceError if there is no
-        memory for the vision tower.
+        Raise InputError as `Engine.admit` does, or if the slot is not free. Raise ResourceError if
+        there is no memory for the vision tower.
         """
         if slot in self._slots or not 0 <= slot < self.slots:
             raise InputError(f"slot {slot} of {self.slots} is not free")
@@ -216,7 +216,7 @@ class FusedEngine:
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> list[Canvas | None]:
-        """Denoise until a canvas is finished; return for each slot its finished canvas, or None.
+        """Denoise until a canvas is finished; return each slot's finished canvas, or None.
 
         Slots with equal settings share passes. Raise InputError if a slot has no room for a canvas.
         """
@@ -240,14 +240,14 @@ class FusedEngine:
         return [done.get(slot) for slot in slots]
 
     def _waits(self, length: int) -> bool:
-        """Whether `denoise` encodes a text: if it is short, or one pass of streamed weights."""
+        """Whether `denoise` encodes a text: if it is short, or in lockstep, if it fits one pass."""
         if length <= self._short:
             return True
         room = self._padded(length) <= min(self._chunk, self.max_length)
         return self._lockstep and self.prefixes is None and room
 
     def _make_room(self, more: int) -> None:
-        """Encode the waiting tokens if planned memory does not hold them and `more` at once."""
+        """Encode the waiting tokens if planned memory does not hold them and `more` tokens at once."""
         counts = [len(own.unencoded) for own in self._slots.values()]
         waiting = sum(self._padded(count) for count in (*counts, more) if count)
         if waiting > max(self.slots * self._short, self._chunk):
@@ -259,7 +259,7 @@ class FusedEngine:
         return Step(self.model, rows, sampler, self._logits, self.pool, keep, left, lane)
 
     def release(self, slot: int) -> None:
-        """Free a slot; a free slot stays free."""
+        """Free a slot; if it is free already, do nothing."""
         self._slots.pop(slot, None)
 
     @cached_property
@@ -271,13 +271,16 @@ class FusedEngine:
 
     @cached_property
     def _probabilities(self) -> Probabilities:
-        """The buffers in which lm_head leaves as many rows' for the soft embedding."""
+        """The buffers in which lm_head stores as many rows of probabilities for the soft embedding."""
         return Probabilities.room(self._logits, sparse=self.model.sparse)
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> FusedPasses:
-        """Encode prompts; raise InputError as `admit` does, or if slots are taken or too few."""
+        """Encode prompts and return their passes; all slots must be free.
+
+        Raise InputError as `admit` does, or if slots are taken, or if there are too few.
+        """
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
     def passes_from(
@@ -287,7 +290,7 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Do as `passes` in the slots of batch `lane`, with `run` to take a pass through the layers."""
+        """Do as `passes` does in the slots of `lane`; `run` takes a pass through the layers."""
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
@@ -312,7 +315,7 @@ class FusedEngine:
         on_pass: Callable[[Pass], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> Generator[None]:
-        """Let `passes` call observers, as `BatchEngine.watching` says; the weights must be BF16."""
+        """Let `passes` call observers as in `BatchEngine.watching`; the weights must be BF16."""
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
         model.on_pass, model.on_logits = on_pass or _nothing, on_logits or _nothing
@@ -327,10 +330,10 @@ class FusedEngine:
         self.model.weights.close()
 
     def warm_up(self, sampler: Sampler) -> None:
-        """Compile the kernels and capture the graphs that `sampler` needs, for every size of batch.
+        """Compile the kernels and capture the graphs that `sampler` needs, for every batch size.
 
-        All slots must be free. The vision tower is loaded later, with the first picture. A CPU has
-        neither kernels nor graphs. Canvases take one step here, as later steps launch the same kernels.
+        All slots must be free. On a CPU, nothing is done. The vision tower is loaded later, with the
+        first picture. Canvases take only one step here, since later steps launch the same kernels.
         """
         if self.model.cores:
             return
@@ -361,7 +364,7 @@ class FusedEngine:
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Take back a slot's last canvas, to be denoised again; `before` is the canvas before it."""
+        """Undo a slot's last canvas, and the encoding of `before`, the tokens of the canvas before."""
         sequence = self._slots[slot]
         sequence.canvases -= 1
         sequence.context -= len(before)
@@ -376,7 +379,7 @@ class FusedEngine:
         return step, self.graphs and worth
 
     def drop_canvases(self, slots: Sequence[int]) -> None:
-        """Throw away the canvases that `begin_canvases` began."""
+        """Discard the canvases that `begin_canvases` began."""
         for slot in slots:
             self._slots[slot].end_canvas()
 
@@ -400,8 +403,8 @@ class FusedEngine:
     def _encode_long(self, slot: int, prompt: list[int], images: Images | None) -> None:
         """Encode a prompt of any length, with its pictures, in chunks.
 
-        Where the cache has room, a chunk of text is padded to a multiple of SHORT, for which there is a
-        graph: kernel by kernel, launching takes longer than encoding.
+        If the cache has room, a chunk of text is padded to a multiple of SHORT, for which there is a
+        graph: kernel by kernel, the launches would take longer than the encoding.
         """
         seen = pictures(prompt, self._placeholder)
         chunks = pieces(len(prompt), self._chunk, seen)
@@ -439,14 +442,14 @@ class FusedEngine:
         return embeddings
 
     def encode_last(self, slots: Sequence[int]) -> None:
-        """Encode what slots have not yet encoded (short prompts, last canvases), as `denoise` would."""
+        """Encode the waiting tokens of slots (short prompts, last canvases), as `denoise` would."""
         self.model.run(self._encodings(slots))
 
     def _encodings(self, slots: Sequence[int]) -> list[Pass]:
-        """Return the passes that encode the slots' unencoded tokens, which count as encoded.
+        """Return the passes that encode the waiting tokens of slots, and count these as encoded.
 
-        Canvases share a pass, and so do prompts of a length. Streamed weights are read once for these
-        passes and the first step's; a GPU that holds all weights does them here, and none is returned.
+        Canvases share a pass, and so do prompts of one length. On a CPU and in lockstep, the caller
+        runs the passes with the first step, so that weights are read once. Elsewhere they run here.
         """
         kinds: dict[tuple[int, int], list[Row]] = {}
         for slot in slots:
@@ -471,7 +474,7 @@ class FusedEngine:
         return self._short if length <= self._short else -(-length // SHORT) * SHORT
 
     def _together(self, rows: list[Row], length: int) -> list[list[Row]]:
-        """Group rows of a length into as few passes as memory was planned for."""
+        """Group rows of one length into as few passes as planned memory allows."""
         if self.model.cores:
             return [rows]
         most = max(1, self.capacity * self._short // length)
@@ -517,7 +520,7 @@ class FusedEngine:
     ) -> dict[int, Canvas]:
         """Take steps until a canvas is finished; return the finished ones by slot.
 
-        `kinds` are the batches: slots by lane, whether guides decide their canvases, and settings.
+        `kinds` are the batches: (lane, whether guides decide the canvases, settings) -> slots.
         """
         batches: list[Running] = []
         for (lane, guided, sampler), slots in kinds.items():
@@ -568,10 +571,7 @@ class FusedEngine:
         return done
 
     def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[_Sequence], int]:
-        """Put sequences into the rows of a step, and begin canvases where none is under way.
-
-        Returns the sequence of each row, and how many canvases the next step encodes.
-        """
+        """Begin canvases in the rows of a step; return the rows' sequences, and how many it encodes."""
         new = {slot for slot in slots if not self._slots[slot].under_way}
         rows = self._seat(step, slots)
         runs: list[Row] = []
@@ -597,8 +597,8 @@ class FusedEngine:
     def _seat(self, step: Step, slots: list[int]) -> list[int]:
         """Give each of `slots` a row of a step, and return the slot of each row.
 
-        A sequence keeps its row of this step, or gets a free one. Those of other slots are saved. Rows
-        that stay free hold copies of the first slot's.
+        A sequence keeps its row of this step, or gets a free row. Sequences of other slots are saved.
+        Rows that stay free hold copies of the first slot's row.
         """
         for slot, sequence in self._slots.items():
             if sequence.step is not None and (sequence.step is step) != (slot in slots):
@@ -622,7 +622,7 @@ def chunk_of(canvas_length: int) -> int:
 
 
 def _denoising(sampler: Sampler) -> Sampler:
-    """Reset the settings that no canvas depends on: samplers that are then equal share graphs."""
+    """Reset the settings that no canvas depends on: samplers that differ only in them share graphs."""
     return replace(sampler, max_new_tokens=1, max_length=None, eos_token_ids=(), pad_token_id=None)
 
 

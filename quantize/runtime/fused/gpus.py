@@ -1,8 +1,8 @@
-"""Tells which kernels run a scheme on a GPU, before weights are read.
+"""Finds the kernels that run a scheme on a GPU, before weights are read.
 
-A kernel runs where its instructions exist (`fused_dequant.layouts.KERNELS`). Kernels that Hopper can
-run have run on an H200. Kernels for other targets of `fused_dequant.targets` are compiled and checked
-by tests, but nobody has run them. A GPU newer than all targets compiles a kernel at its first launch.
+A kernel runs on GPUs that have its instructions (`fused_dequant.layouts.KERNELS`). Kernels that Hopper
+can run have run on an H200. For other targets (`fused_dequant.targets`), tests compile and check the
+kernels, but nobody has run them. On a GPU newer than all targets, a kernel is compiled at first launch.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ class Gpu:
     name: str
     capability: Capability
     memory: float = 0  # bytes, 0 where it is not known
-    # of dense products summed in float32; FP8's stands for INT8 too, or INT8's for FP8
+    # of dense products summed in float32; one rate stands for FP8 and INT8
     rates: Rates | None = None
-    link: float = 0  # bytes/s that reach it from the host, one way; 0 where it is not known
+    link: float = 0  # bytes/s from the host to the GPU, one way; 0 if not known
 
     @property
     def target(self) -> str:
@@ -58,7 +58,7 @@ def _gpu(
     return Gpu(name, capability, gb * 1e9, rates, link * 1e9)
 
 
-# TFLOP/s of dense products in NVFP4 (W4A4); of the others nothing was looked up.
+# TFLOP/s of dense products in NVFP4 (W4A4); not looked up for other GPUs.
 FP4 = {"B200": 9000, "RTX PRO 6000": 2015, "RTX 5090": 1676, "DGX Spark": 500}
 PCIE4, PCIE5, C2C = 31.5, 63.0, 450.0  # GB/s one way, of 16 lanes; NVLink between Grace and its GPU
 # Where each figure was looked up: docs/gpus.md, What makers state.
@@ -80,15 +80,15 @@ GPUS = {
     "rtxpro6000": _gpu("RTX PRO 6000", (12, 0), 96, 1.792, 504, 1007, PCIE5),
     "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419, PCIE5),
     "rtx5080": _gpu("RTX 5080", (12, 0), 16, 0.96, 112, 225, PCIE5),
-    # Its maker states 31 TFLOP/s in float32: products at the RTX 5090's ratio to that.
-    # Host and GPU share their memory: what is streamed is read and written in it.
+    # Its maker states 31 TFLOP/s in float32; the rates of products follow by the RTX 5090's ratio.
+    # Host and GPU share their memory, so streaming reads from it and writes to it.
     "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 124, 136),
 }
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a GPU runs a scheme: `kernels` is the name of the module, or None; `note` says why."""
+    """Whether a GPU runs a scheme: `kernels` is the module that does, or None; `note` says why."""
 
     scheme: str
     kernels: str | None
@@ -98,7 +98,7 @@ class Verdict:
 def named(name: str, memory: float | None = None) -> Gpu:
     """Return the GPU that `--gpu` names: one of GPUS, or a target such as sm_89 with `memory` bytes.
 
-    Raise InputError if it is neither, or if a target comes without `memory`.
+    Raise InputError if `name` is neither, or a target without `memory`.
     """
     key = re.sub(r"[\s_-]|nvidia|geforce", "", name.lower())
     if target := re.fullmatch(r"sm(\d+)(\d)", key):
@@ -112,7 +112,7 @@ def named(name: str, memory: float | None = None) -> Gpu:
 
 
 def at_hand(device: torch.device) -> Gpu:
-    """Return a device's GPU; its rates are known if the device's name contains a name in GPUS."""
+    """Return a device's GPU; rates and link are known if the device's name contains a key of GPUS."""
     name = torch.cuda.get_device_name(device)
     own = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
@@ -160,7 +160,7 @@ def launches_of(device: torch.device) -> list[Any]:
 
 
 def launches_digest(device: torch.device) -> str | None:
-    """Return a hash of a GPU's launch configurations, which change results' bits; None for a CPU."""
+    """Return a hash of a GPU's launch configurations, which affect results' bits; None for a CPU."""
     if device.type != "cuda":
         return None
     launches = json.dumps(launches_of(device), sort_keys=True)
@@ -168,10 +168,10 @@ def launches_digest(device: torch.device) -> str | None:
 
 
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
-    """Refuse a GPU whose kernels cannot run all `schemes`, before weights are read.
+    """Raise ResourceError if a GPU cannot run the kernels of all `schemes`, or is missing.
 
-    A CPU runs all, in torch. This also loads the user's tuned launch tables for later launches. Raise
-    ResourceError if the GPU is missing or lacks the instructions; the message says what to use.
+    The message says what to use instead. A CPU runs all schemes, in torch. On a GPU, the user's tuned
+    launch tables are loaded too, for later launches.
     """
     if device.type != "cuda":
         return

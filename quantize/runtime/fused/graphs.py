@@ -1,8 +1,8 @@
 """Captures passes of a fixed shape as CUDA graphs: denoising steps, and encoding of new tokens.
 
 Everything that changes between replays is in device memory. A graph is captured when its pass first
-runs, for one number of sequences and, for a denoising step, one sampler's settings. Requests choose the
-settings freely, so `Steps` bounds how many are captured.
+runs. It is for one number of sequences and, if it is a denoising step, for the settings of one sampler.
+Requests choose these settings freely, so `Steps` limits how many graphs are captured.
 """
 
 from collections import OrderedDict
@@ -26,16 +26,16 @@ from quantize.runtime.sampler import Sampler
 
 CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
-BETWEEN = (3, 6, 12)  # rows of steps beside the powers of two
+BETWEEN = (3, 6, 12)  # numbers of rows that steps have besides the powers of two
 
-# Of a step's graphs: canvases encoded with it, and whether any token is pinned.
+# A graph of a step: its name, or (canvases encoded with the step, whether any token is known).
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 Told = tuple[list[int], int, bool]  # a row's tokens, steps taken, whether its canvas is finished
 
 
 def bucket(rows: int) -> int:
-    """Return the least number of rows >= `rows` that steps are captured for."""
+    """Return the smallest number of rows >= `rows` for which steps are captured."""
     return min(count for count in (*BETWEEN, _power(rows)) if count >= rows)
 
 
@@ -47,9 +47,9 @@ def _power(count: int) -> int:
 class Replayed:
     """A function of tensors of fixed shapes that replays a CUDA graph from its second call on.
 
-    The first call runs kernel by kernel, which compiles them, and then captures the graph. Every replay
-    returns the same tensors, with new values. Graphs share the memory `pool`, as no two run at once and
-    none keeps data there for another.
+    The first call runs kernel by kernel, which compiles the kernels, and then captures the graph. A
+    replay returns the same tensors, with new values. Graphs share the memory `pool`, since no two run
+    at once and none leaves data there for another.
     """
 
     def __init__(self, work: Callable[..., Any], pool: Pool) -> None:
@@ -76,12 +76,12 @@ class Replayed:
 class Step:
     """The denoising steps of `rows` sequences under one sampler; each sequence is at its own step.
 
-    A step is two graphs. The first decodes, draws and accepts, and may encode in the same pass what
-    some of the sequences committed. It ends with a report, which travels to the host while `condition`
-    makes the soft embedding for the next step: the host learns who has finished while the GPU works.
+    A step is two graphs. The first decodes, draws and accepts; its pass may also encode just committed
+    canvases. It ends with a report, which is copied to the host while the second graph, `condition`,
+    makes the next step's soft embedding: the host learns who has finished while the GPU works.
 
-    With `keep`, `last_logits` can return the logits of each sequence's last step; that takes 1.4 MB a
-    canvas at the real size.
+    With `keep`, rows are kept from which `last_logits` can make the logits of each sequence's last
+    step; in the 26B model they take 1.4 MB per canvas.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Step:
         self._given = zeros(5, rows)
         slots, context = self._given[:2].int()
         self._rows = model.behind(slots, context, length)
-        # canvases whose logits are looked at together; on a CPU each by itself
+        # canvases whose logits are computed at once; on a CPU, one
         self._at_once = 1 if model.cores else CANVASES_A_PIECE
         self._schedule = sampler.schedule(device)
         # initial and pinned tokens of each sequence
@@ -137,7 +137,7 @@ class Step:
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
         """Let the next step encode canvases (slot, first position, tokens); return how many it encodes.
 
-        The number is a power of two, or `rows`: copies of the first canvas fill it up.
+        That number is a power of two, or `rows`; it is filled up with copies of the first canvas.
         """
         if not runs:
             return 0
@@ -186,12 +186,12 @@ class Step:
         self._rows.copy_(self._model.behind(slots, context, self._length))
 
     def take(self, graphs: bool) -> None:
-        """Take one step that encodes nothing and sends no report, and condition the next step."""
+        """Take one step that encodes nothing and sends no report, then condition the next step."""
         self.take_on(None, 0, graphs)
         self._launch("condition", self.condition, graphs)
 
     def take_on(self, h: Tensor | None, committed: int, graphs: bool) -> None:
-        """Take a step up to its report; `h` is its layers' output, or None to run the layers here."""
+        """Take a step up to its report; `h` is the output of the layers, or None to run them here."""
         self._launch((committed, self._knows), partial(self._leave, h, committed), graphs)
 
     def send_report(self, going_on: bool, graphs: bool) -> Any:
@@ -219,7 +219,7 @@ class Step:
             self.take_on(None, count, graphs=True)
 
     def enter(self, committed: int) -> Pass:
-        """Return a step's pass, ready for the first layer; it also encodes `committed` canvases."""
+        """Return a step's pass before the first layer; it also encodes `committed` canvases."""
         more = None
         if committed:
             slots, starts = self._places[:, :committed]
@@ -229,7 +229,7 @@ class Step:
         return own
 
     def _leave(self, h: Tensor | None, committed: int) -> None:
-        """Decide the next canvases by the last rows of a step's pass, and make the report."""
+        """Decide the next canvases from a pass' rows `h` after the last layer, and make the report."""
         if h is None:
             h = self._model.run([self.enter(committed)])[0]
         state = self.state
@@ -256,7 +256,7 @@ class Step:
             self._condition((self.rows - 1) // CANVASES_A_PIECE * CANVASES_A_PIECE)
 
     def last_logits(self, row: int) -> Tensor:
-        """Return the logits bf16 [L, V] of a sequence's last step; the next call overwrites them."""
+        """Return a row's logits bf16 [L, V] of its last step; the next call or step overwrites them."""
         assert self._last is not None  # a guided sequence's steps `keep` them
         return self._model.logits(self._last[row], self._logits[: self._length])
 
@@ -279,7 +279,7 @@ class Step:
             return sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
 
     def _left(self, rows: int) -> Probabilities | None:
-        """Return what `look` leaves for the soft embedding of so many rows; None where it cannot."""
+        """Return where `look` stores probabilities of so many rows; None where it cannot run."""
         return None if self._probabilities is None else self._probabilities.first(rows)
 
     def _condition(self, start: int) -> None:
@@ -301,19 +301,19 @@ class Running:
 
     step: Step  # takes them on
     taken: list[int]  # steps that the canvas of each row has taken
-    most: list[int]  # steps that it may take; fewer than the sampler's end it there
+    most: list[int]  # the most steps that it may take, by the sampler or fewer
     committed: int  # what `Step.commit` returned
     graphs: bool  # replay graphs
 
     def launch(self, h: Tensor | None, count: int) -> Any:
-        """Take step number `count` and send its report; return the event of its arrival, or None."""
+        """Take step number `count` and send its report; return the event of the arrival, or None."""
         self.step.take_on(h, self.committed, self.graphs)
         self.committed = 0
         rows = zip(self.taken, self.most, strict=True)
         return self.step.send_report(any(n + count < most for n, most in rows), self.graphs)
 
     def told(self) -> list[Told]:
-        """Return each row's tokens, steps taken and whether its canvas is done, by the last report."""
+        """Return each row's tokens, steps taken and whether its canvas is done, as last reported."""
         rows = zip(self.step.told.tolist(), self.most, strict=True)
         return [(r[:-2], r[-2] - 1, r[-1] != 0 or r[-2] > most) for r, most in rows]
 
@@ -327,8 +327,8 @@ def until_finished(
 ) -> list[list[Told]]:
     """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
-    In a step, all batches that do not use graphs go through the layers together; in the first step,
-    so do the passes `entering`. `launched` is called after the first launch, `show` after every launch.
+    In a step, all batches that do not use graphs go through the layers together; in the first step, the
+    passes `entering` do too. `launched` is called after the first step's launch, `show` after each.
     """
     count = 0
     while True:
@@ -352,7 +352,7 @@ class Steps:
     """Keeps a `Step` for each (rows, sampler) in use, and decides which of them are captured.
 
     The first CAPTURED pairs are captured at once. Each further pair first runs WORTH canvases without a
-    graph, so there are at most CAPTURED + canvases / WORTH captures. The CAPTURED pairs used last keep
+    graph, so n canvases cause at most CAPTURED + n / WORTH captures. The CAPTURED pairs used last keep
     their graphs, and so do all pairs of the warm-up (`hold`). `make(rows, sampler)` returns a new step.
     """
 

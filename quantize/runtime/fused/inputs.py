@@ -1,15 +1,15 @@
 """Prepares the rows that enter products for an activation mode, and shows them to observers.
 
 Kernels multiply 8-bit weights with rows that they quantize to 8 bits, and NVFP4 weights with bf16 rows.
-Where an activation mode asks for something else, it is done before the kernel runs:
+What an activation mode asks for beyond that is done before the kernel runs:
 
-    per_expert, per_layer   Rows for NVFP4 weights are rounded under calibrated global scales: each
-                            expert's, or that of the widest range in the layer. With FP4 units, weights
-                            are packed so that the kernels round for per_layer
+    per_expert, per_layer   Rows for NVFP4 weights are rounded under calibrated global scales: one per
+                            expert, or one per layer, that of the experts' widest range. For per_layer
+                            on FP4 units, weights are packed so that the kernels round
     none                    FP8 and INT8 weights are dequantized to bf16, layer by layer, in every pass
     fp8                     NVFP4 weights are packed so that kernels quantize rows; nothing is done here
 
-Linears that share an input have one scale, that of the widest range among theirs, as servers choose it.
+Linears that share an input have one scale, that of the widest range among them, as servers choose it.
 """
 
 from collections.abc import Generator, Sequence
@@ -43,8 +43,8 @@ EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_p
 class Inputs:
     """Rounds the inputs of products by their layer's `scales`, and shows them to observers.
 
-    If `scales` is None, it rounds nothing. If `bf16`, kernels quantize no inputs either: 8-bit weights
-    are dequantized. `config` is transformers' configuration of the text stack.
+    If `scales` is None, nothing is rounded here. If `bf16`, kernels quantize no inputs either, since
+    8-bit weights are dequantized. `config` is transformers' configuration of the text stack.
     """
 
     def __init__(self, config: Any, scales: Sequence[Scales] | None, *, bf16: bool) -> None:
@@ -52,7 +52,7 @@ class Inputs:
         self.bf16 = bf16
         self._kinds: list[str] = config.layer_types
         self._observers: tuple[Observer, ...] = ()
-        self.replayable = False  # whether a graph may hold what observers do (`shown_to`)
+        self.replayable = False  # whether a CUDA graph may hold the work of observers (`shown_to`)
         self.real: Tensor | None = None  # int64, rows of this pass that are not padding
 
     @property
@@ -64,8 +64,8 @@ class Inputs:
     def shown_to(self, observers: Sequence[Observer]) -> Generator[None]:
         """Show rows, before they are rounded, to `observers` inside a `with` block.
 
-        A CUDA graph may capture what observers do only if all are methods of objects that have
-        `launches_alone` set: these do nothing but launch work, and their tensors stay in place.
+        A CUDA graph may hold the work of observers only if all are methods of objects with
+        `launches_alone` set: such objects only launch GPU work, on tensors that stay in place.
         """
         self._observers = tuple(observers)
         owners = [getattr(see, "__self__", None) for see in observers]
@@ -78,9 +78,9 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return the operands of a product: x bf16 [M, K], rounded, and its weights, made of `rows`.
+        """Return the operands of a product in layer `index`: x bf16 [M, K] rounded, and its weights.
 
-        `kind` is a key of DENSE. Observers see x unrounded. InputError: they watch quantized weights.
+        `kind` is in DENSE. Observers see x unrounded. Raise InputError if they watch quantized `rows`.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
@@ -98,8 +98,8 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return what each row of x bf16 [M, H] gets from its experts `ids` [M, topk]: [M, topk, H]."""
-        chosen = ids.long() if self._observers else ids  # once: observers know its memory again
+        """Return `routed_experts` of rows x bf16 [M, H] and experts `ids` [M, topk]: [M, topk, H]."""
+        chosen = ids.long() if self._observers else ids  # once: observers know it by its memory
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]
         scales = tuple(own[kind] for kind in EXPERTS if kind in own)
@@ -121,7 +121,7 @@ class Inputs:
 
 
 def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
-    """Return the object that rounds a checkpoint's inputs for `mode`, None if the kernels round."""
+    """Return the object that rounds a checkpoint's inputs for `mode`; None if only kernels round."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
     if schemes is None or mode == "fp8" or weights.in_fp4:
@@ -136,7 +136,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return every layer's NVFP4 input scales by product; raise InputError if some experts lack one."""
+    """Return every layer's `Scales` of NVFP4 inputs; raise InputError if some experts have none."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
     found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}

@@ -3,15 +3,15 @@
     recording --h of layer 0--> [layer 0: pass 0, pass 1, ...] --h of layer 1--> [layer 1: ...] -->
 
 Every pass has the rows, the launches and the order that it had when it was recorded, so observers see
-the same bits of a layer. Keys and values of only one batch and one layer are held. Logits and the
+the same bits as in that run. Keys and values of only one batch and one layer are held. Logits and the
 sampler are not needed.
 
-Between two layers the rows of all batches lie in host memory, or on scratch where memory is too small.
+Between two layers, the rows of all batches are in host memory, or in scratch files if memory is short.
 While a GPU computes, the rows of the passes before and after, and the next layer's weights, are copied.
 
-Only h is stored, the rows that layers add to. What a layer's products read, the normed rows x, is made
-again: by `begin` for layer 0, by `after_experts` with both branches zero for others. Denoising makes x
-with the same kernels, and h + 0 is h.
+Only h is stored, the rows that layers add to. The normed rows x, which products read, are made again
+from h: for layer 0 by `begin`, for later layers by `after_experts` with both branches zero. Denoising
+makes x with the same kernels, and h + 0 is h.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ from quantize.runtime.fused.weights import load_in_turns
 class LayerByLayer:
     """Runs recorded passes through a BF16 checkpoint on `device`, one layer after the other.
 
-    Rows are kept in the folder `scratch` if host memory is too small. A layer has `experts` experts.
+    Rows are kept in the folder `scratch` if host memory is too small. Each layer has `experts` experts.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:
@@ -62,7 +62,7 @@ class LayerByLayer:
         self._last: tuple[RecordedPass, PassRows] | None = None
 
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
-        """Yield each layer's index, from 0 to `until` inclusive, after all passes have run through it.
+        """Yield each layer's index, 0 to `until` inclusive, after all passes went through that layer.
 
         `observers(index)` returns the observers that are shown the inputs of Linears in that layer.
         Raise ResourceError if rows fit neither host memory nor scratch.
@@ -86,7 +86,7 @@ class LayerByLayer:
             self._weights.close()
 
     def _through(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
-        """Take a piece's passes through a layer, in place; on a CPU on one core, as in the loop."""
+        """Take a piece's passes through a layer, in place; on a CPU on one core, as when recorded."""
         self._model.alone(partial(self._take, index, layer, piece, rows))
 
     def _take(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
@@ -103,7 +103,7 @@ class LayerByLayer:
             rows[at] = each.h
 
     def _entered(self, index: int, h: Tensor) -> Activation:
-        """Return the normed rows that enter a layer, with the bits that the loop gives them."""
+        """Return the normed rows that enter a layer, with the same bits as in denoising."""
         if index == 0:
             return self._model.entered(h)[1]
         norm, (scheme, _) = self._weights.entrances[index]
@@ -112,7 +112,7 @@ class LayerByLayer:
         return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]
 
     def _placement(self, own: RecordedPass) -> PassRows:
-        """Return where a pass' rows stand; most steps of a canvas stand where the one before stood."""
+        """Return the placement of a pass' rows; most steps of a canvas share the one before."""
         if self._last is None or not own.stands_as(self._last[0]):
             device = self._device
             visible = {

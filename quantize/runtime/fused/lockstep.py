@@ -1,12 +1,12 @@
-"""Runs several batches side by side, so that a streamed layer serves a pass of each of them.
+"""Runs several batches side by side, so that a streamed layer serves one pass of each batch.
 
     batch 0   denoises until it needs a pass ---.            .--- goes on with what came out
     batch 1   denoises until it needs a pass ---+-- layers --+--- goes on with what came out
 
 Each batch has a thread and slots of its own, and one thread works at a time. A batch that needs a pass
-hands it over and waits. Once all batches wait, their passes go through the layers together. Each pass
-keeps its own launches, so a sample is bit for bit what it is alone. The slots of a batch that has ended
-go to the next one.
+hands the pass over and waits. Once all batches wait, their passes go through the layers together. Each
+pass keeps its own launches, so a sample has the same bits as if its batch ran alone. When a batch ends,
+its slots go to the next batch.
 """
 
 import threading
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class LaneEngine(BatchEngine, Protocol):
-    """An engine whose slots are cut into lanes, one for each batch that runs beside others."""
+    """An engine whose slots are divided into lanes, one lane for each batch that runs in lockstep."""
 
     model: FusedModel
     lanes: int
@@ -39,7 +39,7 @@ class LaneEngine(BatchEngine, Protocol):
 
 
 def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-    """Call every function of `works` with a `Lane`, one at a time in each lane; return the results."""
+    """Call each of `works` with a `Lane`, up to `engine.lanes` at once; return results in order."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
@@ -70,7 +70,7 @@ def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]])
 
 
 class _Stopped(BaseException):
-    """Unwinds the work of a lane whose result is no longer wanted."""
+    """Unwinds the work of a lane whose result nobody needs any more."""
 
 
 class _Ended(Generic[T]):
@@ -105,11 +105,11 @@ class Lane(Generic[T]):
         return self._engine.passes_from(self.index, self._ask, prompts, images)
 
     def watching(self, *observers: Observer, **how: Any) -> AbstractContextManager[None]:
-        """Watch the passes of this lane's batch alone, as `BatchEngine.watching` does."""
+        """Watch only the passes of this lane's batch, as `BatchEngine.watching` does."""
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Send `work` the rows of its last pass (None at first); return its next pass or result."""
+        """Send `work` the rows of its last pass, None at first; return its next pass or its result."""
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)
@@ -121,7 +121,7 @@ class Lane(Generic[T]):
         return said
 
     def stop(self) -> None:
-        """End `work` by an exception in its thread, since its result is no longer wanted."""
+        """End `work` by an exception in its thread; its result is lost."""
         self._given.put(_Stopped)
         self._thread.join()
 
@@ -147,5 +147,5 @@ class Lane(Generic[T]):
 
 
 def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
-    """Return what shows a batch's passes to observers: each lane has its own."""
+    """Return what shows passes to observers; each lane has its own."""
     return engine.model.inputs, engine.model.on_pass, engine.model.on_logits

@@ -1,13 +1,13 @@
 """Packs modules of a checkpoint into the matrices that the kernels multiply with, on their device.
 
-Bytes travel as they are on disk (`transfer`) and are laid out anew where they arrive: q/k/v and gate/up
-as one matrix each, gate and up rows of experts interleaved, NVFP4 in the fragments of Hopper's tensor
-cores (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights. What is BF16 on
-disk stays BF16. NVFP4 is packed for FP8 products in the activation mode `fp8`, and for FP4 units in
-`per_layer` on a GPU that has them. Resident and streamed layers are packed by the same code.
+Bytes are copied as they are on disk (`transfer`) and rearranged on the device: q/k/v and gate/up become
+one matrix each, gate and up rows of experts are interleaved, and on Hopper NVFP4 gets the layout of the
+tensor cores' fragments (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights.
+What is BF16 on disk stays BF16. NVFP4 is packed for FP8 products in the activation mode `fp8`, and for
+FP4 units in `per_layer` on a GPU with such units. The same code packs resident and streamed layers.
 
-When a value is first read, it is checked: all must be finite, scales of whole tensors above 0, scales
-of blocks not negative. Input scales are not read here (`inputs.read_scales`).
+When a tensor is first read, it is checked: all values must be finite, scales of whole tensors above 0,
+scales of blocks not negative. Input scales are not read here, but by `inputs.read_scales`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,10 +35,10 @@ NORMS = {
     "post": "post_feedforward_layernorm",
 }
 Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be joined
-# Of an input: the scheme that it is quantized with, and the global scale f32 [1] of rows in NVFP4.
+# How an input is read: the scheme of its quantization, and the global scale f32 [1] if that is NVFP4.
 Read = tuple[str, Tensor | None]
-Entrance = tuple[Tensor, Read]  # of a layer: its input norm, and how its input is read
-# Kind of product -> f32 [1], or [E] for experts; kinds without one are not rounded.
+Entrance = tuple[Tensor, Read]  # a layer's input norm, and how the normed input is read
+# Kind of product -> f32 [1], or [E] for experts; inputs of absent kinds are not rounded.
 Scales = Mapping[str, Tensor]
 BF16: Read = ("bf16", None)
 Keep = Callable[[Weight], Weight]  # called with each product as it is made; returns it in place
@@ -46,7 +46,7 @@ Keep = Callable[[Weight], Weight]  # called with each product as it is made; ret
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. All Tensors are bf16, the two scalars [1]; `norms` has the keys of NORMS."""
+    """One layer's weights. All Tensors are bf16, both scalars [1]; `norms` has the keys of NORMS."""
 
     sliding: bool
     norms: dict[str, Tensor]
@@ -72,16 +72,16 @@ class LayerWeights:
 
     @property
     def entrance(self) -> Entrance:
-        """The input norm's weight, and how its result is quantized; the layer before applies both.
+        """The input norm's weight, and how the normed input is quantized.
 
-        Both stay on the device when the layer itself is streamed.
+        The layer before applies both. They stay on the device even if this layer is streamed.
         """
         scheme, shared = how_read(self.qkv)
         return self.norms["input"], (scheme, None if shared is None else shared.clone())
 
 
 def how_read(rows: Rows) -> Read:
-    """Return how the input of `rows` is quantized; it stays bf16 if their schemes differ."""
+    """Return how the input of `rows` is quantized; BF16 if it is not, or if their schemes differ."""
     schemes = {weight.scheme for weight in rows}
     if len(schemes) > 1 or not schemes <= {*formats.EIGHT_BIT, formats.FOUR_BIT}:
         return BF16
@@ -89,11 +89,11 @@ def how_read(rows: Rows) -> Read:
 
 
 class Packer:
-    """Reads modules of a checkpoint to one device; the checkpoint's layout has been checked.
+    """Reads modules of a checkpoint, whose layout has been checked, to one device.
 
     `text` is transformers' configuration of the text stack. With `in_fp8`, NVFP4 weights are packed for
-    FP8 products (activation mode `fp8`). If `scales` is not empty, they are packed for FP4 units under
-    these global input scales, a mapping for each layer.
+    FP8 products (activation mode `fp8`). If `scales` is not empty, NVFP4 weights are packed for FP4
+    units under these global input scales; it has one mapping per layer.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Packer:
         self._named: dict[str, list[str]] = {}
 
     def plain(self, name: str) -> Tensor:
-        """Read one tensor as it is on disk; raise InputError if a value is not finite."""
+        """Return one tensor as it is on disk; raise InputError if a value is not finite."""
         return self._check(name, self._fetch([name]).tensor(name))
 
     def scheme(self, module: str) -> Scheme | None:
@@ -122,14 +122,14 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Read Linears that share an input as one matrix, or as several if schemes or scales differ.
+        """Return Linears that share an input as one matrix, or several if schemes or scales differ.
 
-        `shared` is the input's global scale f32 [1] for FP4 units, None without them.
+        `shared` is the input's global scale f32 [1] for products on FP4 units, else None.
         """
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
-        if key not in self._joinable:  # asked once a module: the answer waits for the device
+        if key not in self._joinable:  # asked once per module: the answer waits for the device
             schemes = {self.scheme(module) for module in modules}
             self._joinable[key] = len(schemes) == 1 and _joinable(parts)
         groups = [parts] if self._joinable[key] else [[part] for part in parts]
@@ -157,7 +157,7 @@ class Packer:
         }
 
     def products(self, index: int, keep: Keep) -> dict[str, Any]:
-        """Read a layer's matrices; return what `keep` returns for each, by field of `LayerWeights`."""
+        """Read a layer's matrices; return the result of `keep` for each, by field of `LayerWeights`."""
         layer = f"model.decoder.layers.{index}."
         attention = f"{layer}self_attn."
         heads = ["q_proj", "k_proj", "v_proj"][: 3 if self._is_sliding(index) else 2]
@@ -208,7 +208,7 @@ class Packer:
         return next(found), next(found)
 
     def _fetch(self, names: Sequence[str]) -> Fetched:
-        """Fetch tensors; calls with the same first name must name the same tensors."""
+        """Fetch tensors; calls with the same first name must give the same names."""
         if names[0] not in self._layouts:
             infos = [self.checkpoint.tensors[name] for name in names]
             self._layouts[names[0]] = Layout.of(infos)
@@ -254,7 +254,7 @@ class Packer:
 
 
 def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]:
-    """Reshape ModelOpt's scales of whole matrices to [..., 1], and for FP8 to one scale a row."""
+    """Reshape ModelOpt's scales of whole matrices to [..., 1], and for FP8 to one scale per row."""
     shaped = dict(tensors)
     if "weight_scale_2" in tensors:
         shaped["weight_packed"] = shaped.pop("weight")
@@ -273,7 +273,7 @@ def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _joinable(parts: Sequence[dict[str, Tensor]]) -> bool:
-    """Whether rows of several Linears may form one matrix: NVFP4's must share a global scale."""
+    """Whether rows of several Linears may form one matrix: NVFP4 rows must share a global scale."""
     scales = [part[name] for part in parts for name in GLOBAL_SCALES if name in part]
     return all(torch.equal(scale, scales[0]) for scale in scales)
 

@@ -1,4 +1,4 @@
-"""One pass through the layers: its rows, where they stand, and which positions they see."""
+"""One pass through the layers: its rows, their places in the cache, and the positions they see."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,35 +14,35 @@ Added = tuple[int, int, int]  # slot, first position and number of tokens
 
 @dataclass(frozen=True)
 class PassRows:
-    """Where the rows of one pass stand in the cache; a row is one token.
+    """The placement of one pass' rows in the cache; a row is one token.
 
     B sequences have n rows each. Dict keys: True for sliding-window layers, False for full attention.
     """
 
-    slots: Tensor  # int32 [B]
-    positions: Tensor  # int32 [B * n]
-    # the first and last position that a row sees, int32 [B * n]
+    slots: Tensor  # int32 [B], of the sequences
+    positions: Tensor  # int32 [B * n], of the rows in their sequences
+    # the first and the last position that each row sees, both int32 [B * n]
     visible: dict[bool, tuple[Tensor, Tensor]]
-    angles: dict[bool, tuple[Tensor, Tensor]]  # cos and sin of its position, bf16 [B * n, D / 2]
+    angles: dict[bool, tuple[Tensor, Tensor]]  # cos and sin of positions, bf16 [B * n, D / 2]
 
     def copy_(self, other: "PassRows") -> None:
-        """Copy the values of another placement of the same shape into this one's memory."""
+        """Copy the values of another placement of the same shape into this placement's memory."""
         for own, theirs in zip(self._tensors(), other._tensors(), strict=True):  # noqa: SLF001
             own.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
-        """Return a placement of these rows and then the other's; both have n rows a sequence."""
+        """Return the placement of these rows and then the other's; both have n rows per sequence."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
         return self._with([torch.cat(pair) for pair in pairs])
 
     def first_rows(self, count: int) -> "PassRows":
-        """Return the placement of the first `count` rows, a whole number of sequences."""
+        """Return the placement of the first `count` rows, which are a whole number of sequences."""
         sequences = len(self.slots) * count // len(self.positions)
         return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
 
     @property
     def rows_each(self) -> int:
-        """How many rows each sequence has."""
+        """The number of rows of each sequence."""
         return len(self.positions) // len(self.slots)
 
     def of(self, sequences: slice) -> "PassRows":
@@ -78,12 +78,12 @@ class PassRows:
 
 @dataclass(frozen=True)
 class SoftTokens:
-    """What the vision tower made of pictures, for one pass of the encoder over one sequence."""
+    """The vision tower's output for pictures, for one encoder pass over one sequence."""
 
-    rows: Tensor  # int64 [k], of the pass
+    rows: Tensor  # int64 [k], indices of the soft tokens' rows in the pass
     embeddings: Tensor  # bf16 [k, H]
-    first: Tensor  # int32 [k], position of the first token of each one's picture
-    last: Tensor  # int32 [k], of the last; both lie within the pass
+    first: Tensor  # int32 [k], position of the first token of each soft token's picture
+    last: Tensor  # int32 [k], position of the last token; the whole picture is within the pass
 
 
 @dataclass(eq=False)
@@ -92,24 +92,24 @@ class Pass:
 
     h: Tensor  # bf16 [M, H], the rows that a layer adds to
     x: Activation  # what the next layer's first product reads: h, normed
-    rows: PassRows  # where the rows stand
-    decoded: int  # how many are the decoder's, which come first
+    rows: PassRows  # the rows' places in the cache
+    decoded: int  # how many rows are the decoder's; these come first
     inputs: Inputs | None  # what rounds or shows the rows that enter products
-    whole: bool = False  # whether the encoder's rows are wanted behind the last layer
+    whole: bool = False  # whether the encoder's rows are needed after the last layer
     real: Tensor | None = None  # int64, the rows that are no padding; None for all
     # None, or a list that gets the expert ids [M, topk] of each layer.
     routed: list[Tensor] | None = None
-    lane: int = 0  # whose slots they are; slots count from the lane's first one
-    added: Sequence[Added] = ()  # which tokens stay encoded
+    lane: int = 0  # the lane of the slots; slots count from the lane's first slot
+    added: Sequence[Added] = ()  # new tokens that stay in the cache
     cells: tuple[Tensor, Tensor] | None = None  # keys and values of the lane's slots at this layer
 
     @property
     def watched(self) -> bool:
-        """Whether observers are shown the rows of this pass."""
+        """Whether observers see the rows of this pass."""
         return self.inputs is not None and self.inputs.shown
 
     def of(self, sequences: slice) -> "Pass":
-        """Return the part of this pass for some sequences; no observer may be watching it."""
+        """Return the part of this pass that has `sequences`; no observer may watch the pass."""
         n = self.rows.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
         x, scale = self.x

@@ -1,7 +1,7 @@
-"""Cuts a prompt into pieces that the encoder takes at once, and finds the pictures in it.
+"""Cuts a prompt into pieces, one per encoder pass, and finds the pictures in the prompt.
 
-A picture is a run of placeholders. Its soft tokens see each other in both directions, so a piece ends
-before a picture rather than inside it; text is cut anywhere.
+A picture is a run of placeholders. Its soft tokens see each other in both directions, so a piece never
+ends inside a picture, but before it. Text is cut anywhere.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from torch import Tensor
 from quantize.errors import InputError
 from quantize.runtime.fused.passes import SoftTokens
 
-Span = tuple[int, int]  # first position, and the one behind the last
+Span = tuple[int, int]  # first position, and last position + 1
 
 
 def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
-    """Return where the runs of `placeholder` begin and end; none if the model has no placeholder."""
+    """Return the spans of all runs of `placeholder` in a prompt; no span if `placeholder` is None."""
     runs = groupby(range(len(prompt)), lambda position: prompt[position] == placeholder)
     found = [list(run) for in_picture, run in runs if in_picture]
     return [(run[0], run[-1] + 1) for run in found]
 
 
 def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
-    """Cut a prompt into pieces of at most `chunk` tokens, none of which ends inside a picture.
+    """Return the spans of a prompt's pieces of up to `chunk` tokens; no piece cuts a picture.
 
-    Raise InputError for a picture of more than `chunk` tokens.
+    `seen` are the pictures' spans. Raise InputError for a picture of more than `chunk` tokens.
     """
     found: list[Span] = []
     start = 0
@@ -41,10 +41,10 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 
 
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
-    """Return the soft tokens of the pictures in a piece of a prompt, or None if it has no picture.
+    """Return the soft tokens of the pictures in a piece of a prompt; None if it has no picture.
 
-    The piece cuts no picture. `seen` has the spans of all pictures in the prompt, `embeddings`
-    [tokens, H] their soft tokens.
+    The piece cuts no picture. `seen` has the spans of all pictures in the prompt, and `embeddings`
+    [tokens, H] the soft tokens of all pictures.
     """
     inside = [span for span in seen if piece[0] <= span[0] < piece[1]]
     places = [(at, first, behind - 1) for first, behind in inside for at in range(first, behind)]

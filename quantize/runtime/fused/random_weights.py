@@ -1,8 +1,8 @@
 """Makes random weights of a config's exact shapes on the device, to measure speed and memory.
 
-Weights of Linears with K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1.
-Random attention gives all tokens nearly the same output. It gets a tenth of the other branches' weight:
-otherwise the tokens would grow alike layer by layer, and a dozen experts would get all of them.
+Weights of a Linear with K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1.
+Random attention gives all tokens nearly the same output. Its branch is scaled to a tenth of the others:
+otherwise tokens would become more alike in every layer, and a dozen experts would get all tokens.
 """
 
 import itertools
@@ -29,11 +29,11 @@ def random_weights(
     in_fp8: bool = False,
     in_fp4: bool = False,
 ) -> TextWeights:
-    """Make weights for the text stack of a BF16 model's config.json; on "meta" they have no values.
+    """Return random weights for the text stack of a BF16 config.json; on "meta", without values.
 
-    `schemes` are the kernel schemes ("bf16", "fp8", "int8", "nvfp4") of "experts", "attention" and
-    "mlp". `in_fp8` and `in_fp4` pack NVFP4 weights for FP8 products or for FP4 units. Raise InputError
-    if either is set and no scheme is NVFP4.
+    `schemes` maps "experts", "attention" and "mlp" to kernel schemes ("bf16", "fp8", "int8", "nvfp4").
+    `in_fp8` packs NVFP4 weights for FP8 products, `in_fp4` for FP4 units. Raise InputError if either is
+    set and no scheme is NVFP4.
     """
     if in_fp8 or in_fp4:
         if why := refusal("fp8", schemes.values()):

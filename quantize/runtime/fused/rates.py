@@ -1,4 +1,4 @@
-"""Rates that a device reaches, stated by its maker or measured now."""
+"""Rates at which a device copies and multiplies, stated by its maker or measured now."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Rates:
 
     copy: float  # bytes/s
     bf16: float  # FLOP/s of products
-    fp8: float  # of 8-bit products
-    fp4: float = 0  # of NVFP4 products (W4A4); 0 where it is not known: then bytes alone bound one
+    fp8: float  # FLOP/s of 8-bit products
+    fp4: float = 0  # FLOP/s of NVFP4 products (W4A4); 0 if unknown: then only bytes limit them
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of a product, given bytes read, FLOP and its weights' scheme."""
+        """Return the least seconds of a product, given bytes read, FLOP and the weights' `scheme`."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
@@ -26,7 +26,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Measure bytes/s by negating a 2 GB tensor into another, FLOP/s by products of 8192 x 8192."""
+    """Return rates: bytes/s by negating 2 GB into another tensor, FLOP/s by 8192 x 8192 products."""
     source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = 4 * source.numel() / seconds_of(lambda: torch.neg(source, out=target))
@@ -47,14 +47,14 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def link_rate(device: str) -> float:
-    """Measure and return the bytes/s that a GPU gets from pinned host memory."""
+    """Return the measured bytes/s at which a GPU reads pinned host memory."""
     source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Return the GPU seconds of one call of `work`, the mean of `repeats` calls after a warm-up."""
+    """Return the GPU seconds per call of `work`, the mean of `repeats` calls after a warm-up."""
     work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

@@ -1,11 +1,11 @@
 """Stores the passes of a denoising run: the rows that entered the first layer, batch by batch.
 
-    batch-00008.rows     bf16 [rows, H]: h of every pass, one pass behind the other
+    batch-00008.rows     bf16 [rows, H]: h of every pass, one pass after the other
     batch-00008.passes   safetensors: slots and positions of each pass' rows, and which are not padding
-    recording.json       what the run depended on, and a CRC32 of every file; it is written last
+    recording.json       what the run depended on, and a CRC32 of every file; written last
 
-h is the hidden state that layers add to, one row a token. At 26B a row takes 5,632 bytes, and a canvas
-1.44 MB a step. Normed rows are computed again from h (`layer_by_layer`), and angles from positions.
+h is the hidden state that layers add to, one row per token. In the 26B model a row takes 5,632 bytes,
+and a canvas 1.44 MB per step. `layer_by_layer` recomputes normed rows from h, angles from positions.
 """
 
 import os
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A pass on the host: its range of rows in the batch's file; fields of `Pass` and `PassRows`."""
+    """A pass on the host: `rows` in the batch's file; other fields as in `Pass` and `PassRows`."""
 
     rows: slice
     decoded: int
@@ -59,7 +59,7 @@ class RecordedPass:
         return self.rows.stop - self.rows.start
 
     def stands_as(self, other: "RecordedPass") -> bool:
-        """Whether this pass' rows are placed in the cache exactly as those of the other pass."""
+        """Return whether the rows of both passes have exactly the same places in the cache."""
         ours, theirs = (
             (own.slots, own.positions, *own.visible[True], *own.visible[False])
             for own in (self, other)
@@ -69,7 +69,7 @@ class RecordedPass:
 
 @dataclass(frozen=True)
 class RecordedBatch:
-    """One batch: its passes in the order they were made, and the `file` of all their `count` rows."""
+    """One batch: its passes in the order they were made, and the `file` of their `count` rows."""
 
     file: Path
     count: int
@@ -90,7 +90,7 @@ class Recorder:
 
     @contextmanager
     def batch(self, start: int) -> Generator[Callable[[Pass], None]]:
-        """Yield a function that records passes of a batch; `start` is the index of its first prompt.
+        """Yield a function that records a batch's passes; `start` is the index of its first prompt.
 
         If the `with` block raises, the batch is not recorded.
         """
@@ -106,7 +106,7 @@ class Recorder:
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
-        """End the recording: the first process writes its index. All processes must call this."""
+        """End the recording: the first process writes recording.json. All processes must call this."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
         if self._processes.rank > 0:
@@ -131,7 +131,7 @@ def _kept_in(folder: Path) -> Generator[None]:
 
 
 class _Batch:
-    """Rows on their way to a file, and where they stand."""
+    """Rows on their way to a file, and their places in the cache."""
 
     def __init__(self, file: int, beside: ThreadPoolExecutor) -> None:
         self._file, self._beside = file, beside
@@ -143,7 +143,7 @@ class _Batch:
         self._real: list[Tensor] = []
 
     def add(self, own: Pass) -> None:
-        """Take a pass; its rows are written while the device goes on."""
+        """Take a pass; another thread writes its rows while the device goes on."""
         rows, real = own.rows, -1
         self._slots.append(rows.slots.clone())  # a graph fills it again
         places = (rows.positions, *rows.visible[True], *rows.visible[False])
@@ -174,7 +174,7 @@ class _Batch:
             self._writing.result()
 
     def placements(self) -> dict[str, Tensor]:
-        """Return what `Recording` reads of the passes."""
+        """Return the tensors from which `Recording` makes the passes."""
         none = torch.empty(0, dtype=torch.int64)
         return {
             "passes": torch.tensor(self._table, dtype=torch.int64).view(-1, 4),
@@ -194,9 +194,9 @@ class Recording:
 
     @classmethod
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
-        """Return the recording in a folder, or None; prints why a recording there cannot be used.
+        """Return the recording in a folder, or None; print why, if one there cannot be used.
 
-        The recording must have been made with `identity`, and its rows take `row_bytes` each.
+        It must have been made with `identity`, and each of its rows must take `row_bytes` bytes.
         """
         if not (folder / INDEX).exists():
             return None

@@ -2,9 +2,9 @@
 
     host --thread--> pinned --copy--> slot on the device, worked on --copy--> pinned --thread--> host
 
-A piece is some consecutive passes of one batch. While one is worked on, the next arrives and the one
-before leaves: there are three slots on the device, and two pinned buffers each way. On a CPU the work
-is done on a copy in host memory.
+A piece is some consecutive passes of one batch. While the device works on one piece, the next arrives
+and the one before leaves. So there are three slots on the device, and two pinned buffers in each
+direction. On a CPU, the work is done on a copy in host memory.
 """
 
 import os
@@ -24,8 +24,8 @@ from quantize.host.resources import free_memory
 from quantize.runtime.fused.recording import RecordedPass, Recording
 
 Event = Any  # torch.cuda.Event, of which torch's stubs have two
-PIECE_BYTES = 64 << 20  # of rows that travel together, but at least a pass
-LEFT_BYTES = 6 << 30  # of host memory that rows leave free
+PIECE_BYTES = 64 << 20  # of the rows of a piece, which has at least one pass
+LEFT_BYTES = 6 << 30  # of host memory that stay free beside rows
 SLOTS = 3
 
 
@@ -52,7 +52,7 @@ Rows = Sequence[Tensor]  # bf16 [rows, H] of each batch, on the host
 
 
 def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
-    """Return a recording's passes in order, cut into pieces; a row has `hidden` numbers."""
+    """Return a recording's passes in order, grouped into pieces; a row has `hidden` numbers."""
     most = max(1, PIECE_BYTES // (2 * hidden))
     pieces: list[Piece] = []
     for index, batch in enumerate(recording.batches):
@@ -77,9 +77,9 @@ def recorded_rows(recording: Recording, hidden: int) -> list[Tensor]:
 
 
 def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tensor]:
-    """Return an empty bf16 tensor [rows, H] for each batch, in `scratch` if memory is short.
+    """Return an uninitialised bf16 tensor [rows, H] per batch, in `scratch` if memory is short.
 
-    Raise ResourceError if neither has the room.
+    Raise ResourceError if neither host memory nor `scratch` has enough room.
     """
     sizes = [batch.count * hidden for batch in recording.batches]
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
@@ -116,7 +116,7 @@ class Shuttle:
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
     def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
-        """Apply `work` to each piece's rows of `sources`; write the results to `targets` if given."""
+        """Apply `work` to each piece's rows of `sources`; write the results to `targets`, if given."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
             return
@@ -157,7 +157,7 @@ class Shuttle:
 
 
 class _Way:
-    """One direction: a stream, two pinned buffers, and the thread that its methods are called on."""
+    """One direction: a stream, two pinned buffers, and the thread on which its methods are called."""
 
     def __init__(self, most: int, hidden: int, device: torch.device) -> None:
         self._device, self.thread = device, ThreadPoolExecutor(1)
@@ -168,7 +168,7 @@ class _Way:
         )
 
     def bring(self, source: Tensor, slot: Tensor, before: Future[None] | None) -> Event:
-        """Copy rows to the device once `before` has left its slot; return the event of arrival."""
+        """Copy rows into `slot` once `before` has freed it; return the event of their arrival."""
         if before is not None:
             before.result()
         pinned, copied = self._pinned[0]

@@ -1,15 +1,15 @@
-"""Streams layers that do not fit: while one computes, the next arrives in the other of two slots.
+"""Streams layers that do not fit: while one layer computes, the next arrives in the other slot.
 
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
 
-Layers arrive on a thread and a stream of their own. A slot is filled again as soon as the device has
-done what was launched while its layer was in use. The device computes with a layer only after it has
-arrived. The order is a circle: after the last streamed layer, the first two are sent for the next pass
-while logits are made and read. One pass over the layers is one pass over the streamed bytes.
+Layers are copied on a thread and a CUDA stream of their own. A slot is filled again as soon as the
+device has done what was launched while the slot's layer was in use. The device computes with a layer
+only after the layer has arrived. The order is a circle: after the last streamed layer, the first two
+are copied for the next pass while logits are made and read. One pass copies each streamed layer once.
 
-A slot's memory is fixed, so what streaming takes is known beforehand: two slots, and the bytes of the
-largest module on its way, as on disk and as packed.
+A slot's memory is fixed, so the memory of streaming is known beforehand: two slots, and the largest
+module in flight, once as on disk and once as packed.
 """
 
 import weakref
@@ -36,10 +36,10 @@ Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its produc
 class StreamedLayers:
     """Iterates over all layers of a text stack in order; some are resident, the others streamed.
 
-    A streamed layer's tensors are valid until the next layer is asked for. Only one thread may iterate.
+    A streamed layer's tensors are valid until the next layer is taken. Only one thread may iterate.
 
     `entrances` has each layer's input norm and the normed input's quantization; the preceding layer
-    applies both. `pack` reads and packs a layer on another thread; its errors are raised when the
+    applies both. `pack` reads and packs a layer on another thread; an error of it is raised when the
     iteration reaches that layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
     """
 
@@ -84,13 +84,13 @@ class StreamedLayers:
         return resident + sum(len(slot.memory) for slot in self._slots)
 
     def close(self) -> None:
-        """Wait for the layers on their way and drop them; a later pass fetches them again."""
+        """Wait for the layers in flight and drop them; a later pass fetches them again."""
         for coming in self._coming:
             coming.arrival.exception()
         self._coming.clear()
 
     def _take(self, index: int) -> LayerWeights:
-        """Wait for a streamed layer; a pass that was broken off begins anew."""
+        """Wait for a streamed layer; if it is not in flight, as after a broken pass, fetch it anew."""
         if self._coming and self._coming[0].index == index:
             self._give_back()
         else:
@@ -109,13 +109,13 @@ class StreamedLayers:
         return layer
 
     def _give_back(self) -> None:
-        """Let the layer after the one that is coming have the slot of the one in use, if any is."""
+        """Refill the slot of the layer in use, if any, with the streamed layer after the next one."""
         used, self._in_use = self._in_use, None
         if used is not None:
             self._send_for(self._after[self._after[used.index]], used.slot)
 
     def _send_for(self, index: int, slot: "_Slot") -> None:
-        """Fill a slot with a layer as soon as what has been launched is done."""
+        """Fill a slot with a layer as soon as all launched work is done."""
         launched: Event | None = None
         if self._stream is not None:
             launched = torch.cuda.current_stream(self._device).record_event()
@@ -145,7 +145,7 @@ class _Slot:
         self.used = 0
 
     def keep(self, weight: Weight) -> Weight:
-        """Copy a weight into the slot, behind those that it already holds."""
+        """Copy a weight into the slot, after the weights that it already holds."""
         own = {name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
         return replace(weight, **own, streamed=True)  # pyrefly: ignore[bad-argument-type]
 
@@ -158,7 +158,7 @@ class _Slot:
 
 
 def kept_bytes(weights: Sequence[Weight]) -> int:
-    """Return the bytes that a layer's `weights` take in a slot, each tensor aligned."""
+    """Return the bytes that a layer's `weights` take in a slot, where each tensor is aligned."""
     tensors = (tensor for weight in weights for tensor in _tensors(weight).values())
     return sum(rounded_up(tensor.nbytes, ALIGNED) for tensor in tensors)
 

@@ -1,18 +1,18 @@
 """DiffusionGemma's text stack on the fused kernels: encoder and decoder over one cache.
 
-Both run the same layers. The encoder is causal and its keys and values stay; the decoder denoises a
-canvas behind them, and writes the canvas' keys and values into the cells that follow, where the next
-pass overwrites them. What a row sees is a run of positions (`fused_dequant.attention`):
+Both run the same layers. The encoder is causal, and its keys and values stay in the cache. The decoder
+denoises a canvas of L tokens after `context` encoded positions, and writes the canvas' keys and values
+into the next cells, where the next pass overwrites them. A row at position p sees a run of positions:
 
-    encoder, full      0 .. p                     encoder, sliding   p - window + 1 .. p
-    decoder, full      0 .. context + L - 1       decoder, sliding   context - window + 1 .. same end
+    encoder, full   0 .. p                 encoder, sliding   p - window + 1 .. p
+    decoder, full   0 .. context + L - 1   decoder, sliding   context - window + 1 .. context + L - 1
 
-A picture's soft tokens also see all of their picture; the positions are still one run.
+A picture's soft tokens also see all of their picture: still one run (`fused_dequant.attention`).
 
-One pass may do both: canvases that were just committed are encoded while the next ones take a step
-behind them. A layer writes all keys and values before it attends, so the decoder's rows see the
-encoder's as if these had been encoded before. The decoder's rows come first, `decoded` of them. They
-alone get self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
+One pass may do both: it encodes canvases that were just committed, and the canvases after them take a
+step. A layer writes all keys and values before it attends, so the decoder's rows see the encoder's rows
+as if an earlier pass had encoded them. The decoder's rows come first, `decoded` of them. Only they get
+self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
 
 The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
 `part` names the blocks in profiles. Activations are bf16, rounded where transformers' bf16 model
@@ -86,12 +86,12 @@ class FusedModel:
 
     Attributes:
         routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
-        inputs: rounds the rows that enter products, or shows them to observers; None does neither.
+        inputs: rounds the rows that enter products, or shows them to observers; None for neither.
         on_pass: called with every pass before it enters the first layer.
-        on_logits: called with logits [m, V] that tokens are drawn from, each row's 1 / T and its step.
+        on_logits: called with logits [m, V] from which tokens are drawn, each row's 1 / T and step.
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the CPU threads that share the sequences of a pass; None on a GPU.
-        encodes_alike: whether encoding a sequence gives the same bits whichever others share its pass.
+        encodes_alike: whether a sequence is encoded to the same bits whatever others share its pass.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FusedModel:
         self.embed_scale = torch.tensor(text.hidden_size**0.5, dtype=torch.bfloat16).item()
 
     def encode(self, tokens: Tensor, slots: Tensor, start: Tensor) -> None:
-        """Append tokens [B, n] to the sequences in `slots` [B], from position `start` [B] on."""
+        """Encode tokens [B, n] and append them in `slots` [B], from positions `start` [B] on."""
         self.run([self.encoding(tokens, slots, start)])
 
     @_alone
@@ -150,7 +150,7 @@ class FusedModel:
         return own
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
-        """Return embedded rows h bf16 [M, H] unchanged, and the first layer's input made of them."""
+        """Return embedded rows h bf16 [M, H] unchanged, and the first layer's input made from h."""
         each = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
         return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
@@ -165,10 +165,10 @@ class FusedModel:
     ) -> Pass:
         """Return a pass of the decoder over canvases [B, L], before it enters the first layer.
 
-        `rows`, made by `behind`, say where the canvases stand. `signal` bf16 [B * L, H] is the soft
-        embedding of the step before; at a first step it is zeros or None. `committed` has (tokens
-        [C, L], slots [C], starts [C]) of canvases that were just committed. This pass encodes them
-        too, and the canvases that it decodes may follow them in the same slots.
+        `rows`, made by `behind`, are the canvases' places in the cache. `signal` bf16 [B * L, H] is the
+        soft embedding of the step before; at a first step it is zeros or None. `committed` has (tokens
+        [C, L], slots [C], starts [C]) of canvases that were just committed. The pass encodes these
+        canvases too, and the canvases that it decodes may follow them in the same slots.
         """
         update = None
         if signal is not None:
@@ -193,11 +193,11 @@ class FusedModel:
         return made
 
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """Take passes through all layers; return each one's normed rows after the last layer.
+        """Take passes through all layers; return each pass' normed rows after the last layer.
 
-        They are bf16 [decoded, H], or all rows if the pass is `whole`. A streamed layer serves all
-        passes, one lane (a batch with slots of its own) after the other. In a lane the encoder's
-        passes go first, so that canvases see what is encoded in the same call.
+        The rows are bf16 [decoded, H], or all M rows if the pass is `whole`. A layer serves all passes,
+        one lane (a batch with slots of its own) after the other. Within a lane the encoder's passes go
+        first, so that canvases see what is encoded in the same call.
         """
         if not passes:
             return []
@@ -233,16 +233,16 @@ class FusedModel:
         return work() if self.cores is None else self.cores.one(work)
 
     def _parts(self, own: Pass) -> list[Pass]:
-        """Share a pass among cores, unless observers watch it: they add up whole passes."""
+        """Share a pass among cores, unless observers watch it: they need whole passes."""
         if self.cores is None or own.watched:
             return [own]
         return [own.of(some) for some in self.cores.share(len(own.rows.slots))]
 
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
-        """Take a pass through one layer.
+        """Take a pass through one layer, which changes its `h` and `x`.
 
-        In the last layer nothing reads the encoder's rows once their keys and values are written. So
-        they are dropped there, unless the pass is `whole` or observers watch it.
+        In the last layer, nothing reads the encoder's rows once their keys and values are written. So
+        these rows are dropped there, unless the pass is `whole` or observers watch it.
         """
         self.inputs, self.routed = own.inputs, own.routed
         if self.inputs is not None:
@@ -277,8 +277,8 @@ class FusedModel:
     ) -> Tensor:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
-        It is not multiplied by sqrt(H), as embedded tokens are. `left` are the probabilities that
-        `fused_dequant.look` wrote along with these logits, None if `look` did not make them.
+        Unlike embedded tokens, it is not multiplied by sqrt(H). `left` has the probabilities that
+        `fused_dequant.look` stored with these logits, None if `look` did not make the logits.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):
@@ -291,7 +291,7 @@ class FusedModel:
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
     ) -> tuple[Tensor, Activation]:
-        """Embed the tokens; add the update, if any, to the decoder's, and normalise these."""
+        """Embed tokens, add the update, if any, to the decoder's; return h and the first input."""
         norm, (scheme, shared) = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
@@ -349,7 +349,7 @@ class FusedModel:
         return BF16 if self.inputs is not None and self.inputs.bf16 else how_read(rows)
 
     def _product(self, index: int, kind: str, x: Activation, rows: Rows) -> Tensor:
-        """Multiply by one matrix, or by several side by side: bf16 [M, sum of N]."""
+        """Multiply by one matrix, or by several side by side; return bf16 [M, sum of N]."""
         codes, scale = x
         if scale is None and self.inputs is not None:
             codes, rows = self.inputs.dense(index, kind, codes, rows)
@@ -391,7 +391,7 @@ class FusedModel:
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 
     def behind(self, slots: Tensor, context: Tensor, length: int) -> PassRows:
-        """Return the rows of canvases of `length` tokens that follow `context` int32 [B] positions."""
+        """Return the placement of canvases of `length` tokens after `context` int32 [B] positions."""
         positions = _run(context, length)
         first = (context - self.window + 1).clamp(min=0).repeat_interleave(length)
         last = (context + (length - 1)).repeat_interleave(length)
@@ -425,7 +425,7 @@ class FusedModel:
 
 
 def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:
-    """Join the results of a pass' parts; return its last rows, as `run` does."""
+    """Join the results of a pass' parts; return its rows after the last layer, as `run` does."""
     if own.routed is not None and parts != [own]:
         each = [part.routed or [] for part in parts]
         own.routed += [torch.cat(ids) for ids in zip(*each, strict=True)]

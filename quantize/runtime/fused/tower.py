@@ -1,7 +1,7 @@
 """The model's own vision tower, without its text stack: pictures to soft tokens.
 
-The modules are transformers' own, in BF16 in every checkpoint: no recipe quantizes them. They are read
-when the first picture comes, so that text alone takes neither 1.1 GB nor the time.
+The modules are transformers' own, in BF16 in every checkpoint: no recipe quantizes them. They are
+loaded with the first picture, so that text without pictures costs neither their 1.1 GB nor the time.
 """
 
 from functools import cached_property
@@ -19,17 +19,17 @@ TOWER, PROJECTION = "model.encoder.vision_tower.", "model.encoder.embed_vision."
 
 
 class Tower:
-    """Runs a checkpoint's BF16 vision tower; `config` is the whole model's, by transformers."""
+    """Runs a checkpoint's vision tower; `config` is transformers' configuration of the whole model."""
 
     def __init__(self, checkpoint: Checkpoint, config: Any, device: torch.device) -> None:
         self._checkpoint, self._config, self._device = checkpoint, config, device
 
     @torch.no_grad()
     def __call__(self, images: Images) -> Tensor:
-        """Return the soft tokens of all images, one after the other: [tokens, H].
+        """Return the soft tokens bf16 [tokens, H] of all images, one image after the other.
 
-        Raise InputError if the patches are not this tower's, or one of its tensors is not finite, and
-        ResourceError if the tower does not fit beside what the device holds.
+        Raise InputError if the patches do not have this tower's shape, or its weights are not finite,
+        and ResourceError if the tower does not fit beside what the device holds.
         """
         _check(images, self._config.vision_config.patch_size)
         try:

@@ -1,14 +1,14 @@
 """Copies tensors of a checkpoint to one device, byte by byte as on disk, as fast as the link goes.
 
-Tensors that lie side by side in a file, or nearly, travel as one run. There are two ways to a GPU:
+Tensors that are adjacent in a file, or nearly, are copied as one run. There are two ways to a GPU:
 
-    pinned       16 threads read the file into two pinned buffers in turn: for any file, and for what is
-                 read once
-    registered   the file, mapped read-only, is registered with the driver, which then reads it itself:
-                 for files in memory (tmpfs) that are read again and again. Registering pins every
-                 page, so it is not done for files on a disk.
+    pinned       16 threads read the file into two pinned buffers in turn. This works for any file, and
+                 is for what is read once
+    registered   the file, mapped read-only, is registered with the driver, which then reads it itself.
+                 This is for files in memory (tmpfs) that are read again and again. Registering pins
+                 every page, so it is not done for files on a disk
 
-On a CPU the threads read straight into the tensors' memory.
+On a CPU, the threads read straight into the tensors' memory.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from quantize.runtime.memory import rounded_up
 THREADS = 16
 PIECE = 1 << 20  # bytes that a thread reads at once, at least
 PINNED = 128 << 20  # bytes of each of the two pinned buffers
-GAP = 64 << 10  # bytes between neighbours that are copied too: a second run would take longer
+GAP = 64 << 10  # bytes between two tensors that are copied too: a second run would take longer
 ALIGNED = 256  # bytes; alignment of runs in the buffer, and what kernels may expect of a tensor
 MEMORY_FILES = ("tmpfs", "ramfs", "hugetlbfs")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where tensors lie in files, and where each will lie in a buffer of `size` bytes."""
+    """The places of tensors in files, and their places in a buffer of `size` bytes."""
 
     infos: dict[str, TensorInfo]
     runs: list[_Run]
@@ -115,7 +115,7 @@ class Fetched:
 class Transfer:
     """Copies from checkpoint files to one device, on the current stream, for one thread at a time.
 
-    If `register`, files in memory (tmpfs) are registered with the GPU's driver, to be read often.
+    If `register`, files in memory (tmpfs) are registered with the GPU's driver, for repeated reads.
     `bytes_read` counts the bytes read from the files so far.
     """
 
@@ -195,7 +195,7 @@ class Transfer:
         return self._files[file]
 
     def _mapped(self, file: Path) -> Tensor | None:
-        """Return a registered map of a file, or None where that is not wanted or not possible."""
+        """Return a registered map of a file; None if that is not wanted or not possible."""
         if self._register and file not in self._maps:
             handle = self._open(file)
             self._maps[file] = _registered(self, handle, self.device) if in_memory(file) else None
@@ -203,7 +203,7 @@ class Transfer:
 
 
 def in_memory(file: Path) -> bool:
-    """Whether a file lies in memory (tmpfs): its pages can be pinned at no cost but time."""
+    """Return whether a file is in memory (tmpfs), where pinning its pages costs nothing but time."""
     device = file.stat().st_dev
     own = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -219,7 +219,7 @@ def _close(files: dict[Path, int]) -> None:
 
 
 def _registered(owner: object, handle: int, device: torch.device) -> Tensor | None:
-    """Map a whole file and register it until `owner` is gone; None where the driver refuses."""
+    """Map a whole file and register it until `owner` is gone; None if the driver refuses."""
     view = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
@@ -252,7 +252,7 @@ def _unregister(
 
 
 def _cuda_runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded, None where it is part of torch itself."""
+    """Return the CUDA runtime that torch has loaded; None if it is part of torch itself."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcudart.so" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[-1])

@@ -1,13 +1,12 @@
-"""Tests a GPU's kernels before a model is opened there, once for each GPU and version.
+"""Tests a GPU's kernels before a model is opened on it, once for each GPU and software version.
 
-    the kernel that computes wrong   what is done instead
-    W4A4's on FP4 units              rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
-    Hopper's own for NVFP4           the plain kernel of NVFP4 multiplies
-    W4A8's (the mode `fp8`)          the kernel of FP8 multiplies
-    any other                        the GPU is refused
+    kernel with wrong results        what is done instead
+    W4A4 on FP4 units                rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
+    Hopper's own for NVFP4           the plain kernel for NVFP4 multiplies
+    W4A8 (the mode `fp8`)            the kernel for FP8 multiplies
+    any other kernel                 the GPU is refused
 
-What was found is remembered in the user's cache folder. Whenever a plainer kernel is taken, a printed
-line asks for a report.
+Results stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ from quantize.schemes.modes import ActivationMode
 REMEMBERED = TUNED.with_name("selftest")
 REPORT = "please report this, with what `quantize doctor` says"
 INSTEAD = "a plainer kernel is taken"
-# What NVFP4 becomes on Hopper, and what its mode `fp8` becomes elsewhere.
+# The layouts of NVFP4 and of its mode `fp8` on Hopper, and of its mode `fp8` elsewhere.
 FRAGMENTS = {"nvfp4": "nvfp4_fragments", "nvfp4_e4m3": "nvfp4_e4m3"}
 ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 
@@ -43,7 +42,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
     """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
     `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
-    NVFP4 products of the mode `per_layer` run on FP4 units; False on a CPU, which is not tested. Raise
+    NVFP4 products run on FP4 units, which needs the mode `per_layer`; False on a CPU, untested. Raise
     ResourceError if the GPU cannot run a scheme, or if even its plain kernel computes wrong numbers.
     """
     if device.type != "cuda":
@@ -73,7 +72,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return facts that scores depend on, to store with them: FP4 units in use, failed kernels."""
+    """Return facts on which scores depend, to store with them: FP4 units in use, failed kernels."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}
@@ -81,7 +80,7 @@ def condition(
 
 
 def _settle(scheme: str, found: "_Found") -> None:
-    """Distrust the kernel of a scheme that computes wrong; refuse the GPU if the plain one does too."""
+    """Distrust a scheme's kernel if it computes wrong; refuse the GPU if the plainer one does too."""
     own = FRAGMENTS.get(scheme, scheme)
     if scheme in FRAGMENTS and not in_fragments(found.device, own):
         own = ELSEWHERE.get(scheme, scheme)
@@ -100,7 +99,7 @@ def _settle(scheme: str, found: "_Found") -> None:
 
 
 class _Found:
-    """What was found on a GPU, by name of a layout of weights: the fault, or None."""
+    """The test results of a GPU: by name of a layout of weights the fault, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -120,7 +119,7 @@ class _Found:
         self.faults: dict[str, str | None] = known
 
     def fault(self, layout: str, scheme: str) -> str | None:
-        """Return what is wrong with products of a layout, which `scheme` has now; None for nothing."""
+        """Return what is wrong with products of `layout`, which `scheme` now has, or None."""
         if layout not in self.faults:
             say(f"testing products of {layout} on {self.name}, once")
             self.faults[layout] = selftest.fault(scheme, self.device)

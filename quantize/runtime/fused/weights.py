@@ -1,10 +1,10 @@
 """Loads a checkpoint as the weights that the fused kernels read, on their device, still quantized.
 
-Nothing is dequantized: a 17 GB checkpoint takes 17 GB of GPU memory (`packing`). Where that is too
-much, some layers stay and the others are streamed from the files in every pass (`streaming`).
+Nothing is dequantized: a 17 GB checkpoint takes 17 GB of GPU memory (`packing`). If that is too much,
+some layers stay there and the others are streamed from the files in every pass (`streaming`).
 
 Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be what config.json calls for,
-and every value finite. For that, streamed layers are read once beforehand.
+and every value finite. To check this, loading reads streamed layers once.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,13 +43,13 @@ class TextWeights:
     """The weights of the text stack, on one device; layers that do not fit there are streamed."""
 
     config: Any  # transformers' configuration of the whole model
-    embedding: Tensor  # bf16 [V, H], lm_head as well
-    norm: Tensor  # bf16 [H], behind the last layer
+    embedding: Tensor  # bf16 [V, H], also the weight of lm_head
+    norm: Tensor  # bf16 [H], applied after the last layer
     self_conditioning: SelfConditioning
     layers: tuple[LayerWeights, ...] | StreamedLayers
     tower: Tower | None = None  # None for random weights, which take no pictures
     in_fp8: bool = False  # whether NVFP4 weights are packed for FP8 products, the mode `fp8`
-    in_fp4: bool = False  # or for FP4 units
+    in_fp4: bool = False  # whether NVFP4 weights are packed for FP4 units
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +69,7 @@ class TextWeights:
         return tuple(layer.entrance for layer in self.layers)
 
     def close(self) -> None:
-        """Wait for streamed layers that are on their way; a later pass fetches them again."""
+        """Wait for streamed layers in flight and drop them; a later pass fetches them again."""
         if isinstance(self.layers, StreamedLayers):
             self.layers.close()
 
@@ -91,11 +91,11 @@ def load_packed(
     scales: Sequence[Scales] = (),
     on_layer: OnLayer = iter,
 ) -> TextWeights:
-    """Load the text stack of a checkpoint for the fused kernels, still quantized.
+    """Return the text stack of a checkpoint, packed for the fused kernels and still quantized.
 
-    Its layout may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are their
-    torch references. `resident` layers stay on the device and the others are streamed; None keeps all.
-    `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
+    The layout on disk may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are
+    their torch references. `resident` layers stay on the device, the others are streamed; None keeps
+    all. `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
     progress. The device must run the schemes: test that first, with `trust`. Raise InputError if a
     tensor is missing, unexpected, misshapen or not finite.
     """
@@ -117,10 +117,10 @@ def load_packed(
 
 
 def load_in_turns(folder: Path, device: str) -> TextWeights:
-    """Load a BF16 text stack without its embedding; two layers at a time are on the device.
+    """Return a BF16 text stack of only layers and norm; two layers at a time are on the device.
 
-    Errors are those of `load_packed`, but layers are not read beforehand: a value that is not finite
-    is an error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
+    Errors are as in `load_packed`, but layers are not read beforehand: a value that is not finite is an
+    error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -141,7 +141,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return a copy of resident `base` with `layers` (indices) of a checkpoint; see `Packer`."""
+    """Return a copy of resident `base` with the `layers` (indices) of `checkpoint`; see `Packer`."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:

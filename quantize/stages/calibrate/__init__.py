@@ -1,1 +1,1 @@
-"""The stage calibrate: input scales from the model's own denoising loop."""
+"""The stage calibrate: finds input scales in the model's own denoising loop."""

@@ -5,17 +5,18 @@ An NVFP4 module's activations share one calibrated number, input_global_scale = 
 decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
 loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping.
 
-Observers of an engine (`watching`) see every module's inputs. Encoder and decoder share names, as both
-are one backbone in vLLM; an expert sees only the tokens routed to it. An expert with fewer than
-`min_tokens_per_expert` takes the largest amax of its layer, and coverage.json lists it.
+Observers of an engine (`watching`) see every module's inputs. Encoder and decoder share module names,
+as both are one backbone in vLLM. An expert sees only the tokens routed to it. If fewer than
+`min_tokens_per_expert` reach it, it takes the largest amax of its layer, and coverage.json lists it.
 
-llm-compressor's oneshot, with which the tests compare, lacks this loop: its `basic` pipeline shows the
-decoder one random canvas only, its `sequential` one never finishes the encoder (uninitialised scales,
-no error), and it runs each expert as a Linear of its own, 11,520 calls a forward pass of the 26B model.
-From the same maxima both make the same scales, FP32 quotients (on a GPU oneshot divides in BF16).
+llm-compressor's oneshot, with which the tests compare, lacks this loop. Its `basic` pipeline shows the
+decoder only one random canvas; its `sequential` pipeline never finishes the encoder (scales stay
+uninitialised, without an error). It runs every expert as a separate Linear: 11,520 calls per forward
+pass of the 26B model. From the same maxima, oneshot and this stage make the same scales, FP32 quotients
+(on a GPU oneshot divides in BF16).
 
 Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each; maxima are pooled
-exactly, so the files are those of one process.
+exactly, so the files equal those of one process.
 """
 
 from collections.abc import Mapping
@@ -50,14 +51,14 @@ def calibrate(
 ) -> None:
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
-    `out` appears when it is whole: input_scales.safetensors, coverage.json, trajectories.safetensors,
-    trajectories.json. The same inputs give the same bytes. If the recipe rounds with GPTQ, `scratch`
-    gets the recorded passes that GPTQ reads; None means a folder beside `out`.
+    The folder `out` appears when complete, with input_scales.safetensors, coverage.json,
+    trajectories.safetensors, trajectories.json. The same inputs give the same bytes. If the recipe
+    rounds with GPTQ, the folder `scratch` (None: one beside `out`) gets the passes that GPTQ reads.
 
     Raises:
         InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a
             batch does not fit the GPU, or scratch is full.
-        QuantizeError: a module has no usable scale; it is named.
+        QuantizeError: a module, which is named, has no usable scale.
     """
     settings = recipe.calibration
     if settings is None:
@@ -93,8 +94,7 @@ def calibrate(
 def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
     """Return the on-disk names of all modules with a calibrated input scale.
 
-    Raises:
-        InputError: the recipe gives no module of this model the scheme NVFP4.
+    Raise InputError if the recipe gives no module of this model the scheme NVFP4.
     """
     targets = plan_targets(Checkpoint.open(source).tensors, quantization)
     modules = [module for t in targets if t.scheme and t.scheme.calibrated for module in t.modules]
@@ -104,7 +104,7 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
 
 
 def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
-    """Return module -> input_global_scale [1] FP32, infinite where nothing entered a module."""
+    """Return module -> input_global_scale [1] FP32, infinite if nothing entered the module."""
     amax = torch.tensor([ranges.amax(module) for module in modules], dtype=torch.float32)
     scales = (FP8_MAX * E2M1_MAX) / amax
     return {module: scale.clone() for module, scale in zip(modules, scales.split(1), strict=True)}
@@ -115,8 +115,8 @@ def fall_back(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Give experts with fewer than `minimum` tokens their layer's smallest scale (the largest amax).
 
-    `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> tokens of each expert. Return
-    all scales, and the names `<layer>.experts.<expert>` of those experts.
+    `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> tokens of each expert. Return all
+    scales, and the names `<layer>.experts.<expert>` of experts whose scales were replaced.
 
     Raises:
         QuantizeError: no expert of a layer has seen a token.

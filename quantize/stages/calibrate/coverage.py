@@ -1,4 +1,4 @@
-"""Counts the tokens that reach every expert while a model denoises."""
+"""Counts the tokens that reach each expert while a model denoises."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from quantize.host.processes import Processes
 
 
 class Coverage:
-    """Counts the tokens routed to every expert: an observer for an engine's `watching`."""
+    """Counts the tokens routed to each expert: an observer for an engine's `watching`."""
 
     launches_alone = True
 
@@ -25,7 +25,7 @@ class Coverage:
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
             each = torch.arange(self._experts, device=experts.device)
-            # bincount would wait for the device, and many sums into few cells for each other
+            # bincount would wait for the device; atomic sums into few cells would wait for each other
             self._add(layer, (experts[..., None] == each).sum((0, 1)))
 
     def _add(self, layer: str, found: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""The stage convert: BF16 shards in, compressed-tensors shards out."""
+"""The stage convert: reads BF16 shards and writes compressed-tensors shards."""

@@ -1,14 +1,14 @@
-"""Makes the pieces of a quantized checkpoint: source bytes to output bytes.
+"""Makes the pieces of a quantized checkpoint: turns source bytes into output bytes.
 
-Every tensor of the plan becomes one or more pieces, in source order, each as large as a device takes:
+The tensors of the plan become pieces, in source order, of a size that suits the device:
 
-  kept             its bytes, some rows at a time
-  fused experts    some experts a piece, one Linear after the other; an expert's gate and up, which lie
-                   next to each other in the source, share their global scale
-  other Linears    those that servers fuse into one matrix (q/k/v, gate/up) together, since their
-                   global scale needs them all; a full-attention layer has no v
+  kept tensors     one piece with the tensor's bytes, copied some rows at a time
+  fused experts    pieces of some experts, one Linear after the other; gate and up of an expert, which
+                   are adjacent in the source, share their global scale
+  other Linears    one piece for all Linears that servers fuse into one matrix (q/k/v, gate/up), since
+                   their global scale depends on all of them; a full-attention layer has no v
 
-A Linear's tensors lie next to each other: codes, scale, global scales.
+The tensors of one Linear are adjacent: codes, scale, global scales.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import Observer, all_finite, global_scale
 from quantize.stages.device import Device
 
-# Limit on a quantized weight: rounded up, larger ones exceed BF16's largest number, 3.39e38.
+# Limit on a weight to quantize: larger ones, rounded up, exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
 Layout = dict[str, TensorSpec]
 # Called with a target, its rows (experts) start:stop and their encoded bytes, uint8 [n].
@@ -41,13 +41,13 @@ class Quantizer:
     input_scales: Mapping[str, float]  # module -> input global scale, for NVFP4
     # Codes and scales from `round_weights`; None for rounding to nearest.
     rounded: Checkpoint | None = None
-    # Where weights are quantized; the bytes are the same everywhere (see `convert`).
+    # Where weights are quantized; every device makes the same bytes (see `convert`).
     device: Device = field(default_factory=Device)
     # Called with each part of a tensor when it is encoded, by many threads.
     look: Look = lambda *_: None
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
-        """Return the pieces of a plan, in its order, without reading any weights.
+        """Return the pieces of a plan, in the order of `targets`, without reading any weights.
 
         Raises:
             InputError: Linears that servers fuse have different schemes.
@@ -131,7 +131,7 @@ class Quantizer:
     def _read_rounded(
         self, target: Target, scheme: Scheme, modules: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Read codes and scales of `round_weights` by suffix, [len(modules), ...]; {} without it."""
+        """Return suffix -> codes or scales by `round_weights`, [len(modules), ...]; {} without them."""
         if self.rounded is None:
             return {}
         shape, pinned = linear_shape(target.shape, target.modules), self.device.pinned
@@ -150,7 +150,7 @@ class Quantizer:
         shared: torch.Tensor | None,
         rounded: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Quantize weights [modules, out, in] to the bytes of one module after the other."""
+        """Return the bytes of quantized weights [modules, out, in], module by module: uint8 [n]."""
         layout = specs(scheme.compressed, *weight.shape[1:])
         sizes = [spec.nbytes for spec in layout.values()]
         records = torch.empty((len(modules), sum(sizes)), dtype=torch.uint8, device=weight.device)

@@ -1,4 +1,4 @@
-"""Asks models for their answers to an evaluation's tasks, and scores, keeps and counts these."""
+"""Asks models for answers to an evaluation's tasks; scores, stores and counts the answers."""
 
 import shutil
 import time
@@ -56,7 +56,7 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Write `done` (task -> interim looks taken), move scores to evaluation/, remove samples."""
+        """Write `done` (task -> looks taken), move scores to evaluation/, remove sample files."""
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
         left = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": left, "looks": looks}
@@ -107,7 +107,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many interim looks both `judged` models finished, and their comparison, if any."""
+        """Return how many looks both `judged` models finished, and their comparison or None."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -122,8 +122,8 @@ class Answers:
     ) -> None:
         """Let models answer the questions of each task's first `looks[task]` interim looks.
 
-        Answers that exist are not asked again. A task without any answers is asked all its questions up
-        to that look at once, so that slots need not wait at every look. The progress shows `title`.
+        Existing answers are not asked for again. If a task has none yet, all its questions up to
+        that look are asked at once, so that slots need not wait at every look. `title` is shown.
         """
         for model in self.there_first(models):
             for task, number in looks.items():
@@ -134,7 +134,7 @@ class Answers:
                     self._extend(model, task, part, title)
 
     def _extend(self, model: ComparedModel, task: Task, part: Part, title: str) -> None:
-        """Let a model answer one part of a task, and score it, unless that is done."""
+        """Let a model answer one part of a task, and score the answers, unless they are scored."""
         scored = self.scored(model, task)
         if self._processes.of_first(scored is not None and part.answers <= scored.answered):
             return
@@ -166,7 +166,7 @@ class Answers:
                 self._whole.append(store)
 
     def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
-        """Print the task's result at its `looks`-th interim look, and how long all may still take."""
+        """Print a task's result at interim look `looks`, and the time that may still be needed."""
         outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
         low, high = found.difference_bounds.low, found.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]
@@ -195,7 +195,7 @@ class Answers:
 
     @contextmanager
     def _store(self, model: ComparedModel, task: Task) -> Generator[SampleStore]:
-        """Hold the store of a task's finished samples: in the run, or shared for a local BF16."""
+        """Hold the store of a task's samples: the run's own, or a shared one for a local BF16."""
         made, backend = made_with(model, task), model.backend
         path = self._run.evaluation / model.name / f"{task.name}-{key_of(made)}.partial.jsonl"
         if model.name == BASELINE and isinstance(backend, Answerer):
@@ -213,13 +213,13 @@ def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
 
 
 class Rates:
-    """Counts samples, tokens and seconds by model, and shows them while they come."""
+    """Counts samples, tokens and seconds per model, and shows the progress."""
 
     def __init__(self) -> None:
         self.by_model: dict[str, Any] = {}
 
     def hours(self, samples: int) -> float:
-        """Return the hours that `samples` would take at the rate so far, 0 before the first one."""
+        """Return the hours that `samples` would take at the rate so far, 0 if there is none yet."""
         counted = sum(each["samples"] for each in self.by_model.values())
         seconds = sum(each["seconds"] for each in self.by_model.values())
         return samples * seconds / counted / 3600 if counted else 0.0
@@ -232,7 +232,7 @@ class Rates:
         task: Task,
         look: str,
     ) -> Iterator[Finished]:
-        """Yield `finished`, and show how many of `samples` are done; `look` is part of the title."""
+        """Yield `finished` and show how many of `samples` are done; `look` is part of the title."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
         title = ", ".join(filter(None, (task.name, look, model.name)))

@@ -1,13 +1,14 @@
 """A baseline that travels: BF16's answers in one file, made on one machine and used on others.
 
-BF16's answers do not depend on the recipe, and cost most where its weights are streamed. A pack has
-the answers to a run's tasks as JSON lines, like the store `.bf16/`, in gzip. The file's first line has
-the origin, what each task's answers were made with, and a sha256 over everything. An answer is found by
-the hash of its request. Of a private task only extracted answers are kept; no pack has a question.
+BF16's answers do not depend on the recipe, and they cost most if its weights are streamed. A pack
+holds the answers to a run's tasks as JSON lines, like the store `.bf16/`, in gzip. Its first line
+has the origin, the conditions of each task's answers, and a sha256 over everything. An answer is
+found by the hash of its request. No pack holds questions, and of a private task only the extracted
+answers are kept.
 
-A run uses an answer only if all that the answer depends on is equal, except MAY_DIFFER: what only
-changes the order of sums, packages that only read files, and how much was planned. A pack is trusted as
-its giver is: the sha256 finds damage, not forgery.
+A run uses an answer only if everything that the answer depends on is equal, except MAY_DIFFER: what
+only changes the order of sums, packages that only read files, and how much was planned. Trust a
+pack only as far as its giver: the sha256 finds damage, not forgery.
 """
 
 import gzip
@@ -60,7 +61,7 @@ class _Answer(BaseModel):
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack's content: `made_with`, task -> conditions; `answers`, task -> request's key -> answer."""
+    """A pack: `made_with` is task -> conditions, `answers` is task -> request's key -> answer."""
 
     path: Path
     sha256: str
@@ -75,9 +76,9 @@ class Pack:
 
 
 class ImportedBaseline:
-    """Takes BF16's place where its answers come from an imported pack; called for more, it refuses.
+    """Stands in for BF16 if its answers come from an imported pack; it cannot make further answers.
 
-    The argument `made_with` has the conditions that answers made on this machine would depend on.
+    The argument `made_with` has the conditions that answers made on this machine would have.
     """
 
     loading_seconds = 0.0
@@ -92,11 +93,7 @@ class ImportedBaseline:
         self.made_with = dict(made_with) | {"model": made_with["model"] | {"imported": origin}}
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Refuse: BF16 is not here.
-
-        Raises:
-            InputError: always; the pack lacks answers.
-        """
+        """Raise InputError: the pack lacks answers to `requests`, and BF16 is not loaded here."""
         raise InputError(
             f"{self.pack.path}: lacks {len(requests):,} answers, to other questions or behind "
             f"the end of the run that made it; import one of `quantize evaluate RUN --all`, or remove "
@@ -108,12 +105,12 @@ class ImportedBaseline:
 
 
 def key_of(made_with: Mapping[str, Any]) -> str:
-    """Return a short hash of everything that samples depend on."""
+    """Return a short hash (12 hexadecimal digits) of everything that samples depend on."""
     return hashlib.sha256(json.dumps(made_with, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
-    """Return the file of a local BF16 model's samples of a task, which the runs in one folder share."""
+    """Return the file of a local BF16's samples of a task, which all runs in one folder share."""
     return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
 
 
@@ -124,7 +121,7 @@ def held(
     """Yield the store of samples at `path`, locked until the `with` block ends.
 
     Raises:
-        InputError: the store or the block raised ValueError. ResourceError: another process holds it.
+        InputError: the store or the block raised ValueError. ResourceError: the lock is taken.
     """
     with locked(path.with_name(f".{path.stem}.lock"), str(path)):
         try:
@@ -139,10 +136,10 @@ def imports(runs: Path) -> Path:
 
 
 def export_pack(run: RunDir, out: Path) -> Pack:
-    """Write BF16's answers of a run's tasks, and what they were made with, to `out`.
+    """Write BF16's answers to a run's tasks, with their conditions, to `out`; return the pack.
 
     Raises:
-        InputError: the run has no scores, or BF16's answers are not here: served, imported or removed.
+        InputError: the run has no scores, or BF16's answers were served, imported or removed.
     """
     tasks: dict[str, Any] = {}
     lines: list[str] = []
@@ -172,11 +169,7 @@ def _digest(header: Mapping[str, Any], lines: Sequence[str]) -> str:
 
 
 def read_pack(path: Path) -> Pack:
-    """Read a pack and check it against its own sha256.
-
-    Raises:
-        InputError: the file is no pack, or was changed after its export.
-    """
+    """Read and check a pack; InputError: the file is no pack, or was changed after its export."""
 
     def refuse(why: object) -> NoReturn:
         raise InputError(f"{path}: no baseline pack as it was exported: {why}") from None
@@ -198,7 +191,7 @@ def read_pack(path: Path) -> Pack:
 
 
 def import_pack(path: Path, runs: Path) -> Pack:
-    """Check a pack and copy it to the folder `imports(runs)`, where the runs in `runs` find it."""
+    """Check a pack, copy it to `imports(runs)` for the runs in `runs`, and return the copy."""
     pack = read_pack(path)
     place = imports(runs) / f"{pack.sha256[:12]}.jsonl.gz"
     write_bytes(place, path.read_bytes())
@@ -208,7 +201,7 @@ def import_pack(path: Path, runs: Path) -> Pack:
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
     """Return the first imported pack that fits all tasks; None if no pack is of this BF16 model.
 
-    `weights` is the model's fingerprint; `here` maps task -> conditions that answers made here have.
+    `weights` is the model's fingerprint; `here` is task -> conditions of answers made here.
 
     Raises:
         InputError: packs of this model exist, but none fits; the message says why the first does not.
@@ -237,7 +230,7 @@ def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield each condition that differs, and its values in both."""
+    """Yield (key, value in `a`, value in `b`) of each condition that differs."""
     ours, theirs = flat(a), flat(b)
     for key in sorted(ours | theirs):
         if ours.get(key) != theirs.get(key):
@@ -245,7 +238,7 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def flat(made_with: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return conditions with the keys of nested ones joined: "versions.torch"."""
+    """Return `made_with` as a flat dict; the keys of nested dicts are joined: "versions.torch"."""
     found: dict[str, Any] = {}
     for key, value in made_with.items():
         inner = isinstance(value, Mapping)

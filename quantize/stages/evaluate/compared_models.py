@@ -1,6 +1,6 @@
 """Opens the models that evaluation compares (`quantize.runs.models` names them).
 
-Baseline or candidate may sit behind OpenAI-compatible servers instead of in this process.
+Baseline and candidate may run behind OpenAI-compatible servers instead of in this process.
 """
 
 import os
@@ -29,10 +29,10 @@ class Backend(Protocol):
 
     sampler_settings: dict[str, Any]
     made_with: dict[str, Any]  # everything besides their requests that its samples depend on
-    loading_seconds: float  # how long the model has taken to load so far
+    loading_seconds: float  # seconds spent so far on loading the model
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Yield each request with its answer as it is finished; samples depend on nothing else."""
+        """Yield each request with its answer once it is answered; an answer depends on no other."""
         ...
 
     def release(self) -> None:
@@ -41,10 +41,10 @@ class Backend(Protocol):
 
 
 class ServedModel:
-    """A model behind servers; requests go to whichever is free, `in_flight` to each at once.
+    """A model behind servers: requests go to free servers, `in_flight` to each server at once.
 
-    `digest` is the fingerprint of the checkpoint that they should serve. `revision` is the user's name
-    for the weights, where servers report no fingerprint.
+    `digest` is the fingerprint of the checkpoint that the servers should serve. `revision` is the
+    user's name for the weights; it is needed if a server reports no fingerprint.
 
     Raises:
         InputError: a server has other weights than `digest` or than the first server, or neither the
@@ -85,7 +85,7 @@ class ServedModel:
         return served | {"activations": server.about.get("activations")}
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Request every sample singly, several at a time."""
+        """Yield each request with its answer; requests are sent one by one, several in flight."""
         return self.servers(requests)
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One model that is scored: its scores' folder, the backend that answers, its noise's seed."""
+    """One model that is scored: the folder of its scores, its backend, the seed of its noise."""
 
     name: str
     backend: Backend
@@ -111,27 +111,23 @@ def candidates(
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which models an evaluation scores beside baseline and candidate, and where all of them run."""
+    """Which models an evaluation scores besides baseline and candidate, and where they run."""
 
     modes: Sequence[ActivationMode] = ()  # activation modes to score besides the recipe's
     noise_floor: bool = False  # whether BF16 is scored once more, with another seed
     servers: Sequence[str] = ()  # URLs of servers with the quantized model
-    base_servers: Sequence[str] = ()  # those with the BF16 model
-    server_revision: str | None = None  # what `servers` serve, where they do not report it
-    base_server_revision: str | None = None  # the same for `base_servers`
-    in_flight: int = 8  # requests to a server at once
-    gguf: Path | None = None  # a GGUF file of the quantized checkpoint, to be scored too
-    llama_cpp: Path | None = None  # the program that computes its logits
+    base_servers: Sequence[str] = ()  # URLs of servers with the BF16 model
+    server_revision: str | None = None  # weights that `servers` serve, if they do not report them
+    base_server_revision: str | None = None  # weights that `base_servers` serve, likewise
+    in_flight: int = 8  # requests in flight at each server
+    gguf: Path | None = None  # a GGUF file of the quantized checkpoint, to score too
+    llama_cpp: Path | None = None  # llama.cpp's server program, which runs the GGUF file
     place: Placement = CPU  # where models that are not served run
-    # Operating points of the candidate to score besides.
+    # Operating points of the candidate, to score too.
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:
-        """Check that the options go together, before anything is read.
-
-        Raises:
-            InputError: an option is given without another that it needs, or with one that excludes it.
-        """
+        """Raise InputError if an option lacks another that it needs, or excludes a given one."""
         if bool(self.servers) != bool(self.base_servers):
             raise InputError("--server and --base-server go together: both models are served alike")
         if (self.gguf is None) != (self.llama_cpp is None) or (self.gguf and self.servers):
@@ -149,14 +145,15 @@ def open_models(
     context: int,
     imported: Callable[[Backend], Backend | None] = lambda _: None,
 ) -> list[ComparedModel]:
-    """Return the models, baseline and candidate first; no weights are loaded.
+    """Return the models, first the baseline, second the candidate; no weights are loaded.
 
     `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions of the longest
-    prompt and answer. `imported`, called with the first candidate's backend, returns a backend of
-    imported answers as the baseline, or None if there are none.
+    prompt with its answer. `imported` is called with the first candidate's backend; it returns a
+    backend of imported answers for the baseline, or None if there are none.
 
     Raises:
-        InputError: a server or GGUF file has another model, or a mode does not fit the checkpoint.
+        InputError: a server or GGUF file has another model, a mode does not fit the checkpoint, or
+            an operating point allows more denoising steps than the baseline's sampler.
         ResourceError: not one sample fits the GPU.
     """
     sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
@@ -211,7 +208,7 @@ def open_models(
 
 
 def warn_of_servers(models: Sequence[ComparedModel], token_limit: int, canvas_length: int) -> None:
-    """Warn of servers that may encode finished canvases wrongly, if answers exceed one canvas."""
+    """Warn of servers that may encode finished canvases wrongly, if answers may exceed a canvas."""
     if token_limit <= canvas_length:
         return
     served = [each.backend.servers for each in models if isinstance(each.backend, ServedModel)]

@@ -1,18 +1,18 @@
 """Scores baseline and candidate alike (harness, prompts, seeds, sampler) until a verdict is certain.
 
-Tasks come one after the other, the cheapest first. Each is asked in at most five parts, and after each
-part the two are compared (`recovery.sequential`). A task that passes is asked no further, and a run
-that has failed ends. What is planned is fixed before the first answer and noted with every score.
-Models that the gate does not judge answer the same questions.
+Tasks are asked one after the other, the cheapest first. Each task is asked in at most five parts,
+and after each part the two models are compared (`recovery.sequential`). A task that passes is not
+asked further, and a run that fails ends. The plan is fixed before the first answer and stored with
+every score. Models that the gate does not judge answer the same questions.
 
-A model skips a part whose answers it has already given under this run's conditions. New scores go to a
-copy of a finished evaluation; once complete, the copy replaces it. Scores made under other conditions
-move to evaluation-earlier/. The baseline's scores do not depend on the recipe, so runs share its
-samples in `.bf16/` beside the runs. One model is in memory at a time, and answers a whole part before
-another is loaded.
+A model skips a part whose answers it has already given under this run's conditions. If an
+evaluation is finished, new scores go to a copy, which replaces it once complete. Scores made under
+other conditions move to evaluation-earlier/. BF16's samples do not depend on the recipe, so the
+runs in one folder share them in its `.bf16/`. One model is in memory at a time; it answers a whole
+part before another model is loaded.
 
-Under `torchrun --nproc-per-node N` the processes share each part's batches, one GPU each; the scores
-are those of one process (recovery.samples.Share). The first process writes and compares them.
+Under `torchrun --nproc-per-node N` the processes share each part's samples, one GPU each; the
+scores are as with one process (recovery.samples.Share). The first process writes and compares them.
 """
 
 from collections.abc import Sequence
@@ -60,15 +60,15 @@ def evaluate(
     """Score the recipe's tasks on every model; write evaluation/<model>/<task>.jsonl.
 
     `digest` is the fingerprint of the BF16 checkpoint `source`; `data_dir` has <task>.jsonl or .csv
-    files in place of data sets on the Hub. `go_on` asks all that is planned, whatever the verdict.
+    files in place of data sets on the Hub. `go_on` asks all planned questions whatever the verdict.
 
     Returns:
-        Model -> samples, tokens and seconds of this process, loading excluded.
+        Model -> its samples, tokens and seconds in this process, without loading.
 
     Raises:
-        InputError: a task's own file cannot be read, options do not go together, or the GGUF file is
-            of another checkpoint.
-        ResourceError: a data set or a server cannot be reached.
+        InputError: a task's own file cannot be read, options do not go together, the GGUF file is
+            of another checkpoint, or an imported baseline does not fit or lacks answers.
+        ResourceError: a data set or server cannot be reached, or not one sample fits the GPU.
     """
     options = options or ModelOptions()
     options.check()
@@ -141,8 +141,8 @@ def _ask_until_decided(
     *,
     go_on: bool,
 ) -> dict[str, int]:
-    """Ask baseline and candidate, look by look; return the number of looks taken by task."""
-    if go_on:  # no look decides, so each model is loaded once
+    """Ask baseline and candidate, look by look; return task -> number of looks taken, if any."""
+    if go_on:  # no look ends the run, so each model is loaded only once
         answers.ask(judged, {task: len(task.plan.looks) for task in tasks})
     by_name = {task.name: task for task in tasks}
 
@@ -168,7 +168,7 @@ def _ask_points(
     *,
     go_on: bool,
 ) -> None:
-    """Ask baseline and each operating point, look by look, until it is certain what Holm will say."""
+    """Ask baseline and each operating point, look by look, until the point's verdict is certain."""
     for point in points:
         say(f"operating point {point.name.removeprefix(AT_POINT)}")
         confidence = 1 - (1 - gate.confidence) / len(points)

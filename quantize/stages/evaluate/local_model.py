@@ -1,8 +1,8 @@
 """Lets a checkpoint answer evaluation's requests in this process.
 
-The engine is batch-invariant: a sample does not depend on what is denoised beside it, and slots are
-refilled as samples end. Activations are rounded as asked, so the accuracy of W4A4 can be scored without
-a Blackwell GPU.
+The engine is batch-invariant: a sample does not depend on other samples in its batch, and slots are
+refilled as samples end. Activations are rounded in the requested mode, so the accuracy of W4A4 can
+be scored without a Blackwell GPU.
 """
 
 import time
@@ -33,10 +33,10 @@ RECORDED_CANVASES = 2
 class Answerer:
     """A `Backend` that runs the checkpoint in `folder`, whose fingerprint is `digest`.
 
-    `place` says where it runs and how activations are rounded. `place.max_context` is the positions of
-    the longest prompt with its answer, or None if unknown. `capacity` is the most samples of a pass;
-    None means AT_ONCE (16). If weights are streamed, a loaded layer serves several passes. For each
-    canvas that is committed, `announce` is called with (0, number of its tokens but padding).
+    `place` says where it runs and how activations are rounded. `place.max_context` is the number of
+    positions of the longest prompt with its answer, None if unknown. `capacity` is the most samples
+    of a pass; None means AT_ONCE (16). If weights are streamed, a loaded layer serves several
+    passes. For each committed canvas `announce` is called with (0, number of tokens but padding).
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -65,7 +65,7 @@ class Answerer:
             "engine": "fused",
             "batch_invariant": True,
         }
-        # Everything that can change an answer; baseline and candidate differ in `model` alone.
+        # Everything that can change an answer; baseline and candidate differ only in `model`.
         self.made_with: dict[str, Any] = {
             "model": model,
             "batch_size": 1,  # a sample does not depend on its batch
@@ -74,7 +74,7 @@ class Answerer:
             "dtype": "torch.bfloat16",
             "engine": "fused",
             "device": device if device == "cpu" else torch.cuda.get_device_name(device),
-            "threads": None,  # no product is shared among cores
+            "threads": None,  # cores never share a product, so their number changes no answer
             "launches": launches_digest(torch.device(device)),
             "versions": package_versions(),
         }
@@ -88,10 +88,10 @@ class Answerer:
         return self._place.capacity
 
     def engine(self, context: int) -> Engine:
-        """Return an engine with room for `context` positions; load one if none with the room is loaded.
+        """Return an engine with room for `context` positions; load one if none with room is loaded.
 
         Raises:
-            ResourceError: so long a context leaves room for fewer samples at once than were planned.
+            ResourceError: so long a context leaves room for fewer samples at once than planned.
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()
@@ -117,7 +117,7 @@ class Answerer:
         free_unused(self._place.device)
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Answer all requests, each as it is finished."""
+        """Yield each request with its answer as soon as it is answered, in any order."""
         prompts, engine, budget = self._ready(requests)
         seeds = [request.seed for request in requests]
 
@@ -135,21 +135,19 @@ class Answerer:
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         prompts = [_encode(self.tokenizer, request) for request in requests]
         budget = max(request.max_new_tokens for request in requests)
-        config = read_config(self.folder)  # thousands of headers would take half a second
+        config = read_config(self.folder)  # the headers of all tensors would take half a second
         canvas: int = config["canvas_length"]
         room = max(map(len, prompts)) + -(-budget // canvas) * canvas
         limit: int = config["text_config"]["max_position_embeddings"]
         return prompts, self.engine(min(room, limit)), budget
 
     def record(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Answer the first requests, and return how their first canvases were denoised, for the viewer.
-
-        As many requests are answered as are denoised together.
+        """Answer the first `capacity` requests; return how their first two canvases were denoised.
 
         Returns:
-            `vocabulary`, id -> text of every token that occurs, and `samples`: the prompt, final text
-            and steps of each request. A step has its canvas' index, the most probable `ids` at every
-            position ("7 105 9"), and which of them were `accepted` ("101").
+            For the report's viewer: `vocabulary`, id -> text of every token that occurs, and
+            `samples`, each request's `prompt`, final `text` and `steps`. A step has its `canvas`'
+            index, the most probable `ids` by position ("7 105 9"), and the `accepted` ones ("101").
         """
         requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]
@@ -207,7 +205,7 @@ class ExportedAnswerer:
         self._running: LlamaCpp | None = None
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Answer one request after the other."""
+        """Yield each request with its answer, one after the other."""
         if self._running is None:
             canvas: int = read_config(self.folder)["canvas_length"]
             self._running = LlamaCpp(self.program, self.file, canvas)

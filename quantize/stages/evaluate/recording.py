@@ -1,8 +1,8 @@
 """Writes questions, and canvases of answers that differ, for the report's table and viewer.
 
-Both models answer a question once more to show its canvases, from the seed of the answer that was
-scored. Recorded prompts are padded, so sums may round to another answer: each recording holds its own
-answer, and the report says whether it is the one that was scored. A private task leaves nothing.
+To record a question's canvases, both models answer it once more, from the scored answer's seed.
+Recorded prompts are padded, so sums may round to another answer. So each recording holds its own
+answer, and the report says whether it is the scored one. Of a private task nothing is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ RECORDED = 8  # questions of a task whose canvases are recorded
 def leave_questions(
     folder: Path, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
-    """Write the prompts of the questions asked; return requests by question index, {} if private."""
+    """Write the prompts of the asked questions; return question index -> request, {} if private."""
     if is_private(task, definition):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(folder / BASELINE, task).rows})
@@ -43,9 +43,10 @@ def leave_questions(
 def record_differing(
     folder: Path, task: str, requests: Mapping[int, Request], models: Mapping[str, Answerer]
 ) -> None:
-    """Denoise a public task's differing answers again with each of `models`, and write the canvases.
+    """Denoise a public task's differing answers again with each of `models`; write their canvases.
 
-    If none differ, one answer is taken. `folder` has both models' scores, `requests` all requests.
+    If no answers differ, one answer is recorded. `folder` has both models' scores; `requests` maps
+    each question's index to its request.
     """
     sides = {side: read_scoring(folder / side, task) for side in (BASELINE, CANDIDATE)}
     chosen = choose(*sides.values())
@@ -62,7 +63,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return BF16's rows that differ, up to RECORDED, changed scores first; if none, an equal row."""
+    """Return up to RECORDED of `base`'s rows that differ, changed scores first; or else one row."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: their data, how much of them is planned, what their samples depend on."""
+"""The tasks of an evaluation: their data, their planned size, what their samples depend on."""
 
 import json
 from collections.abc import Mapping
@@ -23,26 +23,26 @@ class Task:
     """One task of an evaluation, as planned before any model is loaded."""
 
     name: str
-    data: Path | None  # its local file
-    plan: Plan  # how much of it is planned
+    data: Path | None  # its local data file, None if it has none
+    plan: Plan  # how many questions and answers are planned
     token_limit: int  # the most tokens of an answer
-    own: Definition | None = None  # what defines a task of the recipe's own
+    own: Definition | None = None  # definition of a recipe's own task, None for a shipped task
     digest: str | None = None  # a hash over `own`
-    prompt_tokens: int = 0  # the room that prompts longer than a question need
+    prompt_tokens: int = 0  # tokens of the longest prompt, if prompts are long
 
     @property
     def samples(self) -> int:
-        """Number of answers planned of each model."""
+        """Number of answers that are planned from each model."""
         return self.plan.questions * self.plan.repeats
 
     @property
     def cost(self) -> int:
-        """Most tokens that all planned answers of a model take."""
+        """The most tokens that all planned answers of one model may take."""
         return self.samples * self.token_limit
 
 
 def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[Task]:
-    """Load every data set before any model; return the tasks, the cheapest first.
+    """Load every task's data set, before any model; return the tasks, the cheapest first.
 
     Raises:
         InputError: a task's own file cannot be read, or a task has only one question.
@@ -69,7 +69,7 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
-    """Return the local file of a task, None if its data is on the Hub or generated.
+    """Return a task's local data file, None if the data is on the Hub or generated.
 
     Raises:
         ResourceError: `data_dir` has no such file.
@@ -78,7 +78,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     if own is not None and own.data is not None:
         return Path(own.data)
     if own is None and "custom_dataset" in shipped(task):
-        return None  # it is made here
+        return None  # its data is generated
     if data_dir is None:
         return HELDOUT if task in BUNDLED_TASKS else None
     found = local_data(task, data_dir)
@@ -88,7 +88,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
 
 
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
-    """Return what a task's samples depend on: the conditions of its `backend`, and the task's own."""
+    """Return what a task's samples depend on: the `backend`'s conditions and the task's own."""
     found = dict(backend) | {
         "task": task.name,
         "data": sha256_of(task.data)[:16] if task.data else None,

@@ -7,24 +7,25 @@ itself. So a step's distance has no sampling noise and no errors of earlier step
     KL      sum_v p log(p / q), nats per canvas position; p is BF16's distribution and q the quantized
             model's, both from the temperature-divided logits that the sampler draws from
     top-1   share of positions with equal argmax
-    Jaccard |A and B| / |A or B| of the positions the entropy bound accepts
+    Jaccard |A and B| / |A or B|; A, B are the positions that the entropy bound accepts, per model
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
     routing share of the top-k experts that both routers choose, by layer
 
-Every quantized Linear is also compared by itself, on the inputs that BF16 gives it, and every router's
-tensors bit for bit (`linear_checks`). Routing has no limit, since none would tell sound models from
-damaged ones. In the bundled model's worst layer, routing's share is 0.90 for sound NVFP4 (0.93 with
-BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a router swapped.
+Every quantized Linear is also compared by itself, on the inputs that BF16 gives it, and every
+router's tensors bit for bit (`linear_checks`). Routing has no limit, since no limit would tell
+sound models from damaged ones. In the bundled model's worst layer, routing's share is 0.90 for
+sound NVFP4 (0.93 with BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a
+router swapped.
 
-A second replay, of the gated mode alone, lets the quantized model condition itself on its own logits:
+The gated activation mode is also replayed with conditioning on the quantized model's own logits:
 errors then add up over the steps of a canvas, as they do while serving.
 
-BF16 runs first and alone, and its results stay on the host (`reference_cache`), so the models need not
-fit a GPU together. Modes that share weights are replayed side by side, `fp8` by itself.
+BF16 runs first, by itself, and its results stay on the host (`reference_cache`), so the models need
+not fit a GPU together. Modes that share weights are replayed side by side, other modes one by one.
 
-Intervals are percentile bootstraps over trajectories, as positions and steps of one sample are not
-independent; their seed is fixed. Two faults end a run before anything is scored: a mean KL above the
-recipe's `gate.max_kl_nats` of its mode, and a Linear whose weights cannot be BF16's after rounding.
+Intervals are percentile bootstraps over trajectories, since positions and steps of one sample are
+not independent; their seed is fixed. Faults end a run before anything is scored: a mean KL above
+the recipe's `gate.max_kl_nats` for its mode, and whatever `linear_checks` finds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -81,10 +82,10 @@ def fidelity(
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
-    The folder `calibration` has recorded trajectories; where there is none, they are recorded anew.
-    The modes replayed are `none`, that of serving (`activations`), those of `limits` and of `more`.
-    `limits` is mode -> largest mean KL allowed, in nats. Batches have REPLAYED trajectories, or fewer
-    where memory is short.
+    The folder `calibration` has recorded trajectories; without it, new ones are recorded. The
+    replayed activation modes are `none`, the serving mode `activations`, and those of `limits` and
+    `more`. `limits` is mode -> largest mean KL allowed, in nats. A batch has REPLAYED trajectories,
+    or fewer if memory is short. `out` is the path of fidelity.json.
 
     Raises:
         InputError: the checkpoint cannot run in one of the modes.
@@ -136,7 +137,7 @@ def fidelity(
 def find_faults(
     results: Mapping[ActivationMode, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
 ) -> list[str]:
-    """Return one sentence for every mode whose mean KL exceeds its limit."""
+    """Return one sentence for each activation mode whose mean KL exceeds the mode's limit."""
     return [
         f"KL from BF16 is {kl:.4g} nats (activations {mode}), above max_kl_nats {limit:g}"
         for mode, limit in limits.items()
@@ -150,8 +151,8 @@ Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
 def _placed(
     source: Path, checkpoint: Path, modes: Sequence[ActivationMode], place: Placement
 ) -> tuple[Placement, dict[Group, Placement]]:
-    """Place all models, which a GPU holds one after the other, beside BF16's vocabulary."""
-    own = sized(source, place)  # the check of its Linears takes less than comparing logits does
+    """Place all models, which a GPU holds one after another, always with BF16's vocabulary."""
+    own = sized(source, place)  # checking its Linears takes less memory than comparing logits
     beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
     asked = replace(place, capacity=own.capacity, beside=beside)
     device = torch.device(place.device)
@@ -170,7 +171,7 @@ def _placed(
 def _compared(
     checkpoint: Path, group: Group, place: Placement, activations: ActivationMode
 ) -> list[Compared]:
-    """Open the quantized model in each mode, and last the gated one again, on its own conditioning."""
+    """Open the quantized model in each mode; the gated mode comes again, with own conditioning."""
     engines: dict[ActivationMode, Engine] = {}
     beside: Engine | None = None
     for mode in group:
@@ -182,7 +183,7 @@ def _compared(
 def held_out_trajectories(
     source: Path, calibration: Path, place: Placement, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
-    """Return held-out trajectories, read from `calibration` or else recorded anew, and the sampler."""
+    """Return held-out trajectories, from `calibration` or else recorded anew, and their sampler."""
     if calibration.is_dir():
         trajectories, sampler = load_trajectories(calibration)
         return [item for item in trajectories if item.held_out], sampler
@@ -198,7 +199,7 @@ def held_out_trajectories(
 def summarize(
     distances: Sequence[StepDistance], kinds: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return fidelity.json's entry for one replay; `kinds` has each trajectory's kind of prompt."""
+    """Return fidelity.json's entry on one replay; `kinds` has each trajectory's kind of prompt."""
     kl = torch.cat([d.kl for d in distances])
     agrees = torch.cat([d.agrees for d in distances]).double()
     entropy = torch.cat([d.entropy for d in distances])
@@ -255,7 +256,7 @@ def _agreement(distance: StepDistance) -> float:
 def by_trajectory(
     distances: Sequence[StepDistance], value: Callable[[StepDistance], float]
 ) -> dict[int, float]:
-    """Return the mean of `value` over each trajectory's steps."""
+    """Return trajectory's index -> mean of `value` over its steps."""
     values: dict[int, list[float]] = {}
     for distance in distances:
         values.setdefault(distance.trajectory, []).append(value(distance))
@@ -263,7 +264,7 @@ def by_trajectory(
 
 
 def bootstrap_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean; the same values give the same interval."""
+    """Return (low, high), the percentile bootstrap interval of the mean; its seed is fixed."""
     data = torch.tensor(list(values), dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(len(data), (RESAMPLES, len(data)), generator=generator)

@@ -5,15 +5,15 @@ less than rounding does. Here BF16 denoises held-out trajectories, and each Line
 multiplied by its quantized weight W':
 
     error    |x W^T - x W'^T| / |x W^T| over those tokens of the first canvas that reached the Linear
-    range    largest |x| in prompts and canvas, over the calibrated range 6 * 448 / input_global_scale
-    clipped  share of the values beyond that range
+    range    largest |x| in prompts and canvas, against the range 6 * 448 / input_global_scale
+    clipped  share of the values beyond this calibrated range
 
 Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8). The
-weights of another expert have an error of about 1.4. A range is at fault only if it is off by more than
-a factor of 8: held-out activations are not those that calibration saw, and an expert that few tokens
-reached has its layer's range.
+weights of another expert have an error of about 1.4. A range is at fault only if it is off by more
+than a factor of 8, or if more than 1 % is clipped: held-out activations are not those that
+calibration saw, and an expert that few tokens reached has its layer's range.
 
-The router's tensors, which stay BF16, are compared as well: equal ones choose equal experts.
+The router's tensors, which stay in BF16, must be equal: equal routers choose equal experts.
 """
 
 import math
@@ -36,7 +36,7 @@ from quantize.runtime.engine import BatchEngine
 from quantize.runtime.trajectory import Trajectory
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 
-ERRORS_ALLOWED = 3.0  # times the error that the scheme's weights may have
+ERRORS_ALLOWED = 3.0  # limit of an error, as a multiple of the scheme's largest error of weights
 RANGE_FACTOR = 8.0
 MAX_CLIPPED = 0.01
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -49,9 +49,9 @@ def check_linears(
     artifact: Path,
     trajectories: Sequence[Trajectory],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return fidelity.json's entry for the quantized Linears, and one sentence for every fault.
+    """Return fidelity.json's entry on the quantized Linears, and one sentence per fault found.
 
-    `trajectories` are one batch, at most `reference.capacity` of them.
+    `trajectories` are one batch, of at most `reference.capacity`.
     """
     errors = Errors(Checkpoint.open(source), Checkpoint.open(artifact))
     ranges = InputRanges(errors.artifact)
@@ -80,9 +80,9 @@ class Errors:
         self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note the errors of the Linears that read `name`'s input `rows` [N, in].
+        """Note the errors of the Linears that read `rows` [N, in], the input of module `name`.
 
-        `experts` [N, k] has the indices of each row's experts, None where no expert reads the rows.
+        `experts` [N, k] has the indices of each row's experts, None if no expert reads the rows.
         """
         x = rows.flatten(0, -2)
         if experts is None:
@@ -109,13 +109,13 @@ class Errors:
 
     @cached_property
     def found(self) -> dict[str, float]:
-        """The error of every Linear that was reached, sorted by name; read it after the last input."""
+        """Name -> error of every Linear that was reached, sorted; read it after the last input."""
         names = sorted(self._found)
         errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
         return dict(zip(names, errors, strict=True))
 
     def summary(self) -> dict[str, float]:
-        """Return each Linear's error; of a layer's experts only the largest for each projection."""
+        """Return name -> error; for a layer's experts only the largest error of each projection."""
         largest: dict[str, float] = {}
         for module, error in self.found.items():
             name = EXPERT.sub(r"\1.\3_proj", module)
@@ -133,7 +133,7 @@ class Errors:
 
 
 class InputRanges:
-    """Compares each calibrated Linear's inputs with its range, 6 * 448 / input_global_scale."""
+    """Compares each calibrated Linear's inputs with the range 6 * 448 / its input_global_scale."""
 
     def __init__(self, artifact: Checkpoint) -> None:
         scales = read_input_schemes(artifact).items()
@@ -141,11 +141,11 @@ class InputRanges:
             m: FP8_MAX * E2M1_MAX / scale for m, (_, scale) in scales if scale is not None
         }
         self._experts: int = artifact.config["text_config"]["num_experts"]
-        # Modules that read the same rows -> their range, largest |x|, values seen and beyond: [4, E].
+        # Modules that read the same rows -> [4, E]: range, largest |x|, values seen, values beyond.
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note the largest |x| and values out of range in `rows` [N, in]; row n goes to experts[n]."""
+        """Note largest |x| and values out of range in `rows` [N, in]; row n goes to experts[n]."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))
@@ -156,7 +156,7 @@ class InputRanges:
             self._note(modules, x, experts)
 
     def _note(self, modules: tuple[str, ...], magnitude: Tensor, owners: Tensor) -> None:
-        """Count rows [N, K], each of which enters the modules that `owners` [N, k] has indices of."""
+        """Count rows [N, K]; each row enters the modules whose indices `owners` [N, k] has."""
         if modules not in self._found:
             ranges = [self._ranges.get(module, math.inf) for module in modules]
             found = torch.zeros(4, len(modules), dtype=torch.float64, device=magnitude.device)
@@ -164,14 +164,14 @@ class InputRanges:
             self._found[modules] = found
         ranges, amax, count, clipped = self._found[modules]
         largest = magnitude.amax(-1).double()
-        for own in owners.T:  # a row has each of its experts once
+        for own in owners.T:  # no row names an expert twice
             beyond = magnitude > ranges[own][:, None]
             amax.scatter_reduce_(0, own, largest, "amax")
             count.index_add_(0, own, torch.full_like(largest, magnitude.shape[1]))
             clipped.index_add_(0, own, beyond.sum(-1).double())
 
     def faults(self) -> list[str]:
-        """Return one sentence for every range that clips too much, or is far from the largest |x|."""
+        """Return one sentence for each range that clips too much or is far from the largest |x|."""
         seen = {
             module: values
             for modules, found in self._found.items()

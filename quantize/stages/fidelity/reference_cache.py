@@ -1,8 +1,8 @@
 """Keeps on the host what a model decoded along trajectories, so that its weights can leave the GPU.
 
-It keeps the last hidden states of each step of a canvas (1.4 MB for the 26B model) and the chosen
-experts (0.25 MB), and for all steps one lm_head, which makes logits of such states. `Remembered` then
-takes the model's place in a replay, with the same logits, bit for bit.
+For each step of a canvas it keeps the last hidden states (1.4 MB for the 26B model) and the chosen
+experts (0.25 MB); for all steps it keeps one lm_head, which turns these states into logits.
+`Remembered` then takes the model's place in a replay, with the same logits, bit for bit.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ from quantize.runtime.images import Images
 
 @dataclass
 class Noted:
-    """`Passes` of one batch that compute nothing: each `decode` returns the next result in `noted`."""
+    """`Passes` of one batch that compute nothing: `decode` returns the next result in `noted`."""
 
     device: torch.device
     canvas_length: int
@@ -30,11 +30,11 @@ class Noted:
         """Do nothing: the results of the next steps are in `noted` already."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Return the next result in `noted`, whatever the arguments are."""
+        """Take the next result from `noted` and return it on `device`; no argument is read."""
         return self.noted.popleft().to(self.device)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return an empty tensor: replay needs no conditioning."""
+        """Return an empty tensor [b, 0]: recorded results need no conditioning."""
         return logits.new_empty(len(logits), 0)
 
 
@@ -47,6 +47,6 @@ class Remembered:
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
     ) -> Passes:
-        """Return the passes of the next batch."""
+        """Return the passes of the next batch; the arguments are not read."""
         batch = next(self._batches)
         return replace(batch, noted=batch.noted.copy())

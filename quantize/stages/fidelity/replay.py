@@ -1,9 +1,10 @@
 """Replays a reference's recorded trajectories, teacher-forced, through other models.
 
-At every step all models read the canvas the reference read, behind the tokens it committed; each
-encodes the prefix itself. They take each step together, and their logits are compared in pieces of
-whole canvases; only the next step's conditioning is kept. The reference may also run alone, before the
-others (`remember`), so that models that do not fit a GPU together need not be streamed.
+At every step all models read the canvas that the reference read, after the tokens that it
+committed; each model encodes this prefix itself. The models take each step together, and their
+logits are compared a few whole canvases at a time; only the next step's conditioning is kept. The
+reference may also run by itself before the others (`remember`), so that models that do not fit a
+GPU together need not be streamed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,22 +23,22 @@ from quantize.stages.fidelity.reference_cache import Noted, Remembered
 
 @dataclass(frozen=True)
 class StepDistance:
-    """Distance at one step of one trajectory; `kl`, `agrees` and `entropy` are [L], by position."""
+    """A model's distance from BF16 at one step of a trajectory; [L] is one value per position."""
 
     trajectory: int  # index into the replayed trajectories
     canvas: int  # index of the canvas, from 0
     step: int  # denoising step, from 1
     is_last: bool  # whether the canvas was committed after this step
-    kl: Tensor  # KL(BF16 || quantized) in nats
-    agrees: Tensor  # whether the argmax is the same
-    entropy: Tensor  # BF16's entropy in nats
-    jaccard: float  # Jaccard index of the accepted positions
+    kl: Tensor  # [L] KL(BF16 || quantized) in nats
+    agrees: Tensor  # [L] whether both models have the same argmax
+    entropy: Tensor  # [L] BF16's entropy in nats
+    jaccard: float  # Jaccard index of the two models' accepted positions
     routing: Tensor  # [layers] share of equal experts among a position's top k, mean over positions
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A model to compare, conditioned on its own logits if `own_conditioning`, else the reference's."""
+    """A model to compare, conditioned on its own logits if `own_conditioning`, else on BF16's."""
 
     engine: BatchEngine
     own_conditioning: bool = False
@@ -52,14 +53,14 @@ def replay(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> list[list[StepDistance]]:
-    """Replay `trajectories` of `reference` through other models.
+    """Replay the BF16 `reference`'s `trajectories` through the models in `compared`.
 
-    The reference, the BF16 model that made them, runs once for all models; it may be what `remember`
-    returned for the same trajectories and batches. `batch_size` may not exceed the engines' capacity.
-    The `processes` share the batches, and each returns all distances.
+    The reference runs once for all of them; what `remember` returned for the same trajectories and
+    batches may take its place. `batch_size` may not exceed the engines' capacity. The `processes`
+    share the batches, and each process returns all distances.
 
     Returns:
-        For each of `compared` its distances in the order of trajectory, canvas and step.
+        One list per entry of `compared`: its distances, in order of trajectory, canvas and step.
     """
     found: list[tuple[int, StepDistance]] = []
     batches, steps = _shared(trajectories, batch_size, processes)
@@ -82,7 +83,7 @@ def remember(
     batch_size: int = 16,
     processes: Processes = ALONE,
 ) -> Remembered:
-    """Run the reference alone; return what it computed, for `replay` to take in its place."""
+    """Run only the reference; return its results, which `replay` takes in the reference's place."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
         found: list[Noted] = []
@@ -97,7 +98,7 @@ def remember(
 def _shared(
     trajectories: Sequence[Trajectory], batch_size: int, processes: Processes
 ) -> tuple[list[dict[int, Trajectory]], int]:
-    """Return this process' batches, trajectories by index, and how many steps they have."""
+    """Return this process' batches (index -> trajectory), and how many steps they have in all."""
     starts = processes.mine(range(0, len(trajectories), batch_size))
     rows = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
     batches = [{row: trajectories[row] for row in batch} for batch in rows]
@@ -105,7 +106,7 @@ def _shared(
 
 
 class _Batch:
-    """Some trajectories, and each engine's passes over them; with a meter the reference is noted."""
+    """Some trajectories and each engine's passes over them; with a meter it notes the reference."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class _Certainty:
-    """What temperature-divided logits [B, L, V] say; BF16's serve the comparison of all models."""
+    """What temperature-divided logits [B, L, V] say; BF16's are compared with every model's."""
 
     log_p: Tensor  # float32 [B, L, V]
     entropy: Tensor  # [B, L] in nats

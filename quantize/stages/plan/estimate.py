@@ -1,11 +1,11 @@
-"""Estimates what every stage of a run takes on a GPU: seconds, memory, bytes that are streamed, disk.
+"""Estimates what each stage of a run takes on a GPU: seconds, memory, streamed bytes, disk.
 
     seconds = the larger of  passes x floor x factor  and  STREAMED x streamed bytes / rate of the link
 
 The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`). The factors
-over it, and STREAMED, were measured on one H200 at the 26B shape, and are taken to hold elsewhere.
-Calibrating counts all steps of each canvas, so its time is an upper bound. Evaluation is a range: from
-answers of typical length that end when the verdict is certain, to all answers at their limits.
+over it, and STREAMED, were measured on one H200 at the 26B shape, and are assumed to hold elsewhere.
+Calibrate's time is an upper bound: the sum of both terms, with all steps of each canvas. Evaluate's is
+a range: from answers of typical length until the verdict is certain, to all answers at their limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,25 +31,25 @@ STEPS = 48  # of a canvas, at most
 # 16 slots, 2,481 tokens/s at 16 steps.
 CALIBRATING, DENOISING = 3.3, 2.4
 # Link: 53 GB/s of 63 from pinned memory. BF16 evaluated at 22 GB, 128 canvases in lockstep, took 1.96 s
-# a pass, which streams 72.6 GB.
+# per pass, which streams 72.6 GB.
 LINK_REACHED, STREAMED = 53 / 63, 1.4
-# GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s a layer; of 16 prompts'
-# 131.0 s 11.7 went to reads and writes.
+# GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s per layer; of the 131.0 s
+# with 16 prompts, 11.7 s went to reads and writes.
 ROUNDING_LAYER_SECONDS, ROUNDING_FILES_SECONDS = 12.0 / 6, 11.7
 HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
-# Of a GB of BF16: convert, verify behind it, loading, and loading for a calibration with what it writes
-# last. Fidelity opens both models and checks every Linear: 55 of the 67 s that 16 steps of 16
+# Seconds per GB of BF16: convert, verify after it, loading, loading for a calibration with what it
+# writes last. Fidelity opens both models and checks every Linear: 55 of the 67 s that 16 steps of 16
 # canvases took.
 CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 19.0 / 51.65, 10.6 / 51.65, 0.12
 CALIBRATE_SECONDS, CHECKING_SECONDS = 0.2, 0.8
-BF16_FLOP = 989e12  # a second, of that GPU: GPTQ's time is taken to go with it
-# The most host memory that the stages held for themselves there, and that GPTQ's leave for rows.
+BF16_FLOP = 989e12  # FLOP/s of that GPU; GPTQ's time is taken to be inversely proportional
+# The most host memory that the stages held for themselves there; GPTQ's rows are not in it.
 HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
 OWN_BYTES = 3.0e9
-# Of GPU memory, by arithmetic: the CUDA context and a few pieces of weights.
+# GPU memory by arithmetic: the CUDA context and a few pieces of weights.
 PIECES_BYTES = 3.6e9
-# Evaluation, docs/evaluation.md: steps of a canvas in a public report; 58 M of 168 M tokens that AIME
-# and GPQA allow; and the simulated share of answers that a run without loss asks for.
+# Evaluation, docs/evaluation.md: steps of a canvas in a public report; the share of tokens used, 58 M
+# of 168 M that AIME and GPQA allow; the simulated share of answers that a run without loss asks for.
 STEPS_A_CANVAS, TYPICAL, SEQUENTIAL = 26, 0.35, 0.66
 EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU, at so many steps
 
@@ -60,9 +60,9 @@ class Machine:
 
     gpu: "Gpu"  # the GPU; without known rates no times are estimated
     budget: float  # bytes of its memory that may be used
-    # Bytes/s from the host; None for what the GPU's maker states, as far as it is reached.
+    # Bytes/s from the host; None for the reachable share of what the GPU's maker states.
     link: float | None = None
-    disk: float = inf  # bytes/s of the disk; files are taken to be in memory where it is not known
+    disk: float = inf  # bytes/s of the disk; infinite if unknown: files are taken to be in memory
 
     @classmethod
     def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
@@ -74,12 +74,12 @@ class Machine:
 
     @property
     def link_rate(self) -> float:
-        """Bytes/s that weights are streamed at."""
+        """Bytes/s at which weights are streamed; 0 if unknown."""
         return self.link or self.gpu.link * LINK_REACHED
 
     @property
     def hopper(self) -> bool:
-        """Whether the GPU is a Hopper, where the activation mode `fp8` keeps experts in 4 bits."""
+        """Whether the GPU is a Hopper, on which the activation mode `fp8` keeps experts in 4 bits."""
         return self.gpu.capability == (9, 0)
 
 
@@ -88,12 +88,12 @@ class Row:
     """What one stage of a run takes."""
 
     stage: str  # its name
-    # Typical and largest; None where the GPU's rates are not known.
+    # (typical, largest); None if the GPU's rates are not known.
     seconds: tuple[float, float] | None = None
     bound: str = ""  # what limits its speed
     gpu: float = 0.0  # bytes of the GPU's memory
-    streamed: float = 0.0  # bytes that a pass, of all batches in lockstep, takes over the link
-    host: float = OWN_BYTES  # bytes of host memory that it holds for itself
+    streamed: float = 0.0  # bytes that one pass of all batches in lockstep takes over the link
+    host: float = OWN_BYTES  # bytes of host memory that the stage holds for itself
     disk: float = 0.0  # bytes that it writes and leaves
     scratch: float = 0.0  # bytes that it writes and removes again
     lacks: ResourceError | None = None  # what the GPU lacks; then nothing else is known
@@ -106,7 +106,7 @@ def planned(
     targets: Sequence[Target],
     machine: Machine,
 ) -> list[Row]:
-    """Return a row for each stage; `config` and `tensors` are BF16's, `targets` is their plan."""
+    """Return one row per stage; `config` and `tensors` are the BF16 model's, `targets` its plan."""
     stages = _Stages(recipe, config, targets, machine)
     return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
 
@@ -122,7 +122,7 @@ class _Stages:
         self._before, self._after = sum_bytes(targets)
 
     def all(self, needed: Sequence[Need]) -> list[Row]:
-        """Return a row for each stage that the recipe has: those with needs, and two of files."""
+        """Return one row per stage that the recipe has: stages with needs, and convert and verify."""
         own: dict[str, list[Need]] = {}
         for need in needed:
             own.setdefault(need.stage.split()[0], []).append(need)
@@ -132,7 +132,7 @@ class _Stages:
         return [*rows.values(), *files, *last]
 
     def _made(self, stage: str, needed: Sequence[Need]) -> Row:
-        """Return what the method of a stage's name does, or what the GPU lacks."""
+        """Return the row that the stage's own method makes, or a row of what the GPU lacks."""
         try:
             return getattr(self, f"_{stage}")(*needed)
         except ResourceError as error:
@@ -154,14 +154,14 @@ class _Stages:
         return row, count * factor * sum(least.values()), streamed
 
     def _timed(self, row: Row, fixed: float, *parts: tuple[str, float], least: float = 1.0) -> Row:
-        """Return a row with its seconds: the longest part counts, and what is fixed comes on top."""
+        """Return `row` with seconds: the longest of `parts`, at best times `least`, plus `fixed`."""
         bound, longest = max(parts, key=lambda part: part[1])
         if self._machine.gpu.rates is None:
             return row
         return replace(row, seconds=(fixed + longest * least, fixed + longest), bound=bound)
 
     def _read(self, nbytes: float, fast: float) -> float:
-        """Return the seconds that files take: `fast` from memory, or what the disk takes."""
+        """Return the seconds of reading files: `fast` from memory, or more from a slow disk."""
         return max(fast, nbytes / self._machine.disk)
 
     def _calibrate(self, need: Need) -> Row:
@@ -175,7 +175,7 @@ class _Stages:
         return self._timed(row, loading, (bound, compute + link))
 
     def _rows_bytes(self) -> float:
-        """Return the bytes of what enters the first layer, recorded at every step and prompt."""
+        """Return the bytes of recorded rows: what enters the first layer at every step and prompt."""
         settings = self._recipe.calibration
         if settings is None or self._recipe.quantization.rounding != "gptq":
             return 0.0
@@ -237,18 +237,18 @@ class _Stages:
 
 
 def least_of(error: ResourceError) -> str:
-    """Return the least memory that a stage needs, as text, from its error's message."""
+    """Return the least memory that a stage needs, as text cut out of its error's message."""
     return str(error).partition(" needs ")[2].partition(";")[0]
 
 
 def calibration_steps(recipe: Recipe) -> int:
-    """Return the most denoising steps a calibration makes: prompts x canvases x steps."""
+    """Return the most denoising steps of a calibration: prompts x canvases x steps, 0 without one."""
     settings = recipe.calibration
     return settings.prompts * settings.canvases * STEPS if settings else 0
 
 
 def tokens_by_task(recipe: Recipe) -> dict[str, int]:
-    """Return task -> most tokens that one model's answers take, for tasks of `known_sizes`."""
+    """Return task -> the most tokens that one model's answers take, for tasks of `known_sizes`."""
     settings = recipe.evaluation
     return {
         task: questions * settings.repeats.get(task, 1) * settings.answer_tokens(task)
@@ -257,7 +257,7 @@ def tokens_by_task(recipe: Recipe) -> dict[str, int]:
 
 
 def known_sizes(recipe: Recipe) -> dict[str, int]:
-    """Return task -> questions asked, for the tasks whose data set's size is known."""
+    """Return task -> number of questions asked, for tasks whose data set has a known size."""
     found: dict[str, int] = {}
     for task in recipe.evaluation.tasks:
         if (size := recipe.evaluation.questions(task)) is not None:

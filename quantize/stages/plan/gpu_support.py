@@ -1,4 +1,4 @@
-"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward there."""
+"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward pass on it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ CONTEXT = 1024  # positions before the canvas of the estimate
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
-    """Return the named GPU, else this machine's, if any; raise InputError for an unknown name."""
+    """Return the GPU called `name` (InputError if unknown), or for None this machine's, if any."""
     import torch
 
     from quantize.runtime.fused.gpus import at_hand, named
@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return module class -> its kernels' scheme or "bf16"; `units`: FP4 units run calibrated NVFP4."""
+    """Return module class -> kernels' scheme, or "bf16"; if `units`, FP4 units run calibrated NVFP4."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
@@ -50,10 +50,10 @@ def floor(
     bf16: bool = False,
     units: bool = False,
 ) -> dict[str, float]:
-    """Return part of the model -> least seconds of one denoising step in which every expert is used.
+    """Return the least seconds of a denoising step that uses every expert, by part of the model.
 
     The seconds follow from the GPU's stated `rates`. Each of `batch` canvases has `context` positions
-    before it. `bf16`: all weights are BF16. `units`: FP4 units run calibrated NVFP4.
+    before it. If `bf16`, all weights are BF16; if `units`, FP4 units run calibrated NVFP4.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]

@@ -16,7 +16,7 @@ from quantize.stages.plan.estimate import Machine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs
 from quantize.stages.plan.plan import described, narrow_table, plans_of
 
-STEPS = 16  # of a canvas; it is encoded in one more forward
+STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
 CLIENTS = 4  # requests at once
 FP8_AHEAD = (  # measured: docs/evaluation.md and docs/runtime.md
     "; from 16 clients on fp8_dynamic is faster: an H200 wrote 3,990 tokens/s with it at 16 (nvfp4 "
@@ -33,9 +33,9 @@ def show_serving(
     context: int | None,
     clients: int,
 ) -> None:
-    """Print how each format of a model would be served: what fits, and how fast at best.
+    """Print how each format of a model would serve `clients` at once: what fits, how fast at best.
 
-    Raise InputError if no GPU has that name.
+    Each client has `context` positions (None: the default). Raise InputError for an unknown GPU.
     """
     machine = Machine.of(gpu_of(gpu, gpu_memory), gpu_memory)
     config, tensors = described(model, revision)
@@ -53,7 +53,7 @@ def serving_table(
     context: int,
     clients: int,
 ) -> Table:
-    """Return a table, 80 columns wide: a row for BF16 and for each shipped recipe's checkpoint."""
+    """Return a table, 80 characters wide: one row for BF16, and one for each recipe of `plans`."""
     table = narrow_table(
         f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
         f"{context:,} positions each",

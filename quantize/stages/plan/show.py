@@ -24,7 +24,7 @@ from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
-# The recipes in the order in which one would take them, as far as a GPU can make and run them.
+# Recipes in order of preference; the first that a GPU can make and run is recommended.
 PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
 
 
@@ -36,10 +36,10 @@ def show_plan(
     gpu: str | None = None,
     tasks: Sequence[str] = (),
 ) -> None:
-    """Print what a recipe would do to a model, from the config alone where that is enough.
+    """Print what a recipe would do to a model; only its config is read, if that is enough.
 
     Stages are estimated for `gpu` with `gpu_memory` bytes; by default this machine's GPU, else an H200.
-    Raise InputError for an unknown GPU or task; with `gpu_memory`, ResourceError if a stage lacks room.
+    Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
@@ -68,7 +68,7 @@ def show_plan(
 
 
 def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
-    """Return a table of what each stage takes, a row a stage, 80 columns wide at most."""
+    """Return a table of what each stage takes, with one row per stage, 80 columns wide at most."""
     link = f", {machine.link_rate / 1e9:.0f} GB/s from the host" if machine.link_rate else ""
     title = f"{name} on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB{link}: estimates"
     numbers = ("GPU", "streamed", "host", "disk")
@@ -86,7 +86,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return a table of tasks; `seconds` (least, most) are split by the most tokens each can need."""
+    """Return a table of tasks; `seconds` (least, most) are split in proportion to their most tokens."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)
@@ -110,7 +110,7 @@ def between(seconds: tuple[float, float] | None) -> str:
 
 
 def rounded(seconds: float) -> str:
-    """Return a time with two digits, in the unit that fits it: "32 s", "9 min", "3.1 h", "12 days"."""
+    """Return a rounded time in the unit that fits it: "32 s", "9 min", "3.1 h", "12 days"."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             value = seconds / unit
@@ -119,7 +119,7 @@ def rounded(seconds: float) -> str:
 
 
 def ending(found: Sequence[Row]) -> list[str]:
-    """Return sentences on a run's time and what bounds it; [] where a stage's time is unknown."""
+    """Return sentences on a run's time and what bounds it; [] if some stage's time is unknown."""
     known = [row for row in found if row.seconds is not None]
     if len(known) < len(found):
         return []

@@ -1,4 +1,4 @@
-"""Operating points in a report: which fit the margin, and which one the checkpoint's settings are."""
+"""Operating points in a report: which ones pass, and which one's settings the checkpoint states."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def judged_points(
     verdict: Verdict,
     speeds: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """Return what is known of each operating point, and whether it passes; the fastest comes first."""
+    """Return report.json's entry on each operating point, with whether it passes, fastest first."""
     asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
     whole = {
         name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
@@ -73,7 +73,7 @@ def settings_served(
     judged = _judged(next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {}))
 
     def differs(settings: Mapping[str, Any]) -> str | None:
-        keys = sorted(JUDGED & stated.keys() & settings.keys())  # null is the model's own
+        keys = sorted(JUDGED & stated.keys() & settings.keys())  # null means the model's own value
         return next((k for k in keys if stated[k] not in (None, settings[k])), None)
 
     key = differs(judged)
@@ -89,5 +89,5 @@ def settings_served(
 
 
 def _judged(noted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were judged, at their defaults where not noted; {} of a server's."""
+    """Return the judged settings, with defaults for those not noted; {} for a server's sampler."""
     return {key: noted.get(key, CONTROLS[key].default) for key in sorted(JUDGED) if noted}

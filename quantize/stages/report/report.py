@@ -1,6 +1,6 @@
-"""Writes a run's report, report.json and files that show it, and the verdict that gates a release.
+"""Judges a run, and writes report.json and the files that show its verdict, which gates a release.
 
-`quantize/reports/report.schema.json` says what every key of report.json holds; the other files are
+`quantize/reports/report.schema.json` says what every key of report.json holds. The other files are
 rendered from it. report.md is appended to the file that $GITHUB_STEP_SUMMARY names (docs/ci.md).
 """
 
@@ -36,7 +36,7 @@ FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
 
 
 def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
-    """Read a run folder, judge it, and write report.json, .md, .html and junit.xml.
+    """Judge a run, write report.json, report.md, report.html and junit.xml, and return the verdict.
 
     Raises:
         InputError: a stage that the report needs has not been run.
@@ -78,11 +78,7 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
 
 
 def check_report(run: RunDir, recipe: Recipe) -> None:
-    """Judge a run once more, from its scores, and compare with its report.
-
-    Raises:
-        InputError: report.json differs from what the run's files give.
-    """
+    """Judge a run again; raise InputError if report.json differs from what the run's files give."""
     judged, _ = judge_run(run, recipe)
     stands = read_json(run.report_json, *judged)
     for key, value in json.loads(json.dumps(judged)).items():
@@ -94,11 +90,11 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
 
 
 def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
-    """Return the keys of report.json that judging or publishing needs, and the verdict."""
+    """Return the part of report.json that judging or publishing needs, and the verdict."""
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")
-    # Comparisons of the candidate; None where the verdict was certain before a task was asked.
+    # Task -> the candidate's comparison; None if the verdict was certain before the task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
     points: dict[str, dict[str, Comparison]] = {}
@@ -133,7 +129,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "tasks": tasks,
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
-        "noise_floor": [  # BF16 against itself under another seed: what noise alone makes
+        "noise_floor": [  # BF16 against itself under another seed: the effect of noise only
             {"task": task} | _entry(run, task, BASELINE_AGAIN, recipe, other_seed=True)[0]
             for task in recipe.evaluation.tasks
             if _is_scored(run, BASELINE_AGAIN, task)
@@ -166,7 +162,7 @@ def _needed(path: Path, stage: str) -> Any:
 
 
 def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
-    """Return the models that a task was scored on -> their activations, the judged one first."""
+    """Return model -> activations of the models scored on a task, with the judged model first."""
     points = sorted(folder.name for folder in run.evaluation.glob(f"{AT_POINT}*"))
     further = {**FURTHER, **{name: f"at {name.removeprefix(AT_POINT)}" for name in points}}
     there = {name: mode for name, mode in further.items() if _is_scored(run, name, task)}
@@ -181,7 +177,7 @@ def _entry(
     run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
 ) -> tuple[dict[str, Any], Comparison | None]:
     terms, at_point = recipe.gate.terms(task), name.startswith(AT_POINT)
-    if at_point:  # fewer steps are what it is for
+    if at_point:  # a point changes the number of steps on purpose
         terms = replace(terms, max_step_inflation=None)
     free = JUDGED if at_point else ()
     return pair(*_both(run, task, name), terms, other_seed=other_seed, other_settings=free)
@@ -193,7 +189,7 @@ def _both(run: RunDir, task: str, name: str = CANDIDATE) -> tuple[Scoring, Scori
 
 
 def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """Return where BF16's answers were made, None where they were made here."""
+    """Return where BF16's answers were made, None if they were made here."""
     found = (run.evaluation / BASELINE / f"{task}.conditions.json" for task in tasks)
     models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in found]
     return next((model["imported"] for model in models if "imported" in model), None)

@@ -1,1 +1,1 @@
-"""The stage round: codes and scales by GPTQ."""
+"""The stage round: chooses codes and scales by GPTQ."""

@@ -1,17 +1,17 @@
 """Rounds weights with GPTQ on Hessians of each Linear's inputs in real denoising.
 
     recorded passes --layer by layer--> H = mean x x^T of every Linear's inputs
-    weights, H --gptq--> codes and scales, one file a layer, which `convert` writes as they are
+    weights, H --gptq--> codes and scales, one file per layer, which `convert` writes as they are
 
 The denoising is that of calibrate, with its prompts and seeds; encoder passes and every denoising step
-are seen, and each token counts alike. The passes that calibrate recorded go through one layer after the
-other (`fused.layer_by_layer`), so that memory holds weights and Hessians of one layer at a time. Every
-GPU makes the same bytes within any budget of memory.
+count, and each token counts alike. The passes that calibrate recorded go through one layer after the
+other (`fused.layer_by_layer`), so that memory holds weights and Hessians of one layer at a time. On a
+given GPU the bytes are the same under any budget of memory.
 
-While a layer is rounded, the next one's weights are read and the last one's file is written. A run that
-was killed goes on behind the last finished layer, with the same bytes. The fewer tokens reached an
-expert, the nearer its Hessian is drawn to its layer's mean (`gptq.shrunk`). An expert whose Hessian has
-no Cholesky factor is rounded to nearest and counted in rounding.json.
+While a layer is rounded, the next layer's weights are read and the last layer's file is written. A run
+that was killed continues after the last finished layer and makes the same bytes. The fewer tokens reach
+an expert, the nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert whose
+Hessian has no Cholesky factor is rounded to nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Unit:
     """Linears that read one input and share one global scale."""
 
     reads: str  # name of the input
-    targets: tuple[Target, ...]  # fused experts alone, or q/k/v, gate/up, o or down of a layer
+    targets: tuple[Target, ...]  # fused experts, or q/k/v, gate/up, o or down of a layer
     scheme: Scheme  # scheme of all of them
 
     @property
@@ -66,7 +66,7 @@ class Unit:
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Group a plan's quantized Linears into units, each rounded as one; InputError if there is none."""
+    """Return a plan's quantized Linears in units rounded as one; raise InputError if there is none."""
     found = [
         Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
         for unit in fused_units(targets)
@@ -93,7 +93,7 @@ class Done:
 
 
 def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
-    """Round a unit's `weights`, one [E, out, in] or [out, in] for each of its targets, with GPTQ."""
+    """Return a unit rounded by GPTQ; `weights` are [E, out, in] or [out, in], one for each target."""
     stacked = [weight if weight.dim() == 3 else weight[None] for weight in weights]
     experts, _, inputs = stacked[0].shape
     step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
@@ -107,7 +107,7 @@ def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Don
         done.append(gptq(unit.scheme, weight, hessian, shared))
         del hessian
     tensors = {k: _sent(torch.cat([each.tensors[k] for each in done])) for k in done[0].tensors}
-    return Done(unit, tensors, _facts(unit, done, hessians))  # facts wait for what was sent
+    return Done(unit, tensors, _facts(unit, done, hessians))  # which waits until all is sent
 
 
 def _sent(tensor: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _sent(tensor: Tensor) -> Tensor:
 def experts_at_once(experts: int, out: int, inputs: int) -> int:
     """Return how many of `experts` matrices [out, inputs] GPTQ rounds at once.
 
-    They are split into as few batches as fit ROUNDING_BYTES, and those are made as equal as can be.
+    The matrices are split into as few batches as fit ROUNDING_BYTES, of sizes as equal as possible.
     """
     # The same on any GPU: a product's sums may depend on how many are batched.
     fixed, each = rounding_bytes(out, inputs)
@@ -128,7 +128,7 @@ def experts_at_once(experts: int, out: int, inputs: int) -> int:
 
 
 def _pieces(unit: Unit, tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return a piece of a file for each suffix; each module has a copy of what they share."""
+    """Return a piece of a file for each suffix; each module gets a copy of the shared global scale."""
     modules = [module for target in unit.targets for module in target.modules]
     rows = [linear_shape(t.shape, t.modules)[0] for t in unit.targets for _ in t.modules]
     pieces: list[Piece] = []
@@ -164,13 +164,13 @@ def round_weights(
     *,
     scratch: Path | None = None,
 ) -> None:
-    """Write the codes and scales of every quantized Linear, one file a layer, to the folder `out`.
+    """Write the codes and scales of every quantized Linear, one file per layer, to the folder `out`.
 
     `targets` is the plan of the BF16 checkpoint. `out` gets layer-NN.safetensors and rounding.json, and
-    appears when it is complete. `scratch` has calibrate's recording; None for one beside `out`.
+    appears when complete. `scratch` (None: beside `out`) has calibrate's recording, removed at the end.
 
     Raises:
-        InputError: there is nothing to round, or no calibration section.
+        InputError: there is nothing to round, or the recipe has no calibration section.
         QuantizeError: a Linear saw no token, or an input that was not finite.
         ResourceError: the GPU has too little memory, or scratch is full.
     """
@@ -218,10 +218,10 @@ def _file(layer: int) -> str:
 def round_layers(
     folder: Path, units: Sequence[Unit], source: Checkpoint, hessians: Iterable[Hessians]
 ) -> None:
-    """Round each layer of `units` with its `hessians`, in order, and write it to `folder`.
+    """Round the layers of `units` in order, each with the next of `hessians`; write them to `folder`.
 
     Raises:
-        QuantizeError: an input saw no token, or one that was not finite.
+        QuantizeError: an input saw no token, or a token that was not finite.
     """
     layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
     each = iter(hessians)
@@ -233,7 +233,7 @@ def round_layers(
             if index + 1 < len(layers):
                 reading = beside.submit(_read, layers[index + 1], source)
             done = [round_unit(*own, seen) for own in zip(layer, weights, strict=True)]
-            del seen  # or the next layer's would be beside it
+            del seen  # or memory would also hold the next layer's
             if writing is not None:
                 writing.result()
             writing = beside.submit(write_layer, folder, layer, done)
@@ -259,7 +259,7 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
 
 
 def _start(folder: Path, identity: str) -> None:
-    """Keep layers of an interrupted try with the same inputs; remove those of any other."""
+    """Keep layers of an interrupted try with the same inputs; remove layers of any other try."""
     path = folder / IDENTITY
     if not path.exists() or path.read_text("utf-8") != identity:
         for file in folder.iterdir():

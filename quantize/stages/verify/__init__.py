@@ -1,1 +1,1 @@
-"""The stage verify: the checkpoint on disk against the plan and its source."""
+"""The stage verify: compares the checkpoint on disk with the plan and the source."""

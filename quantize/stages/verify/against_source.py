@@ -1,15 +1,15 @@
 """Compares a checkpoint that was quantized elsewhere with the BF16 model that it is said to be.
 
-  kept    every tensor that is not quantized equals BF16's, bit for bit
-  error   |W - W'| / |W| of every Linear is at most `TIMES` the error of BF16's Linear rounded to
-          nearest in the same scheme
-  length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`. The error alone would not show scales
-          that are all a tenth too large: the error of an NVFP4 matrix grows by only a third then
+  kept    every tensor that is not quantized equals the BF16 model's, bit for bit
+  error   |W - W'| / |W| of every Linear is at most `TIMES` times the error of the BF16 model's Linear
+          rounded to nearest in the same scheme
+  length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`. `error` would not show scales that are
+          all a tenth too large: they raise the error of an NVFP4 matrix by only a third
 
 The limits leave room for other ways of rounding. They were tried on 126 matrices of the bundled model,
 in every scheme. GPTQ on strongly correlated inputs left at most 1.37 times the error of rounding to
-nearest, and shrunk ranges left less; both left a length within 0.016 of 1. A fault, block scales moved
-by a row, left 3.5 times the error.
+nearest, and shrunk ranges left less; both left a length within 0.016 of 1. An example of a fault:
+block scales moved by one row left 3.5 times the error.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,13 +36,13 @@ from quantize.stages.verify.verify_weights import (
 )
 
 CHECKS = ("kept", "error", "length")
-TIMES = 2.0  # another way of rounding may err so many times as much as rounding to nearest
+TIMES = 2.0  # limit on an error, as a multiple of that of rounding to nearest
 STRETCH = 0.05
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """How a quantized Linear W' differs from BF16's W."""
+    """How a quantized Linear W' differs from the BF16 model's W."""
 
     module: str
     scheme: str
@@ -54,7 +54,7 @@ class Likeness:
 
     @property
     def times(self) -> float:
-        """The Linear's error as a multiple of the error of rounding it to nearest."""
+        """The error of the Linear as a multiple of the error that rounding it to nearest leaves."""
         return ratio(self.error**2, self.nearest**2)
 
 
@@ -62,11 +62,11 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     """Compare every tensor of a quantized checkpoint, whose layout is right, with its BF16 model.
 
     Returns:
-        `checks`, a list as verification.json holds it; `relative_error`, BF16 tensor -> error; `worst`,
-        the Linear whose error is the largest multiple of that of rounding to nearest, or None.
+        `checks`, a list as in verification.json; `relative_error`, BF16 tensor -> error; `worst`, the
+        `Likeness` with the largest `times`, as a dict, or None if no Linear could be compared.
 
     Raises:
-        InputError: the two are models of different shapes.
+        InputError: the two models have different shapes.
     """
     checks = new_checks(CHECKS)
     sums: dict[str, list[float]] = {}
@@ -75,7 +75,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     schemes = schemes_by_module(artifact.config)
 
     def look(part: PartOf) -> list[Likeness | str]:
-        """Return what each Linear is like; of a kept tensor a sentence where it differs, else ""."""
+        """Return the likeness of each Linear; for a kept tensor a sentence if it differs, else ""."""
         target, start, stop = part
         rows = source.read_rows(target.name, start, stop)
         if target.scheme is None:
@@ -115,7 +115,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
 def _targets(
     artifact: Checkpoint, source: Checkpoint, schemes: Mapping[str, Scheme]
 ) -> Iterator[Target]:
-    """Yield BF16's tensors, each with the scheme that the artifact has for its first Linear."""
+    """Yield the BF16 tensors, each with the scheme that the artifact has for its first Linear."""
     for name, spec in bf16_layout(artifact.config).items():
         info = source.tensors.get(name)
         if info is None or (info.dtype, info.shape) != (spec.dtype, spec.shape):
@@ -132,7 +132,7 @@ def _targets(
 def _likeness(
     artifact: Checkpoint, module: str, scheme: Scheme, weight: Tensor, device: Device
 ) -> Likeness | str:
-    """Return what a Linear is like, or a sentence where it cannot be read."""
+    """Return the likeness of a Linear, or a sentence on why it cannot be read."""
     try:
         names = module_tensors(artifact, module)
         read = {name.removeprefix(f"{module}."): read_finite(artifact, name) for name in names}

@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
-Of each source tensor, 16 Linears are compared whole and the others in some rows only, since
+Of each source tensor, 16 Linears are compared in all rows and the others in some rows only, since
 compressed-tensors takes nine times as long for NVFP4 on a CPU as `schemes.rounding`. Launches on a GPU
-cost time, so one call of torch takes rows of several Linears, each with its Linear's global scale.
+cost time, so one torch call takes rows of several Linears, each with the global scale of its Linear.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from quantize.schemes.records import INPUT_SCALES
 from quantize.schemes.rounding import blocks
 
 WHOLE_PER_TENSOR = 16  # Linears of a source tensor that are compared as a whole, spread over it
-ROWS = 8  # rows that are compared of every other
+ROWS = 8  # rows that are compared of every other Linear
 
 
 class Decompressor:
@@ -31,7 +31,7 @@ class Decompressor:
 
     @cached_property
     def _library(self) -> tuple[Any, Any]:
-        """Compressors, and the config's groups; the import takes seconds, while others work."""
+        """Compressors and the config's groups; the import takes seconds, while other threads work."""
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationConfig
 
@@ -41,7 +41,7 @@ class Decompressor:
     def weight(self, group: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return compressed-tensors' BF16 weights [R, in] for R rows of Linears of one config group.
 
-        `tensors` maps suffix -> what is stored of the rows, [R, ...]; global scales are [R, 1, 1].
+        `tensors` maps suffix -> stored values of the rows, [R, ...]; global scales are [R, 1, 1].
         """
         compressor, groups = self._library
         settings = groups[group]
@@ -55,9 +55,9 @@ class Decompressor:
         tensors: Mapping[str, Tensor],
         mine: Tensor,
     ) -> Tensor:
-        """Return which Linears have `compared` rows that equal ours bit for bit: bool [n].
+        """Return bool [n]: whether each Linear's rows `compared` equal ours bit for bit.
 
-        `tensors` maps suffix -> what is stored, [n, ...]; `mine` are our weights, BF16 [n, out, in].
+        `tensors` maps suffix -> stored values [n, ...]; `mine` are our weights, BF16 [n, out, in].
         """
         wrong = torch.zeros(len(modules), dtype=torch.int32, device=mine.device)  # rows of each
         groups: dict[str, dict[int, slice]] = defaultdict(dict)
@@ -82,7 +82,7 @@ class Decompressor:
 
 
 def compared_rows(index: int, modules: int, out: int) -> slice:
-    """Return which of its `out` rows to compare for Linear `index` of a tensor of `modules` Linears."""
+    """Return the rows of Linear `index` to compare; its tensor has `modules` Linears of `out` rows."""
     if index % max(1, modules // WHOLE_PER_TENSOR) == 0:
         return slice(0, out)
     start = index * ROWS % out
@@ -90,13 +90,13 @@ def compared_rows(index: int, modules: int, out: int) -> slice:
 
 
 def _rows(tensor: Tensor, at: Tensor) -> Tensor:
-    """Return the rows `at` of [n, out, ...], counted through: [R, ...]."""
+    """Return the rows `at` of [n, out, ...], numbered 0 .. n * out - 1: [R, ...]."""
     rows = tensor.view(torch.uint8).flatten(0, 1)  # not every operation takes 8-bit floats
     return (rows if len(at) == len(rows) else rows.index_select(0, at)).view(tensor.dtype)
 
 
 def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:
-    """Return for each row whether dtype and bits are the same: bool [R]."""
+    """Return bool [R]: whether dtype and bits of each row are the same."""
     if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
         return torch.zeros(len(mine), dtype=torch.bool, device=mine.device)
     return (theirs.contiguous().view(torch.int16) == mine.view(torch.int16)).all(1)

@@ -1,18 +1,18 @@
 """Checks statically that the artifact is what the plan said, and close to its source.
 
-A check that looked at nothing fails. Weights are read in parts of about 8 MB, by one thread a core, so
-memory stays at a few parts whatever the size of the model.
+A check that looked at nothing fails. Weights are read in parts of about 8 MB (on a GPU 64 MB), by one
+thread per core, so memory holds a few parts, whatever the size of the model.
 
-The full form compares all values with the source. The short form needs a convert of the same code,
-source and recipe, whose `witness` did that in memory. It compares every part on disk with what was in
-memory, and only a sample with the source. Names, files and scales are always checked.
+The full form compares all values with the source. The short form needs a convert with the same code,
+source and recipe, whose `witness` compared all values in memory. It compares every part on disk with
+what was in memory, and only a sample with the source. Both forms check names, files and scales.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
-  config        config.json is the source's, and quantizes what the plan says, with its schemes
+  config        config.json is the source's, and quantizes what the plan says, with the plan's schemes
   layout        every name, dtype and shape is what config.json calls for
   counts        quantized modules and bytes equal the plan's; nothing that must stay BF16 has a scale
   one owner     no two tensors map to one module once vLLM reads `model.decoder.` and
-                `model.encoder.language_model.` both as `model.` (`layer_scalar` has one each)
+                `model.encoder.language_model.` both as `model.` (each has its own `layer_scalar`)
   shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
   calibrated    input scales are those that calibration found
   tokenizer     tokenizer.json exists and is JSON
@@ -20,17 +20,17 @@ memory, and only a sample with the source. Names, files and scales are always ch
 and of the values (`verify_weights`):
 
   kept          BF16 tensors equal the source bit for bit
-  scales        finite; above 0 but for the block scales of all-zero blocks
+  scales        finite, and above 0 except for the block scales of all-zero blocks
   experts       no expert has a projection that is all zero
-  error         |W - W'| / |W| of every source tensor within the recipe's limit, of every Linear within
-                twice of it
+  error         |W - W'| / |W| is within the recipe's limit for every source tensor, and within twice
+                that limit for every Linear
   decompression our dequantized weights equal compressed-tensors' own, bit for bit: 16 modules of
-                every source tensor as a whole, some rows of every other
+                every source tensor in all rows, other modules in some rows
 
 and in the short form:
 
-  as encoded    the bytes that the headers lead to are those that convert's witness checked
-  read back     5 % of the parts, compared with the source once more
+  as encoded    the bytes at the headers' offsets are those that convert's witness checked
+  read back     5 % of the parts are compared with the source once more
 """
 
 from collections.abc import Callable, Mapping
@@ -88,10 +88,10 @@ def verify(
     device: str = "cpu",
     full: bool = False,
 ) -> Verification:
-    """Check a quantized checkpoint against its source and plan; write verification.json.
+    """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
-    Values are compared on `device` while the files are hashed. All are compared with the source if
-    `full` is set or convert left no valid record of its own checks, else only a sample is.
+    Values are compared on `device` while the files are hashed: all values if `full` is set or convert
+    left no valid record of its own checks, else only a sample.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):
@@ -124,7 +124,7 @@ def verify(
             found.relative_error.update(errors)
     hashes = hashing.result()
     _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
-    # It ties this file to these bytes: a checkpoint that is written again, or rots, is not verified.
+    # `artifact` ties this file to these bytes: a checkpoint that changes later is not verified.
     content = {
         "artifact": fingerprint(artifact),
         "sha256": hashes,
@@ -144,7 +144,7 @@ def _expect_equal(
     fault: str,
     default: Any = None,
 ) -> None:
-    """Expect equal values under every name; `fault` has places for name, mine and theirs."""
+    """Expect equal values under every name; `fault` is a format of name, mine and theirs."""
     for name in sorted(mine.keys() | theirs.keys()):
         both = mine.get(name, default), theirs.get(name, default)
         check.expect(both[0] == both[1], fault.format(name, *both))

@@ -1,8 +1,8 @@
 """Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
-See `verify` for what each check says. A part is some rows (experts) of a source tensor. Its tensors
-come from files, or from memory while convert has them there (`witness`). Linears of a part are checked
-together, on a GPU where there is one; kept weights are compared on the CPU.
+See `verify` for what each check says. A part is a range of rows (experts) of a source tensor. Its
+tensors come from files, or from memory while convert has them there (`witness`). The Linears of a part
+are checked together, on a GPU if there is one; kept weights are compared on the CPU.
 """
 
 import math
@@ -26,7 +26,7 @@ from quantize.stages.device import Device
 from quantize.stages.verify.decompression import Decompressor, compared_rows
 
 FAULTS_KEPT = 10
-A_LINEAR = 2.0  # the error of one Linear may be so many times its source tensor's limit
+A_LINEAR = 2.0  # limit on the error of one Linear, as a multiple of its source tensor's limit
 S = TypeVar("S")
 T = TypeVar("T")
 PartOf = tuple[Target, int, int]  # rows (experts) start:stop of a source tensor
@@ -35,7 +35,7 @@ VALUE_CHECKS = ("kept", "scales", "experts", "error", "decompression")
 
 @dataclass
 class Check:
-    """One check: how many things it looked at, and what it found wrong (the first ten)."""
+    """One check: how many things it looked at, and its first ten faults."""
 
     name: str
     looked_at: int = 0
@@ -47,7 +47,7 @@ class Check:
         return self.looked_at > 0 and not self.faults
 
     def expect(self, ok: bool, fault: str) -> None:
-        """Count one thing looked at, and keep `fault` unless `ok`."""
+        """Count one thing looked at; unless `ok`, keep `fault`, if it is one of the first ten."""
         self.looked_at += 1
         if not ok and len(self.faults) < FAULTS_KEPT:
             self.faults.append(fault)
@@ -69,7 +69,7 @@ def new_checks(names: Iterable[str]) -> dict[str, Check]:
 
 @dataclass
 class Part:
-    """Results for a part of one tensor: checks, sum (W - W')^2 (`distance`) and sum W^2 (`norm`)."""
+    """Results for a part of one tensor: checks, sum (W - W')^2 (`distance`), sum W^2 (`norm`)."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
     distance: float = 0.0
@@ -84,7 +84,7 @@ def check_weights(
     checks: dict[str, Check],
     device: Device,
 ) -> dict[str, float | None]:
-    """Check the values of every tensor; return relative errors by source tensor.
+    """Check the values of every tensor, into `checks`; return source tensor -> relative error.
 
     None stands for an error that is not finite, which JSON cannot hold.
     """
@@ -99,7 +99,7 @@ def check_weights(
 def add_up(
     found: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
 ) -> dict[str, float | None]:
-    """Add the parts' results to `checks`; return relative errors by tensor, None if not finite."""
+    """Add the parts' results to `checks`; return tensor -> relative error, None if not finite."""
     quantized: dict[str, Scheme] = {}
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (target, _, _), part in found:
@@ -152,13 +152,13 @@ def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
 
 
 def ratio(distance: float, norm: float) -> float:
-    """Return the root of the quotient of two sums of squares, 0 where both are 0."""
+    """Return sqrt(distance / norm) of sums of squares; 0 if both are 0, infinity if only `norm` is."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 
 @dataclass(frozen=True)
 class Comparer:
-    """Compares parts of an artifact with its source; threads share it."""
+    """Compares parts of an artifact with its source; several threads share one."""
 
     source: Checkpoint
     recipe: Recipe
@@ -174,7 +174,7 @@ class Comparer:
         return artifact.read_bytes(names, pinned=self.device.pinned)
 
     def check(self, part: PartOf, encoded: Tensor) -> Part:
-        """Return what the checks find in a part's bytes, uint8 [n], one Linear after the other.
+        """Return what all checks find in a part whose bytes are `encoded`: uint8 [n], Linear by Linear.
 
         Kept weights are compared bit for bit with the source. Linears are checked for scales, relative
         error to the source, dead experts and decompression.
@@ -247,15 +247,15 @@ def _unsound(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
-    """Return for each of [n, out, groups] whether scales are as they must be: bool [n]."""
+    """Return bool [n]: whether the scales [n, out, groups] of each Linear are as they must be."""
     scale = scales.float().flatten(1)
     zero_allowed = scheme.codes.group is not None  # the scale of an all-zero block of 16
     return (scale >= 0 if zero_allowed else scale > 0).all(1) & (scale > 0).any(1)
 
 
 def _alive(weight: Tensor) -> Tensor:
-    """Return for each of [n, out, in] whether any weight is not 0: bool [n]."""
-    found = weight[:, 0].any(1)  # a look at one row is mostly enough
+    """Return bool [n]: whether any weight of each Linear [n, out, in] is not 0."""
+    found = weight[:, 0].any(1)  # one row is mostly enough
     return found if found.all() else weight.flatten(1).any(1)
 
 

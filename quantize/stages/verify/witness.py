@@ -1,11 +1,11 @@
 """Checks what convert encodes while it is in memory, so that verify need not read all of BF16 again.
 
-convert hands every part to `Witness.check` when it is encoded and not yet written. The witness reads
-the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their digest
-(XXH3, 128 bits). `verify` then takes the digest of every part on disk, found through the headers:
-bytes that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. It also compares
+convert passes every part to `Witness.check` after it is encoded and before it is written. The witness
+reads the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their
+digest (XXH3, 128 bits). Later `verify` digests every part on disk, found through the headers: bytes
+that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. `verify` also compares
 a share of the parts on disk with the source. A record that is missing, incomplete (convert was
-interrupted) or of another checkpoint, source, recipe or code is not trusted: then verify compares all.
+interrupted) or of another checkpoint, source, recipe or code is not trusted: verify compares all parts.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ from quantize.stages.verify.verify_weights import (
     new_checks,
 )
 
-SHARE = 0.05  # of the parts of each scheme, and of those that are kept, is compared on disk
+SHARE = 0.05  # of the parts of each scheme, and of kept parts, is compared again from disk
 BEHIND_CONVERT = ("as encoded", "read back")
 
 
@@ -59,7 +59,7 @@ class Witness:
         self._found[target.name, start] = part, found, _digest(encoded)
 
     def write(self, targets: list[Target], run: RunDir) -> None:
-        """Write what the checks of `targets` found, beside convert's own record."""
+        """Write what the checks found, in the order of `targets`, to a file beside convert's record."""
         order = {target.name: index for index, target in enumerate(targets)}
         found = sorted(self._found.values(), key=lambda one: (order[one[0][0].name], one[0][1]))
         source, recipe = self._comparer.source, self._comparer.recipe
@@ -82,7 +82,7 @@ def _digest(encoded: torch.Tensor) -> str:
 
 
 def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]:
-    """Return what a record is of: the checkpoint by convert's own record, the source by its files."""
+    """Return digests of what a record describes; convert's record stands for the checkpoint."""
     return {
         "checkpoint": sha256_of(run.conversion_json),
         "source": hashlib.sha256(repr(stamps(source.shards)).encode()).hexdigest(),
@@ -102,7 +102,7 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Check all parts on disk by digest, some by value; return the record's `relative_error`."""
+        """Check all parts on disk by digest, a sample also by value; return `relative_error`."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()
@@ -125,7 +125,7 @@ class Record:
         return self.relative_error
 
     def _sample(self) -> set[int]:
-        """Choose parts, at least one of each scheme; the same ones of the same bytes."""
+        """Return indices of sampled parts, at least one per scheme, the same for equal bytes."""
         numbers: dict[Scheme | None, list[int]] = defaultdict(list)
         for number, ((target, _, _), _) in enumerate(self.digests):
             numbers[target.scheme].append(number)
@@ -135,7 +135,7 @@ class Record:
 
 
 def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recipe) -> Record | str:
-    """Return what a witness found of a run's checkpoint, or why that is not to be trusted."""
+    """Return a witness' record of a run's checkpoint, or as text why it cannot be trusted."""
     name = run.witness_json.name
     if not (run.witness_json.is_file() and run.conversion_json.is_file()):
         return f"{name} is missing"

@@ -1,7 +1,7 @@
-"""A vLLM plugin by which DiffusionGemma's finished canvases enter the cache as plain embeddings.
+"""A vLLM plugin with which DiffusionGemma's finished canvases are encoded from plain embeddings.
 
 vLLM calls `register` in each of its processes before it looks up a model. The subclass is named, not
-imported: `model` and vLLM's own file are read when a DiffusionGemma is served, and only then.
+imported: `model` and vLLM's own file are loaded only when a DiffusionGemma is served.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -15,7 +15,7 @@ Call = Callable[..., Awaitable[Any]]
 
 
 def register() -> None:
-    """Have vLLM build the repaired model; vLLM may call this repeatedly."""
+    """Make vLLM build the repaired model for DiffusionGemma; may be called repeatedly."""
     from vllm import ModelRegistry
 
     ModelRegistry.register_model(

@@ -6,9 +6,9 @@ In vLLM 0.24 to 0.33, `prepare_inputs` of the model's state sends every row with
 
 and a row that commits a finished canvas has logits too. Its signal is zero and so is the MLP's output,
 but `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS, and the pass
-writes these into the cache. transformers' encoder reads the embeddings as they are.
+encodes the scaled embeddings into the cache. transformers' encoder reads the embeddings unscaled.
 
-Device memory says which rows commit (`is_encoder_phase`), so nothing waits here for the device.
+Which rows commit (`is_encoder_phase`) is read on the device, so that the host never waits for it.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.model_executor.models import diffusion_gemma as theirs
 
-# SHA-256 of the sources of the repaired method and of its caller, and the releases that have them.
+# SHA-256 of the source of the methods in `sources` -> the releases of vLLM that have them.
 KNOWN = {
     "865cc4f6d83cdf073ab892eb46a507851f310acf18645750797185060bbef3b2": "0.24 to 0.30",
     "9356d3ec3271458e438dcd7737a301c40da98ee42a844be5f2b75ed2007ff460": "0.31 to 0.33",
@@ -26,7 +26,7 @@ KNOWN = {
 
 
 def sources() -> str:
-    """Hash the source of the methods of vLLM that this plugin uses; RuntimeError if one is gone."""
+    """Return the SHA-256 of the vLLM methods that are relied on; RuntimeError: a method is gone."""
     try:
         relied_on = (
             theirs.DiffusionGemmaSelfConditioning.forward,
@@ -69,7 +69,7 @@ class RepairedModelState(theirs.DiffusionGemmaModelState):
 
 
 class RepairedDiffusionGemma(theirs.DiffusionGemmaForConditionalGeneration):
-    """vLLM's model with the repaired state."""
+    """vLLM's DiffusionGemma with the repaired state of a batch."""
 
     @staticmethod
     def get_model_state_cls() -> type[RepairedModelState]:
