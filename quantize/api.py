@@ -1,7 +1,7 @@
-"""The Python face of the pipeline: what `import quantize` offers (docs/python.md).
+"""The Python interface of the pipeline: what `import quantize` offers (docs/python.md).
 
-Each function does what the command of its name does, and raises the error that the command would end
-with (`quantize.errors`). A run is named by its folder.
+A function named after a command does what the command does, and raises its errors (`quantize.errors`);
+`evaluate`, `fidelity` and `report` raise no GateError. An existing run is given by its folder.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from quantize.checkpoints.load import load as load
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.errors import GateError
+from quantize.errors import GateError, InputError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
@@ -41,7 +41,7 @@ def run(
         recipe: the name of a recipe that ships, or the path of a YAML file.
         model: a checkpoint folder or a Hub id; None for the bundled model.
         out: the folder that holds the runs.
-        resume: whether to continue a run that exists; a complete one is returned as it is.
+        resume: whether to continue a run that exists; a complete run is returned as it is.
         until: the name of the last stage to run.
         options: `tasks` to score, `limit` on the questions of each, `revision` of a Hub model,
             `gpu_memory` in bytes, and those of `quantize.pipeline.stages.evaluate_more`.
@@ -59,10 +59,10 @@ def run(
 def plan(
     recipe: str = "nvfp4", model: str | None = None, revision: str | None = None
 ) -> list[Target]:
-    """Return for every tensor of a model what a recipe makes of it: scheme, reason and bytes.
+    """Return a `Target` for every tensor of a model: what a recipe makes of it, why, and its bytes.
 
-    Google's model is planned from its config, which ships: nothing is downloaded. InputError: recipe or
-    model is wrong, or the recipe matches nothing of the model.
+    Google's model is planned from its config, which ships, so nothing is downloaded. Raise InputError
+    if recipe or model is wrong, or if the recipe matches nothing of the model.
     """
     loaded = load_recipe(recipe)
     _, tensors = described(model, revision)
@@ -78,16 +78,18 @@ def convert(
     input_scales: str | Path | None = None,
     revision: str | None = None,
 ) -> Conversion:
-    """Write the quantized checkpoint of a BF16 model to the new folder `out`; nothing is calibrated.
+    """Write a BF16 model's quantized checkpoint, rounded to nearest, to the new folder `out`.
 
-    Model and recipe are named as in `run`. NVFP4 with calibrated activations needs `input_scales`, a
-    run's calibration/input_scales.safetensors.
+    Model and recipe are named as in `run`; nothing is calibrated. NVFP4 with calibrated activations
+    needs `input_scales`, a run's calibration/input_scales.safetensors.
 
     Raises:
-        InputError: `out` exists, or input scales are missing.
+        InputError: `out` exists, input scales are missing, or the recipe rounds by GPTQ.
         ResourceError: the disk is too small.
     """
     loaded = load_recipe(recipe)
+    if loaded.quantization.rounding == "gptq":
+        raise InputError(f"recipe {recipe}: rounding by GPTQ takes a whole run; call quantize.run")
     source = Checkpoint.open(resolve(None if model is None else str(model), revision))
     with errors_of(recipe):
         targets = plan_targets(source.tensors, loaded.quantization)
@@ -115,7 +117,7 @@ def fidelity(
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare run `b` with run `a` question by question; InputError: one of them has no scores."""
+    """Compare run `b` with run `a` question by question; raise InputError if one has no scores."""
     return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
 
 
@@ -134,7 +136,7 @@ def judge(
     gives tasks and gate. Other arguments are as in `run`; with `fine_tuned=True` no weight is compared.
 
     Raises:
-        GateError: the inspection found a problem, so that there is no report.
+        GateError: a check before the report failed, so that there is no report.
         InputError: a checkpoint is of the wrong kind.
     """
     from quantize.pipeline.judge import judging
@@ -170,7 +172,7 @@ def search(
 
 
 def report(run: str | Path) -> dict[str, Any]:
-    """Write a run's report again and return report.json with the verdict; a FAIL raises no error."""
+    """Write a run's report again; return report.json, with the verdict. A FAIL raises no error."""
     _again(run, "report")
     return read_json(RunDir(Path(run)).report_json, "verdict")
 

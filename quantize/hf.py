@@ -1,4 +1,4 @@
-"""`import quantize.hf`: transformers' from_pretrained loads our quantized folders right, or fails.
+"""After `import quantize.hf`, transformers' from_pretrained loads quantized folders right, or fails.
 
     import quantize.hf
     from transformers import AutoModelForMultimodalLM
@@ -7,7 +7,7 @@
 By itself transformers fills the experts of such a folder with random numbers and only warns (FP8), or
 ends with an AttributeError (NVFP4). This import replaces `DiffusionGemmaForBlockDiffusion`'s
 from_pretrained, which the Auto classes call: `quantize.checkpoints.load` loads quantized folders, with
-weights dequantized to BF16 and every tensor accounted for. All else is loaded as before.
+weights dequantized to BF16 and every tensor accounted for. Everything else is loaded as before.
 """
 
 from pathlib import Path
@@ -34,7 +34,8 @@ def from_pretrained(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a model as transformers does; the weights of a quantized folder are dequantized.
 
-    A quantized folder takes two options: `dtype` (BF16 by default), a `device_map` of one device.
+    Options for a quantized folder: `dtype` (a torch.dtype or its name; else BF16) and `device_map` (one
+    device).
 
     Raises:
         InputError: the folder is incomplete or has another layout, an option would be ignored, or
@@ -51,7 +52,9 @@ def from_pretrained(
         )
     if not isinstance(device, str | torch.device | int) or device in ("auto", "balanced"):
         raise InputError(f"{name}: device_map must name one device, such as 'cpu' or 'cuda:0'")
-    kept = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    kept = torch.bfloat16 if dtype in (None, "auto") else getattr(torch, str(dtype), dtype)
+    if not isinstance(kept, torch.dtype):
+        raise InputError(f"{name}: dtype {dtype!r} is none of torch's, such as 'bfloat16'")
     return load(Path(name), dtype=kept, device=str(torch.device(device)))
 
 

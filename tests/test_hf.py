@@ -23,9 +23,11 @@ assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]
 assert model.dtype == torch.bfloat16 and not model.training
 other = AutoModelForMultimodalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict()
 assert not all(torch.equal(found[name], other[name]) for name in other)
-for options in ({"device_map": "auto"}, {"max_memory": {0: 1}}):
+for name, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+    assert type(model).from_pretrained(folder, dtype=name).dtype == dtype
+for options in ({"device_map": "auto"}, {"max_memory": {0: 1}}, {"dtype": "fp7"}):
     try:
-        AutoModelForMultimodalLM.from_pretrained(folder, **options)
+        type(model).from_pretrained(folder, **options)
     except InputError as error:
         print(error)
     else:
@@ -55,4 +57,5 @@ def test_the_auto_class_loads_what_load_loads(
     assert process.exitcode == 0, said.err[-2000:]
     assert "device_map must name one device" in said.out
     assert "'max_memory' is not taken" in said.out
+    assert "dtype 'fp7' is none of torch's" in said.out
     assert "refused:" in said.out

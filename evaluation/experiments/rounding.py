@@ -44,7 +44,6 @@ from quantize.stages.round_weights.round_weights import round_weights
 
 MEASURES = ("make", "replay", "answers", "table")
 TOKENS = 128  # the most an answer may take
-BASE = "w4a4"  # the variant that the others are compared with
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,10 @@ VARIANTS = {
     "fp8-gptq": Variant(attention="FP8_DYNAMIC", rounding="gptq"),
     "fp8mlp": Variant(attention="FP8_DYNAMIC", mlp="FP8_DYNAMIC"),
     "fp8mlp-gptq": Variant(attention="FP8_DYNAMIC", mlp="FP8_DYNAMIC", rounding="gptq"),
+    "allfp8": Variant(*3 * ["FP8_DYNAMIC"]),
+    "allfp8-gptq": Variant(*3 * ["FP8_DYNAMIC"], rounding="gptq"),
+    "int8": Variant(*3 * ["INT8_DYNAMIC"]),
+    "int8-gptq": Variant(*3 * ["INT8_DYNAMIC"], rounding="gptq"),
 }
 # What answers problems, the most telling first.
 ANSWERED: tuple[tuple[str, ActivationMode], ...] = (
@@ -116,13 +119,13 @@ def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
     recipe = recipe_of(variant, prompts)
     source = Checkpoint.open(CHECKPOINT)
     targets = plan_targets(source.tensors, recipe.quantization)
-    if not (out / "calibration").exists():
+    if recipe.needs_calibration and not (out / "calibration").exists():
         calibrate(CHECKPOINT, recipe, out / "calibration", Placement(device))
     rounded = out / "rounded" if variant.rounding == "gptq" else None
     if rounded is not None and not rounded.exists():
         round_weights(source, targets, recipe, rounded, Placement(device))
     if not (out / "checkpoint").exists():
-        scales = out / "calibration" / SCALES
+        scales = out / "calibration" / SCALES if recipe.needs_calibration else None
         convert(
             source, targets, out / "checkpoint", recipe=recipe, input_scales=scales, rounded=rounded
         )
@@ -207,23 +210,23 @@ def differing(mine: Sequence[float], base: Sequence[float], scale: float) -> str
     return f"{mean(differences):+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def table(out: Path) -> list[str]:
-    """Return what is measured as Markdown.
+def table(out: Path, base: str = "w4a4") -> list[str]:
+    """Return what is measured as Markdown; KL is compared with that of the variant `base`.
 
     Raises:
         click.ClickException: nothing is measured yet.
     """
     shown = [
-        "| variant | activations | KL x 1000 | minus w4a4 | of w4a4 | minus none |",
+        f"| variant | activations | KL x 1000 | minus {base} | of {base} | minus none |",
         "|---|---|---:|---|---:|---|",
     ]
     kl = {path.stem: read_json(path)["kl"] for path in sorted((out / "replay").glob("*.json"))}
     for name, found in kl.items():
         variant, mode = name.rsplit("-", 1)
-        base, none = kl.get(f"{BASE}-{mode}", found), kl.get(f"{variant}-none", found)
+        theirs, none = kl.get(f"{base}-{mode}", found), kl.get(f"{variant}-none", found)
         shown.append(
-            f"| {variant} | {mode} | {1000 * mean(found):.2f} | {differing(found, base, 1000)} | "
-            f"{mean(found) / mean(base):.3f} | {differing(found, none, 1000)} |"
+            f"| {variant} | {mode} | {1000 * mean(found):.2f} | {differing(found, theirs, 1000)} | "
+            f"{mean(found) / mean(theirs):.3f} | {differing(found, none, 1000)} |"
         )
     shown += [
         "",
@@ -234,11 +237,11 @@ def table(out: Path) -> list[str]:
     for name, found in made.items() if "bf16-none" in made else ():
         variant, mode = name.rsplit("-", 1)
         bf16 = made["bf16-none"]
-        mine, base = per_problem(found["right"]), per_problem(bf16["right"])
+        mine, theirs = per_problem(found["right"]), per_problem(bf16["right"])
         none = per_problem(made.get(f"{variant}-none", found)["right"])
         steps = found["steps"] / found["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
         shown.append(
-            f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, base, 100)} | "
+            f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, theirs, 100)} | "
             f"{differing(mine, none, 100)} | {steps:+.1%} |"
         )
     shown += [
@@ -266,6 +269,9 @@ def table(out: Path) -> list[str]:
 @click.option(
     "--mode", "modes", multiple=True, type=click.Choice(ACTIVATION_MODES), default=ACTIVATION_MODES
 )
+@click.option(
+    "--base", default="w4a4", show_default=True, help="Variant of the table's differences."
+)
 @click.option("--prompts", default=256, show_default=True, help="Of the calibration.")
 @click.option("--trajectories", default=128, show_default=True)
 @click.option("--problems", default=2000, show_default=True)
@@ -276,6 +282,7 @@ def main(
     measures: tuple[str, ...],
     only: tuple[str, ...],
     modes: tuple[ActivationMode, ...],
+    base: str,
     prompts: int,
     trajectories: int,
     problems: int,
@@ -296,7 +303,7 @@ def main(
         if not only or name in only:
             answer(out, name, mode, problems, repeats, device)
     if "table" in chosen:
-        print("\n".join(table(out)))
+        print("\n".join(table(out, base)))
 
 
 if __name__ == "__main__":

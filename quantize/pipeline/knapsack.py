@@ -55,9 +55,12 @@ class Knapsack:
 
     def frontier(self, points: int) -> list[Choice]:
         """Return (bytes of the budget, least damage) at `points` evenly spaced budgets."""
-        budgets = dict.fromkeys(np.linspace(self.least, self._most, points).round())
-        found = [(budget, self._least(self._damage, self._bytes, budget)) for budget in budgets]
-        return [(int(budget), float(x @ self._damage)) for budget, x in found if x is not None]
+        found = [(n, self._least(self._damage, self._bytes, n)) for n in self.budgets(points)]
+        return [(budget, float(x @ self._damage)) for budget, x in found if x is not None]
+
+    def budgets(self, points: int) -> list[int]:
+        """Return `points` evenly spaced numbers of bytes, from the least choice's to the largest's."""
+        return [int(n) for n in dict.fromkeys(np.linspace(self.least, self._most, points).round())]
 
     def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:
         # HiGHS keeps a limit to 1e-6 and ends that near to the optimum: numbers below 1 are scaled up.

@@ -1,16 +1,17 @@
 """Searches which parts of a model should have which scheme: `quantize search`.
 
-A group must have one scheme to be served: it is the attention, the dense MLP or the experts of a layer.
-Each is quantized alone, under every scheme, in the BF16 model; what that costs is the KL from BF16 on
-held-out trajectories, with activations rounded as they would be served. Damage of different groups is
-taken to add up:
+A group is the attention, the dense MLP or the experts of a layer; servers need one scheme for it. Each
+group is quantized alone, under every scheme, in the BF16 model. Its damage is the KL from BF16 on
+held-out trajectories, with activations rounded as they would be served. A choice of schemes is ranked
+by the sum S of its groups' damage:
 
-    KL(choice) ~ sum over groups of KL(group alone)     the prediction
-    minimise it under  sum of bytes <= N, or bytes under KL <= X     exactly: quantize.pipeline.knapsack
+    minimise S under  sum of bytes <= N, or bytes under KL <= X     exactly: quantize.pipeline.knapsack
+    log KL ~ a + b log S     the prediction, since the KL of a whole model is below its groups' sum
 
-The choice is then measured whole, beside its prediction, and written as a recipe. Weights are rounded
-to nearest here, whatever the recipe's `rounding`. One BF16 model is in memory, and beside it the layers
-that hold a quantized group. After a kill the same command goes on.
+The line is fitted to ANCHORS choices of least S at evenly spaced sizes, each measured whole. The choice
+for the user's bound is measured whole too, and written as a recipe. Weights are rounded as the recipe's
+`rounding` says. One BF16 model is in memory, and beside it the layers that hold a quantized group.
+After a kill the same command goes on.
 
 NVFP4 takes as many bytes as NVFP4A16, and also rounds activations to 4 bits. So neither bound favours
 NVFP4: where FP4 matrix units are wanted, name the schemes (`--scheme`).
@@ -26,9 +27,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rich.table import Table
 from safetensors.torch import load_file
+from scipy import stats
 
 from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.shards import plan_shards, write_shards
@@ -52,13 +55,14 @@ from quantize.runtime.sampler import Sampler
 from quantize.runtime.trajectory import Trajectory, load_trajectories, longest
 from quantize.schemes.records import SCHEMES
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
-from quantize.stages.convert.convert import MAX_SHARD_BYTES
+from quantize.stages.convert.convert import MAX_SHARD_BYTES, read_rounded
 from quantize.stages.convert.shard_pieces import Quantizer
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.reference_cache import Remembered
 from quantize.stages.fidelity.replay import Compared, remember, replay
 from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.plan.gpu_support import floor, gpu_of
+from quantize.stages.round_weights.round_weights import round_weights
 
 if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
@@ -67,6 +71,8 @@ BF16 = "BF16"
 # class -> the part of its modules' names
 PATHS = {"attention": "self_attn", "mlp": "mlp", "experts": "experts"}
 POINTS = 40  # of the frontier
+ANCHORS = 6  # choices that are measured whole to fit the prediction
+TINY = 1e-12  # nats, for the log of no KL at all
 Group = tuple[int, str]  # index of the layer, module class
 
 
@@ -112,11 +118,44 @@ def search(
     with working_in(folder):
         searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
         sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
+        line = searched.fitted(sack)
         most = int(nbytes or 0) - searched.fixed_bytes
-        picked = sack.best(most) if kl is None else sack.cheapest(kl)
-        pairs = zip(searched.options.items(), picked, strict=True)
-        chosen = {group: options[at] for (group, options), at in pairs}
-        return _write(searched, load_recipe(recipe_name), chosen, sack, gpu_of(gpu))
+        picked = sack.best(most) if kl is None else sack.cheapest(line.damage(kl))
+        chosen = searched.choice(picked)
+        return _write(searched, load_recipe(recipe_name), chosen, sack, line, gpu_of(gpu))
+
+
+class Line:
+    """The line of log KL of whole models over the log of their groups' summed KL, in nats.
+
+    Args:
+        sums: summed KL of the groups of some models, not all equal.
+        wholes: KL of these models as they were measured.
+    """
+
+    def __init__(self, sums: Sequence[float], wholes: Sequence[float]) -> None:
+        x, y = (np.log(np.maximum(each, TINY)) for each in (sums, wholes))
+        self._mean, self._count = x.mean(), len(x)
+        self._slope = max(0.1, stats.linregress(x, y).slope)  # more damage is never less KL
+        self._at_mean, self._square = y.mean(), ((x - self._mean) ** 2).sum()
+        left = y - self._at_mean - self._slope * (x - self._mean)
+        self._error = np.sqrt((left**2).sum() / (len(x) - 2))
+
+    def predict(self, damage: float) -> tuple[float, float, float]:
+        """Return the KL of a whole model with this sum, and the ends of its 95 % interval."""
+        if not damage:
+            return 0.0, 0.0, 0.0
+        away = np.log(damage) - self._mean
+        spread = self._error * np.sqrt(1 + 1 / self._count + away**2 / self._square)
+        reach = stats.t.ppf(0.975, self._count - 2) * spread
+        middle = self._at_mean + self._slope * away
+        least, kl, most = np.exp([middle - reach, middle, middle + reach]).tolist()
+        return kl, least, most
+
+    def damage(self, kl: float) -> float:
+        """Return the sum for which `predict` gives `kl`."""
+        away = (np.log(max(kl, TINY)) - self._at_mean) / self._slope
+        return float(np.exp(self._mean + away))
 
 
 class _Search:
@@ -133,6 +172,7 @@ class _Search:
         self.source, self.recipe, self.folder, self._place = source, recipe, folder, place
         self._plans = {name: self._plan(name) for name in schemes}
         self._scales, self._trajectories, self._sampler = self._calibrated()
+        self._codes = self._rounded()
         groups = self._plans[schemes[0]]
         found = {name: self._kl(name) for name in schemes}
         self.options: dict[Group, list[Option]] = {}
@@ -166,21 +206,53 @@ class _Search:
         trajectories, sampler = load_trajectories(folder)
         return scales, [each for each in trajectories if each.held_out], sampler
 
+    def _rounded(self) -> dict[str, Checkpoint]:
+        """Round all groups with GPTQ if the recipe does; return codes and scales by kernel."""
+        found: dict[str, Checkpoint] = {}
+        for name, groups in self._plans.items():
+            kernel = SCHEMES[name].kernel  # schemes of one kernel have the same codes
+            if self.recipe.quantization.rounding == "gptq" and kernel not in found:
+                if not (folder := self.folder / f"rounding-{kernel}").exists():
+                    targets = [target for own in groups.values() for target in own]
+                    round_weights(self.source, targets, self.recipe, folder, self._place)
+                found[kernel] = read_rounded(folder)
+        return found
+
     def _kl(self, scheme: str) -> dict[Group, float]:
         """Return the KL of every group alone, those of an earlier try from its file."""
-        path = self.folder / f"alone-{scheme}.json"
-        known: dict[str, float] = read_json(path) if path.exists() else {}
-        found: dict[Group, float] = {}
-        for group, targets in track(
+        groups = track(
             self._plans[scheme].items(), f"{scheme} alone", unit="groups",
             name=lambda plan: "layer {} {}".format(*plan[0]),
-        ):  # fmt: skip
-            name = f"{group[0]}.{group[1]}"
-            if name not in known:
-                known[name] = fmean(self.measure(targets))
-                write_json(path, known)
-            found[group] = known[name]
-        return found
+        )  # fmt: skip
+        return {
+            group: self._known(f"alone-{scheme}", "{}.{}".format(*group), targets)
+            for group, targets in groups
+        }
+
+    def _known(self, kind: str, name: str, targets: Sequence[Target]) -> float:
+        """Return the KL of a model, from the file of this kind if an earlier try measured it."""
+        path = self.folder / f"{kind}-{self.recipe.quantization.rounding}.json"
+        known: dict[str, float] = read_json(path) if path.exists() else {}
+        if name not in known:
+            known[name] = fmean(self.measure(targets))
+            write_json(path, known)
+        return known[name]
+
+    def choice(self, picked: Sequence[int]) -> dict[Group, Option]:
+        """Return the options with these indices, one of each group."""
+        each = zip(self.options.items(), picked, strict=True)
+        return {group: options[at] for (group, options), at in each}
+
+    def fitted(self, sack: Knapsack) -> Line:
+        """Measure choices of least damage at ANCHORS sizes; return the line through them."""
+        sums, wholes = list[float](), list[float]()
+        for budget in track(sack.budgets(ANCHORS + 1)[:-1], "whole models", unit="models"):
+            chosen = self.choice(sack.best(budget))
+            quantized = [target for target in self.targets_of(chosen) if target.scheme]
+            name = " ".join(option.scheme for option in chosen.values())
+            sums.append(sum(option.kl for option in chosen.values()))
+            wholes.append(self._known("whole", name, quantized))
+        return Line(sums, wholes)
 
     def targets_of(self, chosen: Mapping[Group, Option]) -> list[Target]:
         """Return the targets of a choice; those that stay in BF16 have no scheme."""
@@ -194,7 +266,7 @@ class _Search:
     def measure(self, targets: Sequence[Target]) -> list[float]:
         """Return the KL from BF16 by trajectory, in nats, of the model with these targets quantized."""
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
-            engine = self._quantized(targets, Path(name))
+            engine = self._quantized(targets, Path(name) / "part")  # a record of it lies beside it
         (found,) = replay(
             self._reference, [Compared(engine)], self._trajectories, self._sampler,
             batch_size=REPLAYED,
@@ -202,7 +274,9 @@ class _Search:
         return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
 
     def _quantized(self, targets: Sequence[Target], folder: Path) -> FusedEngine:
-        checkpoint = partly_quantized(self.source, targets, self._scales, self.recipe, folder)
+        checkpoint = partly_quantized(
+            self.source, targets, self._scales, self.recipe, folder, self._codes
+        )
         mode = self.recipe.evaluation.activations
         layers = {_group(target)[0] for target in targets}
         weights = with_layers_of(self._weights, checkpoint, layers, in_fp8=mode == "fp8")
@@ -233,7 +307,7 @@ def _group(target: Target) -> Group:
 
 def _only(recipe: Recipe, scheme: str) -> Quantization:
     """Return the recipe's quantization with one scheme for all that it does not ignore."""
-    changes = {"scheme": scheme, "targets": ["Linear"], "rounding": "nearest"}
+    changes = {"scheme": scheme, "targets": ["Linear"]}
     return recipe.quantization.model_copy(update=changes)
 
 
@@ -243,13 +317,23 @@ def partly_quantized(
     scales: Mapping[str, float],
     recipe: Recipe,
     folder: Path,
+    rounded: Mapping[str, Checkpoint],
 ) -> Checkpoint:
-    """Return `source` with only `targets`, which are whole groups, quantized by rounding to nearest.
+    """Return `source` with only `targets`, which are whole groups, quantized.
 
-    Quantized tensors are written to `folder`. `scales` are input global scales by module.
+    Quantized tensors are written to `folder`. `scales` are input global scales by module. `rounded` has
+    GPTQ's codes and scales by kernel; weights of a kernel that it lacks are rounded to nearest.
     """
     observer = recipe.quantization.observer
-    pieces = Quantizer(source, observer, scales).plan(targets)
+    kernels = {target: target.scheme.kernel for target in targets if target.scheme}
+    pieces = [
+        piece
+        for kernel in dict.fromkeys(kernels.values())
+        for piece in Quantizer(source, observer, scales, rounded.get(kernel)).plan(
+            [target for target, own in kernels.items() if own == kernel]
+        )
+    ]
+    folder.mkdir(exist_ok=True)
     write_shards(plan_shards(pieces, MAX_SHARD_BYTES), folder, "", what="rounding")
     replaced = {target.name for target in targets}
     tensors = {name: info for name, info in source.tensors.items() if name not in replaced}
@@ -275,6 +359,7 @@ def _write(
     written: Recipe,
     chosen: Mapping[Group, Option],
     sack: Knapsack,
+    line: Line,
     gpu: "Gpu | None",
 ) -> Path:
     """Measure the choice; write its recipe, and a JSON file with the frontier; show the table."""
@@ -285,25 +370,27 @@ def _write(
     targets = searched.targets_of(chosen)
     found = searched.measure([target for target in targets if target.scheme])
     low, high = bootstrap_interval(found)
-    predicted = sum(option.kl for option in chosen.values())
+    damage = sum(option.kl for option in chosen.values())
+    predicted, least, most = line.predict(damage)
+    kl = {"sum": damage, "predicted": predicted, "predicted_interval": [least, most]}
     facts = {
         "bytes": total,
         "of_bf16": share,
-        "kl_nats": {"predicted": predicted, "measured": fmean(found), "interval": [low, high]},
+        "kl_nats": kl | {"measured": fmean(found), "interval": [low, high]},
         "trajectories": len(found),
         "schemes": {f"{layer}.{kind}": o.scheme for (layer, kind), o in chosen.items()},
         "estimated_ms": _milliseconds(searched.source.config, targets, gpu),
     }
     points = [
-        (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, kl)
-        for nbytes, kl in sack.frontier(POINTS)
+        (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, line.predict(each)[0])
+        for nbytes, each in sack.frontier(POINTS)
     ]
     write_json(searched.folder / f"{name}.json", facts | {"frontier": points})
     path = searched.folder / f"{name}.yaml"
     write_text(path, recipe.to_yaml())
     console.print(_table(chosen, f"{name}: {size(total)}, {share:.1%} of BF16"))
     say(
-        f"KL from BF16, weights rounded to nearest: {predicted:.4g} nats predicted, {fmean(found):.4g} "
+        f"KL from BF16: {predicted:.4g} nats [{least:.4g}, {most:.4g}] predicted, {fmean(found):.4g} "
         f"[{low:.4g}, {high:.4g}] measured on {len(found)} trajectories"
     )
     if facts["estimated_ms"] is not None and gpu is not None:

@@ -18,6 +18,8 @@ import yaml
 from quick_run import Quick, command, made_up_scores
 from safetensors.torch import load_file, save_file
 
+import quantize
+from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
@@ -256,3 +258,9 @@ def test_sigkill_in_a_stage_then_resume_gives_the_same_bytes(
     done = run(small_recipe, tmp_path, "--resume")
     assert done.returncode == 0, done.stderr
     assert contents(only_run(tmp_path)) == contents(finished_alone)
+
+
+def test_a_conversion_alone_does_not_pass_for_gptq(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nvfp4: rounding by GPTQ takes a whole run"):
+        quantize.convert(None, tmp_path / "out", "nvfp4")
+    assert not [*tmp_path.iterdir()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from chats import add_chats
@@ -24,7 +25,15 @@ from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.pipeline import search as module
 from quantize.pipeline.knapsack import Knapsack
-from quantize.pipeline.search import BF16, Option, recipe_of, search
+from quantize.pipeline.search import (
+    ANCHORS,
+    BF16,
+    Line,
+    Option,
+    partly_quantized,
+    recipe_of,
+    search,
+)
 from quantize.recipe.sections import Calibration, load_recipe
 from quantize.runtime import open as open_engine
 from quantize.runtime.fused.engine import FusedEngine
@@ -100,7 +109,7 @@ def test_a_part_quantized_is_what_a_conversion_opens_as(
     whole = open_engine(tmp_path / "q", device="cpu", activations=mode, max_context=256)
     searched = object.__new__(module._Search)
     searched.source, searched.recipe, searched._scales = source, recipe, scales
-    searched._place, searched._plans = CPU, {scheme: {}}
+    searched._place, searched._plans, searched._codes = CPU, {scheme: {}}, {}
     searched._trajectories = [
         Trajectory(Prompt((2, 5, 6, 7), False), 0, True, (), torch.zeros(1, 16))
     ]
@@ -110,9 +119,7 @@ def test_a_part_quantized_is_what_a_conversion_opens_as(
         decoded = engine.passes([[2, 5, 6, 7]]).decode([0], torch.full((1, 16), 9), None)
         return torch.cat([decoded.logits(piece) for piece in decoded.pieces()])
 
-    (tmp_path / "all").mkdir()
     assert torch.equal(logits(searched._quantized(chosen, tmp_path / "all")), logits(whole))
-    (tmp_path / "some").mkdir()
     some = [target for target in chosen if ".layers.1." in target.name]
     part = searched._quantized([t for t in some if "experts" in t.name], tmp_path / "some")
     assert not torch.equal(logits(part), logits(whole))
@@ -151,7 +158,7 @@ def test_more_parts_do_more_damage(
     )  # fmt: skip
     searched = object.__new__(module._Search)
     searched.source, searched.folder, searched._place = Checkpoint.open(source), tmp_path, CPU
-    recipe = load_recipe("fp8_dynamic")
+    searched._codes, recipe = {}, load_recipe("fp8_dynamic")
     own = {"ignore": [*recipe.quantization.ignore, r"re:.*layers\.0\.mlp\..*"]}
     quantization = recipe.quantization.model_copy(update=own)
     searched.recipe = recipe.model_copy(update={"calibration": chats, "quantization": quantization})
@@ -164,9 +171,68 @@ def test_more_parts_do_more_damage(
     one, everything = searched.measure(groups[1, "mlp"]), searched.measure(targets)
     assert len(one) == len(everything) == 2
     assert 0 < fmean(one) < fmean(everything)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert {path.name for path in tmp_path.iterdir()} == {"bf16", "calibration"}
     monkeypatch.setattr(module, "calibrate", None)
     assert searched._calibrated()[0] == searched._scales
+
+
+def test_weights_are_rounded_as_the_recipe_says(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ's codes and scales, made once for schemes of one kernel, are what a part then holds."""
+    in_few_steps(monkeypatch)
+    add_chats(source := Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16")))
+    chats = Calibration(
+        datasets=[str(source / "chats.jsonl")], prompts=2, canvases=1, batch_size=2,
+        thinking=0.5, min_tokens_per_expert=1,
+    )  # fmt: skip
+    searched = object.__new__(module._Search)
+    searched.source, searched.folder, searched._place = Checkpoint.open(source), tmp_path, CPU
+    nearest, gptq = (
+        load_recipe(name).model_copy(update={"calibration": chats})
+        for name in ("nvfp4_w4a4", "nvfp4")
+    )
+    searched.recipe = nearest
+    searched._plans = {name: searched._plan(name) for name in SCHEMES}
+    assert searched._rounded() == {}
+    searched.recipe = gptq
+    codes = searched._rounded()
+    assert codes.keys() == {"nvfp4", "fp8"}
+    assert not (tmp_path / "scratch").exists()
+    for scheme in ("NVFP4A16", "FP8_DYNAMIC"):
+        targets = searched._plans[scheme][1, "experts"]
+        made = [
+            partly_quantized(searched.source, targets, {}, gptq, tmp_path / f"{scheme}{i}", own)
+            for i, own in enumerate((codes, {}))
+        ]
+        rounded = codes[schemes.SCHEMES[scheme].kernel]
+        modules = {module for target in targets for module in target.modules}
+        names = [name for name in rounded.tensors if name.rpartition(".")[0] in modules]
+        own, plain, theirs = (
+            torch.cat([each.read(name).flatten().view(torch.uint8) for name in names])
+            for each in (*made, rounded)
+        )
+        assert torch.equal(own, theirs)
+        assert not torch.equal(own, plain)
+    monkeypatch.setattr(module, "round_weights", None)
+    assert searched._rounded().keys() == codes.keys()
+
+
+def test_the_line_holds_what_is_measured_as_often_as_it_says() -> None:
+    draw, inside = np.random.default_rng(0), 0
+    exact = Line([1.0, 2.0, 4.0, 8.0], [3.0 * s**0.7 for s in (1, 2, 4, 8)])
+    assert exact.predict(5.0) == pytest.approx(3 * [3 * 5**0.7])
+    assert exact.damage(exact.predict(5.0)[0]) == pytest.approx(5.0)
+    assert exact.predict(0.0) == (0.0, 0.0, 0.0)
+    assert exact.damage(0.0) < 1e-12
+    for _ in range(2000):
+        sums = draw.uniform(0.5, 8, 7)
+        wholes = np.exp(0.2 + 0.7 * np.log(sums) + 0.1 * draw.normal(size=7))
+        _, least, most = Line(sums[1:].tolist(), wholes[1:].tolist()).predict(sums[0])
+        inside += bool(least <= wholes[0] <= most)
+    assert 0.935 < inside / 2000 < 0.965  # 0.95, and three of its standard errors
+    falling = Line([1.0, 2.0, 4.0], [3.0, 2.0, 1.0])
+    assert falling.predict(1.0)[0] < falling.predict(2.0)[0]
 
 
 def test_a_choice_becomes_a_recipe_that_plans_it() -> None:
@@ -215,12 +281,13 @@ def test_a_search_from_end_to_end(
     monkeypatch.setattr(
         module._Search, "_calibrated", lambda self: ({}, [SimpleNamespace(held_out=True)], None)
     )
+    monkeypatch.setattr(module._Search, "_rounded", lambda self: {})
     whole = sum_bytes(plan_targets(Checkpoint.open(tiny_checkpoint).tensors, load_recipe(
         "fp8_dynamic").quantization))  # fmt: skip
     bound: dict = {"kl": None, "schemes": ("NVFP4", "FP8_DYNAMIC"), "gpu": "b200"}
     path = search("nvfp4", str(tiny_checkpoint), tmp_path, nbytes=whole[1], **bound)
     assert path.exists()
-    assert len(measured) == 2 * 18 + 1
+    assert len(measured) == 2 * 18 + ANCHORS + 1
     facts = read_json(path.with_suffix(".json"))
     assert facts["bytes"] <= whole[1]
     assert facts["of_bf16"] == facts["bytes"] / whole[0]
@@ -234,7 +301,7 @@ def test_a_search_from_end_to_end(
             "nvfp4", str(tiny_checkpoint), tmp_path, nbytes=0.95 * whole[1], **bound
         )
     assert smaller["estimated_ms"] is None
-    assert len(measured) == 2 * 18 + 2
+    assert len(measured) == 2 * 18 + ANCHORS + 2
     assert load_recipe(str(smaller["recipe"])).name == smaller["recipe"].stem
     percents = [percent for percent, _ in smaller["frontier"]]
     assert percents == sorted(percents)
@@ -246,7 +313,9 @@ def test_a_search_from_end_to_end(
     bounded = read_json(
         search("nvfp4", str(tiny_checkpoint), tmp_path, **bound).with_suffix(".json")
     )
-    assert bounded["kl_nats"]["predicted"] == bound["kl"]
+    kl = bounded["kl_nats"]
+    assert kl["predicted"] == pytest.approx(bound["kl"])
+    assert kl["predicted_interval"][0] <= kl["predicted"] <= kl["predicted_interval"][1]
     assert bounded["bytes"] <= smaller["bytes"]
     shown = capsys.readouterr().err
     rows = [re.split(" *│ *", line)[1:5] for line in shown.splitlines() if line[:1] == "│"]
@@ -258,7 +327,8 @@ def test_a_search_from_end_to_end(
     assert "│ 0.00, 250.00, 500.00 " in shown  # of BF16, FP8, FP8: KL x 1000
     said = " ".join(shown.split())
     assert f"at least {bounded['estimated_ms']:.2f} ms a forward of one canvas on" in said
-    assert f"nats predicted, {bounded['kl_nats']['measured']:.4g} [" in said
+    assert f"{kl['predicted']:.4g} nats [" in said
+    assert f"predicted, {kl['measured']:.4g} [" in said
 
 
 def test_what_is_shown_of_a_choice_is_the_choice() -> None:

@@ -1,18 +1,18 @@
-"""Streams a BF16 checkpoint, by its plan and input scales, into a compressed-tensors one.
+"""Streams a BF16 checkpoint into a compressed-tensors checkpoint, by its plan and input scales.
 
-Every output header follows from the plan; weights are read by byte range in pieces of 8 to 64 MB,
-quantized by several threads and written in source order (`checkpoints.shards`), so memory is a few
-pieces whatever the size of the model. In the result
+Every output header follows from the plan. Weights are read by byte range in pieces of 8 to 64 MB,
+quantized by several threads and written in source order (`checkpoints.shards`), so memory holds a few
+pieces, whatever the size of the model. In the result
 
-  - names are vLLM's: `model.decoder.*`, one Linear an expert `experts.E.{gate,up,down}_proj`,
+  - names are vLLM's: `model.decoder.*`, Linears `experts.E.{gate,up,down}_proj` for each expert E,
     the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
   - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
   - all other tensors are the source's byte for byte; one with NaN or infinity is refused;
   - config.json has `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files are the source's.
 
-A GPU, where there is one, does the arithmetic, and gives the same bytes as a CPU: both compute maxima,
-casts and IEEE 754 quotients alike. Sums and powers differ, so the observer memoryless_mse runs on CPU.
+If there is a GPU, it does the arithmetic, and gives the same bytes as a CPU: both compute maxima, casts
+and IEEE 754 quotients alike. Sums and powers differ, so the observer memoryless_mse runs on the CPU.
 """
 
 import importlib.metadata
@@ -44,7 +44,7 @@ LAYERS = "layer-*.safetensors"  # the files that `round_weights` writes
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion wrote: shards' sha256, tensors, quantized Linears, bytes in and out."""
+    """What was written: shard -> sha256; counts of tensors and quantized Linears; bytes in and out."""
 
     shards: dict[str, str]
     tensors: int
@@ -69,13 +69,13 @@ def convert(
 ) -> Conversion:
     """Quantize a BF16 checkpoint as the plan `targets` says, and write the result to the folder `out`.
 
-    `out` appears when it is complete; it must not exist, unless `overwrite`. After an interruption the
-    same call goes on behind the last finished shard, and the result is the same bytes.
+    `out` appears when it is complete; it must not exist, unless `overwrite` is set. After an
+    interruption the same call continues after the last finished shard and makes the same bytes.
 
     The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module. The folder
-    `rounded` has the codes and scales of `round_weights` (None rounds to nearest). `device` changes
-    speed alone. The file `record` gets the checksums of all files, which verify compares with. Several
-    threads call `look`, once for each part of a tensor that is encoded and not yet written.
+    `rounded` has the codes and scales of `round_weights`; None rounds to nearest. `device` changes only
+    the speed. The file `record` gets the checksums of all files, for verify. Several threads call
+    `look`, with each part of a tensor after it is encoded and before it is written.
 
     Raises:
         InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
@@ -87,7 +87,7 @@ def convert(
     check_layout(source)
     before = stamps(source.shards)
     scales = _read_input_scales(input_scales, targets)
-    found = _read_rounded(rounded) if rounded else None
+    found = read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
     where = Device(device if observer == "memoryless_minmax" else "cpu")
     pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
@@ -102,7 +102,7 @@ def convert(
         if stamps(source.shards) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
         written = Checkpoint.open(folder)
-        # Readers find the headers on disk, which must be the planned ones.
+        # Readers use the headers on disk, so they must be the planned headers.
         planned = {name: spec for piece in pieces for name, spec in piece.layout.items()}
         if {n: TensorSpec(i.dtype, i.shape) for n, i in written.tensors.items()} != planned:
             raise RuntimeError(f"{folder}: the headers on disk are not the planned ones")
@@ -149,7 +149,8 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
     return {module: own["input_global_scale"] for module, own in scales.items()}
 
 
-def _read_rounded(folder: Path) -> Checkpoint:
+def read_rounded(folder: Path) -> Checkpoint:
+    """Return the codes and scales that `round_weights` wrote; InputError if the folder has none."""
     headers = [read_header(path) for path in sorted(folder.glob(LAYERS))]
     if not headers:
         raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
