@@ -8,7 +8,8 @@ that was cut goes on, and `--until` begins nothing that would end later. Arms th
 the first seed; then, those of `best` first, with the others.
 
 Models lie in OUT/made, so that `tell` measures those that were chosen from. Which arms it compares
-with `w4a4` is said by `best` before it looks; then it measures all the others that were made.
+with `w4a4` is said by `best` before it looks; then it measures all the others that were made. Files are
+known by the names of arms: where ARMS was changed, OUT must be a new folder.
 """
 
 import json
@@ -241,7 +242,8 @@ def learned_by(
         if stop is not None and step % math.ceil(how.steps / how.looks) == 0:
             looks.append(looked(student, units, gains, stop))
             print(f"{step} of {how.steps} steps: {looks[-1]:.6f}", flush=True)
-            kept = [own.detach().clone() for own in moved] if looks[-1] == min(looks) else kept
+            if not kept or looks[-1] == min(looks):
+                kept = [own.detach().clone() for own in moved]
         given(student, units, gains)
         part = rows.select(chosen.to(rows.of.device), how.drawn, generator)
         found = kl_of(student.model, part).mean()
@@ -255,7 +257,7 @@ def learned_by(
         looks.append(looked(student, units, gains, stop))
         with torch.no_grad():
             for own, best_seen in zip(moved, kept, strict=True):
-                own.copy_(best_seen if looks[-1] > min(looks) else own)
+                own.copy_(own if looks[-1] == min(looks) else best_seen)
     with torch.no_grad():
         given(student, units, gains)
     tenths = [own.mean().item() for own in torch.stack(losses).tensor_split(10)]
@@ -473,7 +475,7 @@ def by_arm(found: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any
 def best(found: Sequence[dict[str, Any]]) -> list[str]:
     """Return the arm of least KL for each pair of attention scheme and kind of MLP inputs."""
     kl = {name: mean(average(seeds)) for name, seeds in by_arm(found).items()}
-    kl = {name: own for name, own in kl.items() if math.isfinite(own)}
+    kl = {name: own for name, own in kl.items() if name in ARMS and math.isfinite(own)}
     groups = [(own, plain) for own in ("NVFP4A16", "FP8_DYNAMIC") for plain in ((), DENSE)]
     alike = [[n for n in kl if (ARMS[n].attention, ARMS[n].plain) == group] for group in groups]
     return [min(names, key=kl.__getitem__) for names in alike if names]

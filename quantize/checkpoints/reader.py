@@ -149,7 +149,8 @@ class Checkpoint:
         row_bytes = info.nbytes // rows
         data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8, pin_memory=pinned)
         begin = info.begin + start * row_bytes
-        _fill(bytes_of(data), [replace(info, begin=begin, end=begin + len(data))])
+        part = replace(info, begin=begin, end=begin + len(data))
+        _fill(bytes_of(data), info.file, [[part]])
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
@@ -166,16 +167,16 @@ class Checkpoint:
 
     def read_bytes(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
         """Return the bytes of tensors, one tensor after the other: uint8 [n]."""
-        runs: list[TensorInfo] = []
-        for info in map(self._info, names):
-            if runs and runs[-1].file is info.file and runs[-1].end == info.begin:
-                runs[-1] = replace(runs[-1], end=info.end)  # neighbours are read at once
+        infos, runs = [self._info(name) for name in names], list[list[TensorInfo]]()
+        for info in infos:
+            if runs and runs[-1][-1].file is info.file and runs[-1][-1].end == info.begin:
+                runs[-1].append(info)  # neighbours are read at once
             else:
-                runs.append(info)
-        data = torch.empty(sum(i.nbytes for i in runs), dtype=torch.uint8, pin_memory=pinned)
+                runs.append([info])
+        data = torch.empty(sum(i.nbytes for i in infos), dtype=torch.uint8, pin_memory=pinned)
         room = bytes_of(data)
-        for _, same in groupby(runs, lambda info: info.file):
-            room = _fill(room, list(same))
+        for file, same in groupby(runs, lambda run: run[0].file):
+            room = _fill(room, file, list(same))
         return data
 
     def _info(self, name: str) -> TensorInfo:
@@ -184,21 +185,25 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def _fill(room: memoryview, runs: Sequence[TensorInfo]) -> memoryview:
-    """Fill `room` with the bytes `runs` of one file; return the part of `room` that is left."""
-    info = runs[0]
+def _fill(room: memoryview, file: Path, runs: Sequence[Sequence[TensorInfo]]) -> memoryview:
+    """Fill `room` with `runs` of neighbouring tensors in `file`; return the part of it that is left."""
+    run, begin = runs[0], runs[0][0].begin
+
+    def name() -> str:
+        return next((info.name for info in run if begin < info.end), run[0].name)
+
     try:
-        with info.file.open("rb", buffering=0) as file:
-            for info in runs:
-                begin = info.begin
-                while begin < info.end:  # one call reads at most 2 GiB
-                    count = os.preadv(file.fileno(), [room[: info.end - begin]], begin)
+        with file.open("rb", buffering=0) as opened:
+            for run in runs:
+                begin, end = run[0].begin, run[-1].end
+                while begin < end:  # one call reads at most 2 GiB
+                    count = os.preadv(opened.fileno(), [room[: end - begin]], begin)
                     if not count:
-                        raise InputError(f"{info.file}: ends inside tensor {info.name!r}; {FIX}")
+                        raise InputError(f"{file}: ends inside tensor {name()!r}; {FIX}")
                     begin, room = begin + count, room[count:]
     except OSError as error:
         raise ResourceError(
-            f"{info.file}: reading tensor {info.name!r} failed ({error.strerror}); check the disk"
+            f"{file}: reading tensor {name()!r} failed ({error.strerror}); check the disk"
         ) from error
     return room
 

@@ -17,23 +17,18 @@ FORGIVEN = [",", r"\$", r"\.$"]  # like case, ignored when answer and target are
 
 
 def from_questions(
-    file: Path,
-    *,
-    prompt: str,
-    target: str,
-    extract: str,
-    max_tokens: int,
-    thinking: bool,
+    file: Path, *, prompt: str, target: str, extract: str, max_tokens: int, thinking: bool,
     private: bool = False,
-) -> Definition:
+) -> Definition:  # fmt: skip
     """Return the task of a jsonl file; each line is one question, as a JSON object.
 
     `prompt` and `target` are Jinja templates over a question's fields: the user's message and the
     right answer. `extract` is a regular expression; its group's last match is the model's answer.
 
     Raises:
-        ValueError: the file cannot be read or has a line twice, a template names a field that the first
-            line lacks, or `extract` does not have one group.
+        ValueError: the file cannot be read, its first line is no JSON object, or a line stands there
+            twice; a text is not a Jinja template, or names a field that the first line lacks;
+            `extract` is not a regular expression with one group.
     """
     first, count = _first_line(file)
     for text in (prompt, target):
@@ -42,7 +37,7 @@ def from_questions(
                 f"{file}: its first line has no field {min(unknown)!r}, which {text!r} names; there "
                 f"are: {', '.join(first)}"
             )
-    if re.compile(extract).groups != 1:
+    if _compiled(extract).groups != 1:
         raise ValueError(f"extract {extract!r} must have one group, the answer")
     found = {"function": "regex", "regex_pattern": extract, "group_select": -1}
     return {
@@ -64,6 +59,13 @@ def from_questions(
         ],
         "metadata": {"version": 1.0, "questions": count, "private": private},
     }
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 def _first_line(file: Path) -> tuple[dict[str, Any], int]:
@@ -140,7 +142,7 @@ def finding(definition: Definition) -> Callable[[str], str]:
             "a private task needs one filter that begins with `regex`, its first or last match: of an "
             "answer only that is kept"
         )
-    pattern = re.compile(first["regex_pattern"])
+    pattern = _compiled(first["regex_pattern"])
 
     def found(text: str) -> str:
         matches = list(pattern.finditer(text))

@@ -63,6 +63,9 @@ def test_neighbours_in_a_file_are_read_at_once(
     assert torch.equal(reader.read_stacked(order), torch.stack([tensors[name] for name in order]))
     sizes = [24, 12, 24, 12, 12]  # a b, d, e f, c, b
     assert calls == [left for size in sizes for left in range(size, 0, -7)]
+    os.truncate(headers[0]["c"].file, headers[0]["c"].end - 1)
+    with pytest.raises(InputError, match=r"x\.safetensors: ends inside tensor 'c'"):
+        reader.read_stacked(["a", "b", "c"])
 
 
 def test_every_dtype_survives(tmp_path: Path):

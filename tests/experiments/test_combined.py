@@ -1,5 +1,6 @@
 """Pairs of inputs, factors of channels and what learns, each against its plain definition."""
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -191,6 +192,17 @@ def test_what_learns_lowers_the_divergence(codes: Literal["both", "kept"] | None
     ]
     assert any(moved) == (codes is not None)
     assert not any("down_proj" in name for _, name in Gains(student).moved)
+
+
+@pytest.mark.slow
+def test_what_diverges_ends_where_it_was_best() -> None:
+    bf16, rows, student = seen()
+    student.model.layers = [dict(own) for own in bf16.layers]
+    how = Learn(None, gains=True, steps=4, rates=(1e-3, 1e-3, 1e38), looks=2)
+    _, _, looks = learned_by(how, student, [], rows, float("inf"), rows)
+    assert looks[0] < 1
+    assert math.isnan(looks[-1])
+    assert all(weight.isfinite().all() for own in student.model.layers for weight in own.values())
 
 
 def measured(arm: str, seed: int, kl: float) -> dict[str, Any]:

@@ -278,6 +278,7 @@ metric_list: [{metric: exact_match}]
         ({"data": "twice.jsonl"}, "stands there more than once (1 such lines)"),
         ({"data": "sums.jsonl", "target": "{{solution}}"}, "no field 'solution'"),
         ({"data": "sums.jsonl", "extract": "#### .+"}, "must have one group"),
+        ({"data": "sums.jsonl", "extract": "#### (.+"}, "is not a regular expression"),
         ({"lm_eval": "likelihood.yaml"}, "'multiple_choice', not 'generate_until'"),
         ({"lm_eval": "endless.yaml"}, "lacks max_gen_toks"),
         ({"lm_eval": "bleu.yaml"}, "metric_list lacks exact_match"),
