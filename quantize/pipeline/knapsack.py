@@ -54,12 +54,12 @@ class Knapsack:
         return self._options(found)
 
     def frontier(self, points: int) -> list[Choice]:
-        """Return (bytes of the budget, least damage) at `points` evenly spaced budgets."""
+        """Return (bytes of the budget, least damage) at each budget of `budgets` with a choice."""
         found = [(n, self._least(self._damage, self._bytes, n)) for n in self.budgets(points)]
         return [(budget, float(x @ self._damage)) for budget, x in found if x is not None]
 
     def budgets(self, points: int) -> list[int]:
-        """Return `points` evenly spaced numbers of bytes, from the least choice's to the largest's."""
+        """Return up to `points` evenly spaced budgets in bytes, from least choice to largest."""
         return [int(n) for n in dict.fromkeys(np.linspace(self.least, self._most, points).round())]
 
     def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:

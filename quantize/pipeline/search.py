@@ -5,12 +5,12 @@ group is quantized alone, under every scheme, in the BF16 model. Its damage is t
 held-out trajectories, with activations rounded as they would be served. A choice of schemes is ranked
 by the sum S of its groups' damage:
 
-    minimise S under  sum of bytes <= N, or bytes under KL <= X     exactly: quantize.pipeline.knapsack
-    log KL ~ a + b log S     the prediction, since the KL of a whole model is below its groups' sum
+    least S with at most N bytes, or fewest bytes with KL <= X     exactly: quantize.pipeline.knapsack
+    log KL = a + b log S     predicted, since the KL of a whole model is below the sum of its groups
 
-The line is fitted to ANCHORS choices of least S at evenly spaced sizes, each measured whole. The choice
-for the user's bound is measured whole too, and written as a recipe. Weights are rounded as the recipe's
-`rounding` says. One BF16 model is in memory, and beside it the layers that hold a quantized group.
+To fit a and b, ANCHORS models are measured whole: the choices of least S at evenly spaced sizes. The
+choice for the user's bound is measured whole too, and written as a recipe. Weights are rounded as the
+recipe's `rounding` says. Memory holds one BF16 model, and again the layers with a quantized group.
 After a kill the same command goes on.
 
 NVFP4 takes as many bytes as NVFP4A16, and also rounds activations to 4 bits. So neither bound favours
@@ -126,11 +126,11 @@ def search(
 
 
 class Line:
-    """The line of log KL of whole models over the log of their groups' summed KL, in nats.
+    """A straight line fitted to some models: log of a model's KL over log of its groups' summed KL.
 
     Args:
-        sums: summed KL of the groups of some models, not all equal.
-        wholes: KL of these models as they were measured.
+        sums: for each model, the sum of what its groups cost alone, in nats; not all are equal.
+        wholes: for each model, the KL from BF16 that was measured, in nats.
     """
 
     def __init__(self, sums: Sequence[float], wholes: Sequence[float]) -> None:
@@ -142,7 +142,7 @@ class Line:
         self._error = np.sqrt((left**2).sum() / (len(x) - 2))
 
     def predict(self, damage: float) -> tuple[float, float, float]:
-        """Return the KL of a whole model with this sum, and the ends of its 95 % interval."""
+        """Return the KL predicted for a model whose groups' sum is `damage`, and its 95 % interval."""
         if not damage:
             return 0.0, 0.0, 0.0
         away = np.log(damage) - self._mean
@@ -153,7 +153,7 @@ class Line:
         return kl, least, most
 
     def damage(self, kl: float) -> float:
-        """Return the sum for which `predict` gives `kl`."""
+        """Return the groups' sum for which `predict` gives `kl`."""
         away = (np.log(max(kl, TINY)) - self._at_mean) / self._slope
         return float(np.exp(self._mean + away))
 
@@ -207,7 +207,7 @@ class _Search:
         return scales, [each for each in trajectories if each.held_out], sampler
 
     def _rounded(self) -> dict[str, Checkpoint]:
-        """Round all groups with GPTQ if the recipe does; return codes and scales by kernel."""
+        """Round all groups with GPTQ if the recipe does; return `Scheme.kernel` -> codes and scales."""
         found: dict[str, Checkpoint] = {}
         for name, groups in self._plans.items():
             kernel = SCHEMES[name].kernel  # schemes of one kernel have the same codes
@@ -230,7 +230,7 @@ class _Search:
         }
 
     def _known(self, kind: str, name: str, targets: Sequence[Target]) -> float:
-        """Return the KL of a model, from the file of this kind if an earlier try measured it."""
+        """Return the KL of a model with these targets; an earlier try may have written it to a file."""
         path = self.folder / f"{kind}-{self.recipe.quantization.rounding}.json"
         known: dict[str, float] = read_json(path) if path.exists() else {}
         if name not in known:
@@ -319,10 +319,11 @@ def partly_quantized(
     folder: Path,
     rounded: Mapping[str, Checkpoint],
 ) -> Checkpoint:
-    """Return `source` with only `targets`, which are whole groups, quantized.
+    """Return `source` with the weights `targets` quantized, and no others; they must be whole groups.
 
-    Quantized tensors are written to `folder`. `scales` are input global scales by module. `rounded` has
-    GPTQ's codes and scales by kernel; weights of a kernel that it lacks are rounded to nearest.
+    Quantized tensors are written to `folder`. `scales` maps a module to its input global scale.
+    `rounded` maps `Scheme.kernel` ("nvfp4", for example) to what GPTQ rounded; other weights are
+    rounded to nearest.
     """
     observer = recipe.quantization.observer
     kernels = {target: target.scheme.kernel for target in targets if target.scheme}
@@ -403,7 +404,7 @@ def _write(
 
 
 def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe:
-    """Return a recipe with the chosen schemes, and everything else of `base`.
+    """Return `base` under another name, with the chosen schemes and their limits of verification.
 
     Raises:
         InputError: every group stays in BF16.
