@@ -16,6 +16,7 @@ from quantize.errors import GateError, InputError
 from quantize.host.files import read_json
 from quantize.pipeline.run import advance, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
+from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import errors_of, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
@@ -44,11 +45,11 @@ def run(
         resume: whether to continue a run that exists; a complete run is returned as it is.
         until: the name of the last stage to run.
         options: `tasks` to score, `limit` on the questions of each, `revision` of a Hub model,
-            `gpu_memory` in bytes, and those of `quantize.pipeline.stages.evaluate_more`.
+            `gpu_memory` in bytes, and arguments of `quantize.pipeline.stages.evaluate_more`.
 
     Raises:
-        GateError: verification, fidelity or the gate failed. `report(run.folder.path)` says why.
-        InputError: recipe or model are wrong, or the run exists and `resume` is off.
+        GateError: verification, fidelity or the gate failed; only the gate's FAIL leaves a report.
+        InputError: recipe or model is wrong, or the run exists and `resume` is off.
         ResourceError: the machine lacks something.
     """
     with started(recipe, model, Path(out), resume=resume, **options) as found:
@@ -81,7 +82,7 @@ def convert(
     """Write a BF16 model's quantized checkpoint, rounded to nearest, to the new folder `out`.
 
     Model and recipe are named as in `run`; nothing is calibrated. NVFP4 with calibrated activations
-    needs `input_scales`, a run's calibration/input_scales.safetensors.
+    needs `input_scales`, a run's calibration/input_scales.safetensors. Return what was written.
 
     Raises:
         InputError: `out` exists, input scales are missing, or the recipe rounds by GPTQ.
@@ -137,7 +138,7 @@ def judge(
 
     Raises:
         GateError: a check before the report failed, so that there is no report.
-        InputError: a checkpoint is of the wrong kind.
+        InputError: a checkpoint is of the wrong kind, or the run exists and `resume` is off.
     """
     from quantize.pipeline.judge import judging
 
@@ -146,7 +147,7 @@ def judge(
         try:
             advance(found)
         except GateError:
-            if not found.folder.report_json.exists():
+            if why_stale(found.folder, stage("report")):
                 raise
         return read_json(found.folder.report_json, "verdict")
 

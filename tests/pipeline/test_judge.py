@@ -4,6 +4,7 @@ The checkpoint of a finished run stands for somebody else's.
 """
 
 import shutil
+from unittest.mock import Mock
 
 import pytest
 from quick_run import TASK, Quick
@@ -12,12 +13,13 @@ from safetensors.torch import load_file, save_file
 import quantize
 from quantize.errors import GateError
 from quantize.host.files import read_json, write_json
+from quantize.pipeline import judge
 from quantize.recipe.sections import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
 
 
-def test_a_checkpoint_is_judged(quick: Quick) -> None:
+def test_a_checkpoint_is_judged(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = quick.folder.checkpoint
     before = {path: path.read_bytes() for path in theirs.iterdir()}
     words = ("judge", theirs, "--against", quick.model, "--recipe", quick.recipe)
@@ -63,6 +65,12 @@ def test_a_checkpoint_is_judged(quick: Quick) -> None:
     for command in ("evaluate", "report", "card"):
         refused = quick(command, folder)
         assert (refused.code, "a judgement of" in refused.last) == (2, True)
+    stages = read_json(folder / "stages.json")
+    del stages["verify"]
+    write_json(folder / "stages.json", stages)
+    monkeypatch.setattr(judge, "_verify", Mock(side_effect=GateError("it is wrong now")))
+    with pytest.raises(GateError, match="it is wrong now"):  # and the old report is none of it
+        quantize.judge(*asked, resume=True)
 
 
 def planted(quick: Quick) -> tuple[object, ...]:
