@@ -40,7 +40,8 @@ test-compile: $(READY)
 test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
-# The tests that compute, on the oldest versions that pyproject.toml declares and on the newest Python.
+# The tests that compute, on the oldest versions that pyproject.toml declares, on those on which speed was
+# measured, and on the newest Python.
 test-versions: $(READY)
 	$(BIN)/python tests/support/versions.py $(CELLS)
 
