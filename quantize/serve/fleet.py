@@ -3,10 +3,10 @@
     client -> front (this process, no model) -> workers 0 to N - 1: `quantize serve`, one GPU each
 
 A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with
-the worker that has encoded its beginning, unless that worker has over `max_num_seqs` more requests
-open than the least busy one. A worker that ends is restarted: its requests end with 503, or with an
-error in their streams, and other workers go on. No general proxy does this: load balancers cannot
-read a chat's beginning, and routers that can read it do not start servers.
+the worker that has encoded the chat's beginning, as long as this worker is ready and has at most
+`max_num_seqs` more open requests than the least busy worker. A worker that ends is restarted. Its
+requests end with 503, or with an error in their streams; the other workers go on. No general proxy
+does this: load balancers cannot read a chat's beginning, and routers that read it start no servers.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Fleet:
             worker.stop()
 
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to a worker, and its answer back."""
+        """Relay a request and its answer; RequestError 503: no worker is ready, or it ended first."""
         request = Request(scope, receive)
         await self.choose(await request.body()).relay(request, send)
 
@@ -79,7 +79,7 @@ class Fleet:
         return {index: page for index, page in pages if isinstance(page, httpx.Response)}
 
     async def health(self, _: Request) -> Response:
-        """Answer a health check: samples of all workers, and how many workers are healthy."""
+        """Report running and waiting samples of all workers, and how many workers are healthy."""
         told = [page.json() for page in (await self._pages("/health", {})).values()]
         healthy = sum(state["status"] == "ok" for state in told)
         counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
@@ -104,12 +104,15 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return a chat's tools and its messages through the user's first, as JSON; None: no chat."""
+    """Return a chat's tools, and its messages up to and including the first of the user, as JSON.
+
+    None: the body is not a chat, or no message is from the user.
+    """
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")
         ends = next(i for i, message in enumerate(messages) if message["role"] == "user")
-    except (ValueError, AttributeError, TypeError, KeyError, StopIteration):
+    except (ValueError, AttributeError, TypeError, KeyError, StopIteration, RecursionError):
         return None
     return json.dumps([asked.get("tools"), messages[: ends + 1]])
 

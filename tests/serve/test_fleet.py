@@ -111,7 +111,9 @@ def test_health_adds_up_what_workers_that_are_ready_say(key: str | None, status:
     assert asked == [("/health", {})] * 3
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"prompt": "x"}', b'{"messages": 3}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"prompt": "x"}', b'{"messages": 3}', b"[" * 100_000]
+)
 def test_other_bodies_have_no_beginning(body: bytes) -> None:
     assert beginning(body) is None
 
