@@ -7,9 +7,11 @@
 By itself transformers fills the experts of such a folder with random numbers and only warns (FP8), or
 ends with an AttributeError (NVFP4). This import replaces `DiffusionGemmaForBlockDiffusion`'s
 from_pretrained, which the Auto classes call: `quantize.checkpoints.load` loads quantized folders, with
-weights dequantized to BF16 and every tensor accounted for. Everything else is loaded as before.
+weights dequantized to BF16 and every tensor accounted for. A Hub id of a quantized model is refused;
+transformers loads all other models as before.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ HARMLESS = frozenset(
      "trust_remote_code", "use_safetensors"}
 )  # fmt: skip
 
+# What says which files of a Hub model are meant, and where they are.
+WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token"}
+
 _transformers: Any = DiffusionGemmaForBlockDiffusion.from_pretrained
 
 
@@ -41,7 +46,7 @@ def from_pretrained(
         InputError: the folder is incomplete or has another layout, an option would be ignored, or
             `name` is a quantized model on the Hub, which has to be downloaded first.
     """
-    if name is None or not _is_quantized(Path(name), str(name)):
+    if name is None or not _is_quantized(Path(name), str(name), options):
         return _transformers(name, *args, **options)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     device = options.pop("device_map", None) or "cpu"
@@ -58,10 +63,11 @@ def from_pretrained(
     return load(Path(name), dtype=kept, device=str(torch.device(device)))
 
 
-def _is_quantized(folder: Path, name: str) -> bool:
+def _is_quantized(folder: Path, name: str, options: Mapping[str, Any]) -> bool:
     if folder.is_dir():
         return (folder / "config.json").is_file() and Checkpoint.open(folder).is_quantized
-    if getattr(AutoConfig.from_pretrained(name), "quantization_config", None) is not None:
+    where = {key: options[key] for key in WHERE & options.keys()}
+    if getattr(AutoConfig.from_pretrained(name, **where), "quantization_config", None) is not None:
         raise InputError(
             f"{name}: download it (hf download {name} --local-dir DIR) and give the folder"
         )

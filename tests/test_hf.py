@@ -10,6 +10,7 @@ from two_processes import forked
 PROGRAM = """
 import sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 import quantize.hf
 from transformers import AutoModelForMultimodalLM
 from quantize.checkpoints.load import load
@@ -32,6 +33,15 @@ for options in ({"device_map": "auto"}, {"max_memory": {0: 1}}, {"dtype": "fp7"}
         print(error)
     else:
         raise AssertionError(options)
+asked = []
+answer = lambda name, **own: asked.append((name, own)) or model.config
+quantize.hf.AutoConfig = SimpleNamespace(from_pretrained=answer)
+model.config.quantization_config = {}
+try:
+    type(model).from_pretrained("org/name", revision="r", local_files_only=True, dtype="auto")
+except InputError as error:
+    print(error)
+assert asked == [("org/name", {"revision": "r", "local_files_only": True})]
 next(Path(folder).glob("*.safetensors")).unlink()
 try:
     AutoModelForMultimodalLM.from_pretrained(folder)
@@ -58,4 +68,5 @@ def test_the_auto_class_loads_what_load_loads(
     assert "device_map must name one device" in said.out
     assert "'max_memory' is not taken" in said.out
     assert "dtype 'fp7' is none of torch's" in said.out
+    assert "org/name: download it" in said.out
     assert "refused:" in said.out

@@ -1,7 +1,7 @@
 """Packs a run into one file to share: no weights, no questions, no answers, no local paths.
 
-JSON files lose the questions and the model's folder. The log keeps tracebacks' frames and kinds of
-errors, but no messages, which may quote a prompt. ~ replaces the home folder, RUN the run's folder.
+JSON files lose the questions and the model's folder. The log keeps tracebacks' frames and errors'
+classes, but no messages, which may quote a prompt. ~ replaces the home folder, RUN the run's folder.
 """
 
 import json
@@ -51,8 +51,8 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
 
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a run's JSON file without its questions and the model's folder."""
-    left = {key: value for key, value in content.items() if key != "questions"}
+    """Return the content of a run's JSON file without questions, canvases and the model's folders."""
+    left = {key: value for key, value in content.items() if key not in ("questions", "canvases")}
     for key in ("model", "source"):
         if isinstance(about := left.get(key), dict):
             named = str(about.get("model", ""))

@@ -23,6 +23,7 @@ def test_a_bundle_has_no_questions_no_paths_and_no_weights(
     run = finished_run(tmp_path, judged=True)
     report = read_json(run.report_json)
     report["questions"] = {"gsm8k": {"shown": [{"text": SECRET, "target": "9"}]}}
+    report["canvases"] = {"problems": [{"prompt": SECRET, "tokens": [[SECRET]]}]}
     write_json(run.report_json, report)
     place = tmp_path / "secret" / "bf16"
     manifest = read_json(run.manifest_json)
