@@ -1,9 +1,9 @@
 """Times products and sampler at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
-Data are random. Weights do not stay in the L2: they are larger, or have copies that are read in
-turn. A time is the median of CUDA graph replays. `MB` counts what must be read and written once:
+Data are random. Weights do not stay in the L2: they are larger than it, or have copies that are read
+in turn. A time is the median of CUDA graph replays. `MB` counts what must be read and written once:
 tokens, results, weights of each expert that gets a token. `share of copy` is MB / us over the
-measured copy rate. `reference` is torch on the same operands:
+measured copy rate. `reference` is torch on operands of the same shapes:
 
     experts         `torch._grouped_mm` in bf16: only the two products, no activation
     linear, fp8     `torch._scaled_mm`, scales per token and channel; its tokens come quantized too
@@ -43,7 +43,7 @@ COLUMNS = ("operation", "format", "M", "us", "MB", "GB/s", "share of copy", "flo
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `microseconds` is the kernels' time, `reference` that of torch."""
+    """One line of the table; `microseconds` is the kernels' time, `reference` torch's time in us."""
 
     operation: str
     format: str
@@ -68,7 +68,7 @@ class Row:
 
 
 def experts_rows() -> Iterator[Row]:
-    """Yield timed rows of `routed_experts`: routing, both products, activation, routing weights."""
+    """Yield rows of `routed_experts`, timed with routing, both products, activation and weighting."""
     layouts = [(256, EXPERTS, 0.0), (256, EXPERTS, SPREAD[256]), (256, 40, 0.0)]
     layouts += [(1024, EXPERTS, 0.0), (1024, EXPERTS, SPREAD[1024]), (64, EXPERTS, 0.0)]
     routings = [
@@ -198,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="write rows and rates as JSON")
-    parser.add_argument("--only", choices=PARTS, help="one part")
+    parser.add_argument("--only", choices=PARTS, help="time only this part")
     arguments = parser.parse_args(words)
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}\n")

@@ -137,7 +137,7 @@ def judge(
     gives tasks and gate. Other arguments are as in `run`; with `fine_tuned=True` no weight is compared.
 
     Raises:
-        GateError: a check before the report failed, so that there is no report.
+        GateError: a check before the report failed, so that there is no new report.
         InputError: a checkpoint is of the wrong kind, or the run exists and `resume` is off.
     """
     from quantize.pipeline.judge import judging

@@ -16,7 +16,7 @@ def quantize_rows(
     (see `formats.Activation`). With `gelu_mul`, x is [M, 2K], gate first, and gelu_tanh(gate) * up
     is quantized. Raise ValueError if `shared` is None and `scheme` is not 8-bit.
     """
-    if scheme not in EIGHT_BIT and shared is None:
+    if scheme not in EIGHT_BIT and (scheme != FOUR_BIT or shared is None):
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
     if launches(x.device):
         from fused_dequant import quantize
@@ -37,7 +37,7 @@ def in_torch(x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None) -
 
 
 def values(x: Activation) -> torch.Tensor:
-    """Return a dequantized activation, f32 [M, K]; NVFP4 values still include the global scale."""
+    """Return a dequantized activation, f32 [M, K]; NVFP4 values still contain the global scale."""
     rows, scale = x
     if scale is None:
         return rows.float()

@@ -6,7 +6,7 @@
 
 One kernel serves every mask of the model, as each row m sees one run of positions. A prompt token at
 p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's end. A
-canvas row sees the canvas's 256 positions and all before them, in a sliding layer 1,023 before them.
+canvas row sees the canvas's 256 positions and all before them, in a sliding layer only 1,023 of these.
 
 The cache holds keys and values, bf16 [slots, capacity, kv_heads, D]. Position p of a sequence is
 stored at p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity`
@@ -22,7 +22,8 @@ Parts are stored in float16, which rounds eight times as finely as bf16 (error 1
 `last` from device memory, so a captured CUDA graph can be replayed with other lengths.
 
 If the next product takes quantized rows, the second kernel also quantizes them, since it holds all
-heads of a row. It rounds rows to bf16 first; codes and scales equal those of `quantize.quantize_rows`.
+heads of a row. It rounds rows to bf16 first, so codes and scales equal those of
+`quantize.quantize_rows`, which quantizes the rows if positions are not split.
 
 On Hopper, heads of 256 and 512 have their own kernels: `attention_hopper` and `attention_wide`.
 """
@@ -169,7 +170,7 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """In program (i, b * KV_HEADS + h, split) the i-th BQ queries of sequence b attend to key head h.
+    """Program (i, b * KV_HEADS + h, split): sequence b's i-th BQ queries attend to key head h.
 
     `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: pointers, or if BOXED descriptors.
     """
@@ -226,7 +227,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Join the parts of each line (a row's query head): f32 [LINES, D]; maxima are times log2(e)."""
+    """Return each line (one query head of one row) joined, f32 [LINES, D]; maxima are * log2(e)."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -315,8 +316,8 @@ class Parts:
 
     # bf16 [M, q_heads, D] if positions are not split, else f16 [splits, M, q_heads, D]
     results: torch.Tensor
-    largest: torch.Tensor  # maxima, f32 [splits, M, q_heads]
-    total: torch.Tensor  # sums of exponentials, f32 [splits, M, q_heads]
+    largest: torch.Tensor  # maxima of scores * log2(e), f32 [splits, M, q_heads], if split
+    total: torch.Tensor  # sums of exponentials, f32 [splits, M, q_heads], if split
 
     @property
     def splits(self) -> int:
@@ -333,7 +334,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Run attention over config["SPLITS"] parts of the positions; `configure` makes `config`."""
+    """Return attention's results over config["SPLITS"] parts; `configure` makes `config`."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -368,7 +369,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Return the joined activation: NVFP4 if `shared` is given, 8-bit if `scheme` is, else bf16."""
+    """Return `parts` joined: NVFP4 if `shared` is given, else 8-bit or bf16, as `scheme` reads it."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)
@@ -393,7 +394,7 @@ def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activatio
 def configure(
     rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
-    """Return tile sizes, and the number of splits of the positions that keeps all `processors` busy.
+    """Return tile sizes, and into how many parts (1 to 8) to split positions to fill `processors`.
 
     `rows` counts rows of all `batch` sequences; `hopper` means sm_90. On other GPUs, tiles of 64
     rows x 32 positions (32 x 32 for heads of 512) fit every target: they take 52 to 98 KiB of

@@ -45,9 +45,9 @@ def visible_run(
 ):  # fmt: skip
     """Return begin, end, blocks, clear and blurred: the program reads the positions [begin, end).
 
-    They form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need no mask,
-    as every row sees these positions. The program computes SHARE of a sequence's n queries, from
-    number `query` on, and none past the last. `row` is the sequence's first row.
+    These positions form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need
+    no mask, as every row sees these positions. The program computes SHARE of a sequence's n queries,
+    from number `query` on, and none past the last. `row` is the sequence's first row.
     """
     # Every warp holds all queries: nothing passes between warps.
     each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
@@ -66,7 +66,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Return exponentials of the block at `start`, earlier results' factor, new `top` and `sums`."""
+    """Return exponentials of the block at `start`, a factor for earlier results, new `top`, `sums`."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start

@@ -3,16 +3,16 @@
 The results of 64 rows, 64 x 512 in float32, fill the registers of two warpgroups. The keys of a
 block of 64 positions are 64 KB, so shared memory holds the queries and the keys and values of one
 block. With smaller blocks and the compiler's own pipeline, tensor cores idle most of the time. Here
-TMA copies the next keys over the current ones once every warp has read these, while values are
-multiplied; it copies the next values while scores are computed. The exponentials of a block are
-computed while the previous block's probabilities are multiplied by that block's values:
+TMA overwrites a block's keys with the next block's once every warp has read them, while values are
+multiplied. TMA copies the next values while scores are computed. The exponentials of a block are
+computed while the previous block's probabilities are multiplied by the previous block's values:
 
     in flight              scores of block i + 1; results *= decay; results += p_i @ values_i
     when scores arrive     copy the keys of block i + 2; compute the decay, then p_i+1
     when results arrive    copy the values of block i + 1
 
-The warpgroups divide scores by position and results by column. The keys and values of a block, 128
-KB, serve only 64 rows, so the L2 cache limits the kernel. docs/kernels-log.md has figures.
+A warpgroup computes half the positions' scores and half the results' columns. A block's keys and
+values, 128 KB, serve only 64 rows, so the L2 limits the kernel (figures: docs/kernels-log.md).
 """
 
 from triton.experimental import gluon

@@ -10,7 +10,7 @@ from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
 
-# Tokens of 1 canvas, 2 (or of a canvas that is committed with the first step of the next), 4, 8, and
+# 64, and tokens of 1 canvas, 2 (or one that is committed with the first step of the next), 4, 8, and
 # 16 to 64 canvases in one pass. The two products with the embedding take at most 8 canvases at once.
 TOKENS = (64, 256, 512, 1024, 2048, 8192)
 PIECES = (256, 512, 1024, 2048)

@@ -78,12 +78,12 @@ class CanvasState:
     inverse_temperature: Tensor  # f32 [B, L], 1 / T of the last step, 0 before step 1
     canvas: Tensor  # int64 [B, L], tokens that the decoder reads next
     argmax: Tensor  # int64 [B, L], tokens that a commit would keep
-    history: Tensor  # int64 [S, B, L], argmax of the last S = stability_threshold steps, -1 before
+    history: Tensor  # int64 [S, B, L], argmax of the last S (stability_threshold) steps, -1 if none
     accepted: Tensor  # bool [B, L], whether the last step accepted the position
 
     @classmethod
     def begin(cls, canvas: Tensor, seeds: Tensor, stability: int, index: int = 0) -> "CanvasState":
-        """Return the state before step 1 of canvas number `index`, from its tokens, int64 [B, L]."""
+        """Return the state before step 1 of canvas number `index` with tokens int64 [B, L]."""
         B, device = len(canvas), canvas.device
         return cls(
             seeds=seeds,
@@ -151,8 +151,8 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
     """Return which sequences stop, bool [B]: those with a stable argmax and a low mean entropy.
 
-    `argmax` int64 [B, L] is stable if it equals the argmax of each of the S steps before, `history` [S,
-    B, L]; if S is 0, always. The mean of `entropy` [B, L] must be below `confidence`, both in nats.
+    `argmax` int64 [B, L] is stable if it equals `history` [S, B, L], the argmax of the S steps before;
+    with S = 0 it always is. The mean of `entropy` [B, L] must be below `confidence`, both in nats.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
@@ -177,7 +177,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, u: Tensor) -> Tensor:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the four random words of Philox4x32-10: int64 [..., 4], with 32 bits in each."""
+    """Return the four words of Philox4x32-10 for counter and key: int64 [..., 4], with 32 bits each."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):

@@ -2,7 +2,7 @@
 
 Without it, the GPU is idle for about a microsecond between two kernels of a stream: the last blocks
 finish, the next kernel is launched and computes addresses. A chained kernel is launched as soon as
-every block of the previous kernel has released it. It waits before it needs what that kernel wrote.
+every block of the previous kernel has released it. It waits before it reads what that kernel wrote.
 
 Two rules keep this safe. First, every program of a chained kernel, even one that returns at once,
 must wait before it writes, and before it reads what an earlier kernel wrote; only weights may be

@@ -32,8 +32,8 @@ _HERE = _Here()
 def sequences_of(rows: int) -> Generator[None]:
     """Within the `with` block, torch multiplies this thread's rows in runs of `rows`, one per sequence.
 
-    Some CPU libraries sum in another order if a product has more rows. If each sequence is
-    multiplied by itself, its results do not depend on other sequences. Kernels ignore this.
+    Some CPU libraries sum in another order if a product has more rows. With one product per
+    sequence, a sequence's results do not depend on other sequences. Kernels ignore this setting.
     """
     before, _HERE.rows = _HERE.rows, rows
     try:
@@ -44,10 +44,10 @@ def sequences_of(rows: int) -> Generator[None]:
 
 @contextmanager
 def launched_as_one_of(sequences: int) -> Generator[None]:
-    """Within the `with` block, this thread launches a batch of `sequences` as if it were one sequence.
+    """Within the `with` block, this thread launches kernels with the configuration for one sequence.
 
-    All have the same length. The order in which a kernel sums depends on its launch configuration,
-    never on other rows. So each sequence of the batch gets the same bits as in a launch by itself.
+    A batch has `sequences` sequences of equal length. A kernel's order of sums depends on its launch
+    configuration, never on other rows. So a sequence gets the same bits as in a launch by itself.
     """
     before, _HERE.sequences = _HERE.sequences, sequences
     try:
@@ -57,11 +57,11 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return `count` of rows, slots or sequences; within `launched_as_one_of`, one sequence's count."""
+    """Return `count` of rows, slots or sequences; inside `launched_as_one_of`, that of one sequence."""
     return count // _HERE.sequences
 
 
 def sequence_rows(count: int) -> int:
-    """Return how many of `count` rows torch multiplies at once: all, or those of one sequence."""
+    """Return how many of `count` rows torch multiplies at once: all, or as `sequences_of` says."""
     own = _HERE.rows
     return own if own is not None and count % own == 0 else max(count, 1)

@@ -16,10 +16,10 @@ in a block, its scale is 2^k / 4, or 2^k / 2 if amax >= 1.75 * 2^k. Weights satu
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
-All rounding is to nearest, ties to the even code, in float32. The modules `w4a16`, `w4a8` and
-`w4a4` define layouts that exist only in memory. This module has another: an expert's gate and up
-rows alternate in runs of 8 (`interleave_gate_up`). So the thread that holds a gate value in a
-tensor-core accumulator also holds its up value, and applies the activation in registers.
+Values are rounded to nearest, ties to the even code, in float32. The modules `w4a16`, `w4a8` and
+`w4a4` define layouts that exist only in memory. This module defines one more such layout: gate and
+up rows of an expert alternate in runs of 8 (`interleave_gate_up`). So the thread that holds a gate
+value in a tensor-core accumulator also holds its up value, and computes gelu_mul in registers.
 """
 
 import math
@@ -55,7 +55,7 @@ BLOCK_VALUES, GPU_BLOCK_VALUES = 1 << 19, 1 << 23
 
 
 def blocks(weight: Tensor) -> Iterator[tuple[int | slice, ...]]:
-    """Yield indices that cut a weight [..., out, in] into parts of about (GPU_)BLOCK_VALUES values."""
+    """Yield indices that cut a weight [..., out, in] into parts of about 2^19 values (GPU: 2^23)."""
     values = BLOCK_VALUES if weight.device.type == "cpu" else GPU_BLOCK_VALUES
     return _blocks(weight.shape, values)
 
@@ -70,7 +70,7 @@ def _blocks(shape: Sequence[int], values: int) -> Iterator[tuple[int | slice, ..
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """Return x / number, rounded once; CUDA computes x / number as x times a rounded 1 / number."""
+    """Return x / number, rounded once; torch on CUDA would multiply x by a rounded 1 / number."""
     return x / x.new_full((), number)  # made on x's device: nothing waits for a copy
 
 
@@ -88,12 +88,12 @@ def _magic(magnitude: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return e2m1 codes 0..15 (uint8) of FP32 x in -6..6; overwrite x and `room`, a buffer like x.
+    """Return e2m1 codes (uint8) of FP32 x in -6..6, 0 for -0; overwrite x and `room` (like x).
 
-    Without its sign, a code is n + 2 e: 2^e is the largest power of two <= max(1, |x|), and n is
-    |x| in grid steps, the last byte of |x| + `_magic`. Here `magic` is `_magic` plus 214 steps, so
-    this byte is n + 214. `magic` >> 22 is 2 (127 + 22 + e), which in a byte equals 2 e - 214. So
-    the two add up to n + 2 e. Since 214 is even, ties still go to the even code.
+    A code without its sign is n + 2 e. 2^e is the largest power of two <= max(1, |x|). n is |x| in
+    grid steps, rounded, and is the last byte of |x| + `_magic`. Here `magic` has 214 more steps, so
+    this byte is n + 214. `magic` >> 22 is 2 (127 + 22 + e), which in a byte equals 2 e - 214. The
+    sum of these two bytes is n + 2 e. Since 214 is even, ties still go to the even code.
     """
     bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
     sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
@@ -130,7 +130,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 def block_scale(ranges: Tensor, shared: Tensor) -> Tensor:
-    """Return block scales (e4m3 values in FP32, never 0) from amax `ranges`, global scale `shared`."""
+    """Return FP32 block scales, e4m3 values > 0, from amax `ranges` and global scale `shared`."""
     scale = (shared * quotient(ranges, E2M1_MAX)).clamp(max=FP8_MAX).to(FP8).float()
     return scale.masked_fill_(scale == 0, SMALLEST_BLOCK_SCALE)
 
@@ -164,8 +164,8 @@ def dequantize_nvfp4(
 def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
     """Return NVFP4 weights as W4A8 multiplies them: e2m1 * scale / 8, rounded to e4m3 [..., K].
 
-    packed is uint8 [..., K/2], scale e4m3 [..., K/16], not negative. The largest, 6 * 448 / 8, is in
-    range. Blocks with a scale below E4M3_LEAST_SCALE become zeros, since values would be subnormal.
+    packed is uint8 [..., K/2], scale e4m3 [..., K/16], not negative. The largest result, 336, is in
+    range. Blocks with scales below E4M3_LEAST_SCALE become zeros, as 0.5 * scale / 8 is subnormal.
     """
     scale = scale.float()
     zero = (scale < E4M3_LEAST_SCALE).unsqueeze(-1)
@@ -178,7 +178,7 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:
-    """Return the e8m0 scales uint8 of MXFP4 blocks with largest magnitudes `ranges`, taken as BF16."""
+    """Return the e8m0 scales uint8 of MXFP4 blocks from their amax `ranges`, rounded to BF16."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 
@@ -222,7 +222,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave gate and up, both [..., I, C] with I % 8 == 0, in runs of 8 rows: [..., 2I, C]."""
+    """Interleave gate and up [..., I, C] in runs of 8 rows: [..., 2I, C]; ValueError if I % 8 != 0."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(
             f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"

@@ -4,7 +4,7 @@
 thirty times and takes longer than copying a streamed layer. A program makes TILES fragments. A fragment
 is 256 pairs of words; a pair's bits come from 8 bytes, 4 in each of two rows, by a table (`places`).
 
-Block scales must not be negative or NaN: `runtime.fused.packing` checks them when it first reads them.
+Block scales must not be negative or NaN. `runtime.fused.packing` checks this at their first read.
 """
 
 from functools import cache

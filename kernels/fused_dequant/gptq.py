@@ -58,7 +58,7 @@ def clamp(v, least, most):
 
 @triton.jit
 def nearest(v, CODES: tl.constexpr):
-    """Round v to the nearest value of format CODES, ties to even, saturating; int8 turns -0 into 0."""
+    """Return the value of format CODES nearest to v, ties to even, saturating; int8: 0 for -0."""
     if CODES == "int8":  # adding 1.5 * 2^23 leaves no fraction bits
         return (clamp(v, -128.0, 127.0) + 12582912.0) - 12582912.0
     if CODES == "e2m1":

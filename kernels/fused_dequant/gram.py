@@ -2,8 +2,8 @@
 
     tiles[e, t] += sum of x[r, i] x[r, j]^T over the rows r of expert e,   t = j (j + 1) / 2 + i
 
-Blocks of 128 inputs have numbers i <= j; x[r, i] is block i of row r. Tiles below the diagonal, the
-transposes of those above, are neither computed nor stored. Products of bf16 numbers are exact in
+i <= j are numbers of blocks of 128 inputs; x[r, i] is block i of row r. Tiles below the diagonal are
+transposes of tiles above, and are neither computed nor stored. Products of bf16 numbers are exact in
 float32; tensor cores sum them. The host never waits. `quantize/schemes/hessians.py` sums in torch.
 """
 
@@ -55,7 +55,7 @@ def add(
     """Add to each expert's `tiles`, in place, the sum of x x^T over its rows of x bf16 [M, K].
 
     `tiles` f32 [E, tiles, 128, 128] and x are contiguous. `order` int64 [M * topk] has the choices
-    sorted by expert, order[starts[e] : starts[e + 1]] those of expert e; `starts` is int64 [E + 1].
+    sorted by expert: order[starts[e] : starts[e + 1]] are expert e's; `starts` is int64 [E + 1].
     Choice c belongs to row c // topk.
     """
     K = x.shape[1]

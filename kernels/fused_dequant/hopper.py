@@ -1,4 +1,4 @@
-"""Code that the Gluon kernels for Hopper share: a barrier of all threads, `chain.follow` in Gluon."""
+"""Code that the Gluon kernels for Hopper share: a barrier of all threads, and `follow`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

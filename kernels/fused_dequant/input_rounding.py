@@ -1,7 +1,7 @@
 """Rounds activations as W4A4 does for NVFP4 weights, into bf16 rows that any kernel can multiply.
 
-    s = e4m3(min(g * amax / 6, 448)), 0.125 where that is 0       a block of 16, g the global scale
-    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row
+    s = e4m3(min(g * amax / 6, 448)), or 0.125 if this is 0       scale of a block of 16 values
+    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row; g: global scale
 
 So y / g approximates x. A code has 2 significant bits and a block scale 4, so y is exact in bf16
 (at most 6 * 448). The weight's factor includes 1 / g, in float32 (`simulated.scaled`). All numbers

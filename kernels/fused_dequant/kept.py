@@ -13,7 +13,7 @@ _KEPT = WeakTensorKeyDictionary()  # tensor -> name -> (version of the tensor, w
 
 
 def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the result of `make`, kept under `name` until `tensor` changes or is freed."""
+    """Return `make()`, computed once and kept under `name` until `tensor` changes or is freed."""
     own: dict[str, tuple[int, torch.Tensor]] = _KEPT.setdefault(tensor, {})
     version, made = own.get(name, (None, tensor))
     if version != tensor._version:

@@ -44,9 +44,9 @@ class Kernel:
     layout: Callable[[int, int], tuple[Spec, ...]]
     # (data, scale, dtype) -> values [E, N, K], not yet multiplied by the factor.
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
-    # f32 [N, K] -> what `weights.build` takes; None if it makes this layout from another scheme's.
+    # f32 [N, K] -> arguments of `weights.build`; None if `build` converts another scheme to this.
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-    spans: tuple[int, int] = (1, 1)  # rows and columns that an element of data stands for
+    spans: tuple[int, int] = (1, 1)  # rows and columns per index of data's axes 1 and 2
     alone: bool = False  # whether no other capability has the instructions
 
     def runs_on(self, target: Capability) -> bool:

@@ -8,15 +8,15 @@ this costs less than rounding the result to bf16. INT8 accumulates in int32, exa
 
 With SWAP, the kernel computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows is
 converted to half precision. When swapped, weights fill the side of 64 rows, and tokens the side that
-takes multiples of 8. So 16 tokens per expert still run on FP8 tensor cores, with half the instructions.
+takes multiples of 8. So 16 tokens per expert run on FP8 tensor cores too, in half the instructions.
 
-A block is BM + MORE rows in two accumulators (MORE may be 0), so that 80 rows read the weights
-once. Of 1,024 tokens, evenly routed, an expert gets 64 +- 8: blocks of 64 would read half the experts
-twice, blocks of 128 would compute twice the rows. Real routing is never even, so `compute_rows`
-narrows a block that is not full, up to NARROWER times, while it still holds the real rows.
+A block is BM + MORE rows in two accumulators (MORE may be 0), so that 64 + 16 rows read the weights
+once. Of 1,024 tokens, evenly routed, an expert gets 64 +- 8: blocks of 64 would read the weights of
+half the experts twice, and blocks of 128 would compute twice the rows. Real routing is never even,
+so `compute_rows` makes a block narrower, up to NARROWER times, while its real rows still fit.
 
-The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight;
-each saves one pass over the result in memory. Results are stored so that they stay in the L2
+The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight.
+Each saves reading and writing the result again. Results are stored so that they stay in the L2
 (`tiles.KEPT`), since the next kernel reads them; weights are read only once.
 """
 
@@ -55,7 +55,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return activation scales and routing weights of rows, f32; 0 for padding, all 0 if not in use."""
+    """Return rows' f32 scales (0 unless SCALED), routing weights (0 unless WEIGHTED); padding: 0."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -96,9 +96,9 @@ def compute_block(
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the BM + MORE rows from `first` on by output channels n [BN], and store the results.
+    """Multiply the BM + MORE rows from `first` on by the weights of channels n [BN]; store results.
 
-    `weights` points at columns k [BK]. Scales are requested before the products and arrive during them.
+    `weights` points at columns k [BK] of these channels. Loads of scales start before the products.
     """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
@@ -143,7 +143,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` on a block narrowed, up to NARROWER times, while its real `rows` fit."""
+    """Run `compute_block`, the block made narrower up to NARROWER times while its real `rows` fit."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -223,8 +223,8 @@ def launch(
     """Multiply rows by a weight: a dense product, or with `routing` the experts' gate_up or down.
 
     x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale is f32 [rows], None for bf16.
-    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots] has
-    the routing weights, for `down` only. Return bf16 rows, shaped as `routing.place_results` says.
+    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots],
+    for `down` only, has the routing weights. Return bf16 rows, in the shape of `place_results`.
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])

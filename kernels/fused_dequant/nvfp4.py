@@ -10,7 +10,7 @@ The epilogue multiplies sums by 2^7 / global_scale. MXFP4 has an e8m0 byte per 3
 exponent of a bf16 number: w = (bits * 2^126) * scale, both products exact, and the factor is 1.
 Integer operations decode e4m3 scales, because sm_80 has no such type. Interleaving low and high
 nibbles, and changing the layout before the dot, go through shared memory. This limits the loop to
-about 40 % of an H200's bandwidth; `nvfp4_hopper.py` avoids it there.
+about 40 % of an H200's bandwidth; on Hopper `nvfp4_hopper.py` avoids this limit.
 """
 
 import torch

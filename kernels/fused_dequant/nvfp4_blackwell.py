@@ -7,9 +7,9 @@ The kernel computes y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, here the w
 either order would do. `factor` combines both global scales. The weight's scales are stored in tiles
 (`w4a4`), the tokens' scales row by row, since an expert's tokens are gathered.
 
-No GPU with FP4 units has run this kernel; Triton's interpreter has. With NATIVE false only the
-instruction differs: codes and scales are decoded to bf16, where their product is exact, and bf16 is
-multiplied. An H200 ran it so. tests/fused_dequant/test_compile.py names each target's instruction.
+No GPU with FP4 units has run this kernel; Triton's interpreter has. If NATIVE is false, only the
+instruction differs: the kernel decodes code * scale to bf16, which is exact, and multiplies in bf16.
+An H200 ran this form. tests/fused_dequant/test_compile.py names each target's instruction.
 """
 
 import triton

@@ -2,12 +2,11 @@
 
 To decode to bf16, a thread reads the layout of `w4a16.to_fragments`: pairs of words, 16 codes in each
 pair, and words of four block scales. Two values take a funnel shift, a mask and a multiplication by
-their scale. Decoding the scales adds 1/8 instruction per value. The result, e2m1 * scale * 2^-7, is
-exact; `w4a16.decode_fragments` computes the same in torch. To decode to e4m3, eight values take seven
-instructions, and a block's table takes four (`w4a8` describes the layout and the table).
+their scale. Decoding the scales adds 5 instructions per 16 values. The result, e2m1 * scale * 2^-7,
+is exact; `w4a16.decode_fragments` computes the same in torch. To decode to e4m3, eight values take
+seven instructions, and a block's table takes six (`w4a8` describes the layout and the table).
 
-`gl.convert_layout(..., assert_trivial=True)` makes the compiler refuse the kernel if decoded values
-would have to move between threads.
+`gl.convert_layout(..., assert_trivial=True)` fails to compile if values would move between threads.
 """
 
 from triton.experimental import gluon
@@ -19,8 +18,8 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 def decode_assembly() -> str:
     """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 to $7, two bf16 in each.
 
-    $10 has four scales, a step and row's in byte 2 * step + row // 8; its bf16 bits are (byte << 4) +
-    0x7380. ptxas folds moves that copy it to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
+    Byte 2 * step + row // 8 of $10 is the scale of that step and row, in bf16 (byte << 4) + 0x7380.
+    ptxas folds the moves of a scale to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
@@ -81,7 +80,7 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Return a layout of words [row tile, column tile, warp, row%8, lane%4, 2, 2], 2 x 2 per thread."""
+    """Return a layout of words [row tile, 1, warp, row%8, lane%4, 2, 2], 2 x 2 per thread and tile."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]

@@ -10,17 +10,16 @@ as 2 bytes. Here only the packed weights pass through shared memory:
   * the kernel computes y.T = w @ x.T. Weights are operand A, in registers, 64 rows per warpgroup.
     Tokens, 16 to 256, are operand B, in shared memory: a weight is decoded once for all its tokens;
   * decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions per value, and at 4.3
-    TB/s there is time for 3.9. tests/fused_dequant/test_compile.py counts them for sm_90.
+    TB/s there is time for 3.9. tests/fused_dequant/test_compile.py counts instructions for sm_90.
 
-The kernel is written in Gluon because the layouts are the algorithm. Its products run while the
-next 64 columns of a step are decoded. The step waits for its products at its end: if they ran on
-into the loop's next turn, ptxas would serialise them all (C7515). A dense product has about one
-block per processor, so two sets of warps share a block, each on half of K: one decodes while the
-other multiplies. TMA copies the tokens of a dense product. Experts' tokens are gathered by
-`cp.async`, which costs a fence in every step before `wgmma` may read them. docs/kernels-log.md has
-other designs that were measured, with figures.
+The kernel is written in Gluon because the layouts are the algorithm. Products run while the next 64
+columns of a step are decoded. A step ends by waiting for its products: if they ran on into the next
+step, ptxas would serialise all products (C7515). A dense product has about one block per processor,
+so two sets of warps share a block, each on half of K: one decodes while the other multiplies. TMA
+copies the tokens of a dense product. Experts' tokens are gathered by `cp.async`, which costs a fence
+in every step before `wgmma` may read them. docs/kernels-log.md has other designs, with figures.
 
-With E4M3 the same kernel multiplies in FP8 (`w4a8`): experts only, 8-bit tokens with a scale each.
+With E4M3 the kernel multiplies in FP8 (`w4a8`): experts only, 8-bit tokens, one scale per token.
 """
 
 from triton.experimental import gluon
@@ -388,7 +387,7 @@ def compute_rows(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the least height that holds `rows`, of BM + MORE and NARROWER lower."""
+    """Run `compute_block` at the least of NARROWER + 1 heights, up to BM + MORE, that holds `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -440,11 +439,10 @@ def nvfp4_hopper_kernel(
 ):
     """Multiply x [rows, K] by weights in fragments (words and scales) into y [slots, N or N/2].
 
-    x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators:
-    for 96 rows, say, the tensor core then computes 96 rows and not 128, with weights decoded once.
-    An expert's block of few tokens is cut to one of NARROWER smaller heights: 64, 48, 32 or 16 rows
-    for BM = 64, MORE = 16 and NARROWER = 4. In a dense product with PARTS = 2, a second set of
-    warps multiplies the second half of K.
+    x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators, so
+    that 96 rows need not be computed as 128, and weights are decoded once. An expert's block of few
+    tokens is cut to one of NARROWER smaller heights: with BM = 64, MORE = 16 and NARROWER = 4 to 64,
+    48, 32 or 16 rows. In a dense product with PARTS = 2, other warps multiply K's second half.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     follow(CHAINED and GROUPED)  # the blocks may come from the previous kernel

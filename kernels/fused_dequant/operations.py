@@ -18,16 +18,16 @@
     sample, accept      one step of the sampler, on a `canvas.CanvasState`
 
 A product reads an `Activation`: bf16 rows, or quantized rows with scales. Kernels and torch compute in
-float32 and round results to bf16 (on a CPU `routed_experts` does not). A scheme that the device cannot
-run raises ValueError: nothing falls back silently to a slower path. Launches depend only on shapes and
-can be captured in a CUDA graph. Modules with kernels, and triton, are imported when needed. For a
-function with the decorator `with_kernels`, the module has a function of the same name and arguments.
+float32 and round results to bf16, except those of `routed_experts` on a CPU. A scheme that the device
+cannot run raises ValueError: nothing falls back silently to a slower path. Launches depend only on
+shapes and can be captured in a CUDA graph. Modules with kernels, and triton, are imported when needed.
+For a function decorated with `with_kernels(module)`, `module` has one of the same name and arguments.
 
 Experts on a GPU, for M tokens with topk choices each; a slot is one choice of one token:
 
     route                ids -> sorted blocks                                     1 launch
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
-    [quantize_rows]      fp8, int8: hidden rows to 8 bits                         1
+    [quantize_rows]      hidden rows to 8 bits or NVFP4, if `down` reads these    1
     down * weight        [slots, H] bf16                                          1
 
 Both products read the same blocks, so both configurations have the same number of rows per block.
@@ -61,7 +61,7 @@ def kernels_of(module: str, device: torch.device) -> Any:
 
 
 def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that on a GPU calls the function of the same name in `module` instead."""
+    """Return a decorator: on a GPU, `module`'s function of the same name replaces the decorated one."""
 
     def decorate(in_torch: Callable[P, R]) -> Callable[P, R]:
         @wraps(in_torch)
@@ -80,7 +80,7 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
     """Return x @ weight.T, bf16 [..., N], for x [..., K] and a dense weight (E = 1).
 
-    If the scheme reads quantized rows, x is quantized here, unless it comes quantized, with `scale`.
+    If the scheme reads quantized rows, x is quantized here, unless `scale` says that x already is.
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -120,7 +120,7 @@ def routed_experts(
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], for x [M, H], embedding [V, H].
 
-    If `out` is given, the logits are written to it: a step in a CUDA graph then need not copy 134 MB.
+    `out`, if given, gets the logits: a CUDA graph need not copy 134 MB. Raise ValueError if H differs.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -135,8 +135,8 @@ def soft_embedding(
 ) -> Tensor:
     """Return softmax(logits / T) @ embedding, bf16 [M, H], in `out` if given.
 
-    logits are bf16 or f32 [M, V], embedding bf16 [V, H]. inverse_temperature f32 [M] is each row's
-    1 / T, and may change between replays of a CUDA graph.
+    logits are bf16 or f32 [M, V], embedding bf16 [V, H]; raise ValueError if V differs.
+    inverse_temperature f32 [M] is each row's 1 / T, and may change between replays of a CUDA graph.
     """
     if logits.shape[1] != len(embedding):
         raise ValueError(
@@ -168,7 +168,7 @@ def look(
 ) -> Draw:
     """Run `lm_head` on x [B * L, H], then `sample`; write `logits`, `probabilities`; return the draw.
 
-    Call this only if `looks` returns True. It sums in another order than `sample`: a draw may differ.
+    Call `look` only if `looks` is True. It sums in another order than `sample`: draws may differ.
     """
     from fused_dequant import vocabulary
 
@@ -196,7 +196,7 @@ def sparse_soft_embedding(
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
     A row sums only its likeliest tokens, which hold 0.999 of the probability; if these are more than
-    64, it sums all. `left` has what `look` wrote for these logits, with statistics, or is None.
+    64, it sums all tokens. `left`, what `look` wrote for these logits, is used if it has statistics.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -222,8 +222,8 @@ def begin(
 
     h is embedding[token] * factor. The first `decoded` rows are the decoder's: `update` bf16
     [decoded, H], if given, is added to them, and they are divided by their root mean square. w_next
-    [H] is the norm's weight, `scheme` the product's. `shared` f32 [1] is the global scale if the
-    product reads NVFP4 rows, else None.
+    [H] is the norm's weight, `scheme` that of the product's weight. `shared` f32 [1] is the global
+    scale if the product reads NVFP4 rows, else None.
     """
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -278,9 +278,9 @@ def attend(
     """Return softmax(q @ K.T) @ V of each row m over the cached positions first[m] .. last[m].
 
     q is bf16 [M, q_heads, D]. first and last are int32 [M], inclusive; if first > last, the row is
-    zero. keys, values and slots are as in `attention_heads`. The result [M, q_heads * D] is rounded
-    to bf16, then quantized if `scheme` reads quantized rows; `shared` is as in `begin`. Values must
-    be below 65,504, since programs that share a row store partial results in float16.
+    zero. keys, values and slots are as in `attention_heads`, with the same ValueError. The result [M,
+    q_heads * D] is rounded to bf16, then quantized if `scheme` reads quantized rows; `shared` is as in
+    `begin`. Values must be below 65,504: programs that share a row store partial results in float16.
     """
     _check_cells(q, keys, slots)
     if kernels := kernels_of("attention", q.device):
@@ -367,9 +367,9 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
     """Draw one denoising step's tokens from logits [B, L, V]: bf16 or f32, not yet divided by T.
 
-    `schedule` f32 [N] has the temperature T of each step, step 1 first. A GPU sums the CDF in
-    another order than torch. So the two may draw different tokens if a random number is within
-    rounding of the boundary between two tokens.
+    `schedule` f32 [N] has the temperature T of each step, step 1 first. Raise ValueError if the
+    canvas is not [B, L]. Kernels sum the CDF in another order than torch, so they may draw another
+    token if a random number is within rounding of the boundary between two tokens.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(

@@ -5,7 +5,7 @@ FP8 and INT8: scale[m] = amax(|h[m]|) / 448 or / 127 for token m, codes h * (1 /
     GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
 
 NVFP4 (W4A4): blocks of 16 with e4m3 scales under a global scale; `input_rounding` has the formulas.
-Here h is rounded to bf16 first, as a bf16 tensor would hold it.
+For NVFP4, h is first rounded to bf16, as a bf16 tensor would hold it.
 
 A row stays in registers between the reduction and the division. So x is read once, and one byte per
 value is written (FP8, INT8), or half a byte (NVFP4). `residual` and `attention` quantize the rows
@@ -28,7 +28,7 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """Return |h|'s bits as int32: they sort like |h|, NaN last; one instruction reduces a warp's."""
+    """Return |h|'s bits as int32: they sort like |h|, NaN last, and a warp's max is 1 instruction."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -41,7 +41,7 @@ def scale_of(largest, LARGEST: tl.constexpr):
 
 @triton.jit
 def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """Round h / scale to `dtype`, int8 or e4m3, limited to +-LARGEST."""
+    """Return h * (1 / scale) rounded to `dtype`, int8 or e4m3, and limited to +-LARGEST."""
     v = h * tl.div_rn(1.0, scale)
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)  # NaN too gets a code
     if dtype == tl.int8:
@@ -130,7 +130,7 @@ def quantize_blocks_kernel(
 def room(
     M: int, K: int, scheme: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return uninitialised memory for rows [M, K] as `scheme` reads them, and scales (bf16: None)."""
+    """Return uninitialised memory for rows [M, K] as `scheme` reads them, and for scales (or None)."""
     if scheme == FOUR_BIT:
         scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
         return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale

@@ -2,8 +2,8 @@
 
 `dtype` is the precision of the arithmetic and of results: float32 to serve, float64 to judge a
 kernel. Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one reference
-serves every format; `weights` dequantizes. `operations` describes the arguments that have no type
-here. The sampler's reference is `canvas`.
+serves every format; `weights.dequantize` makes them. `operations` describes the arguments that have
+no type annotation here. The sampler's reference is `canvas`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """Return x @ weight.T, f32 [M, N], of x [M, K], weight [N, K], multiplying `rows` rows at once."""
+    """Return x @ weight.T, f32 [M, N], of x [M, K], weight [N, K], by products of `rows` rows."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
     for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
         torch.mm(own, matrix, out=out)
@@ -94,7 +94,7 @@ def sparse_soft_embedding(
     inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return `soft_embedding` over only the most probable tokens, which hold 1 - LEFT_OUT of the mass.
+    """Return `soft_embedding` over only the likeliest tokens, which hold 1 - LEFT_OUT of the mass.
 
     A row that needs more than MOST tokens gets the result of `soft_embedding`, computed for all
     rows at once, so that the row's bits do not depend on which other rows need more than MOST.
@@ -111,7 +111,7 @@ def sparse_soft_embedding(
 
 
 def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Return [M]: how many likeliest tokens of a row hold 1 - LEFT_OUT of its mass; 129 if over 128."""
+    """Return int64 [M]: how many likeliest tokens hold 1 - LEFT_OUT of a row's mass; 129: over 128."""
     p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
     held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
     return (held < 1 - LEFT_OUT).sum(-1) + 1

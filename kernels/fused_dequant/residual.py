@@ -14,7 +14,7 @@
 
 norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in
 a tensor is rounded to bf16 here too, so the two differ only in the order of sums. As separate torch
-operations this would take some thirty launches per layer; here it takes two.
+operations these would take some thirty launches per layer; here they take two.
 
 A pass may have rows of the decoder, followed by rows of the encoder. `begin` sets h to norm(h +
 update) in the decoder's rows only. `after_experts` has a scalar for each kind of row.
@@ -54,7 +54,7 @@ def weighted(x, weight):
 
 @triton.jit
 def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Store row m: bf16 if LARGEST is 0, NVFP4 if 6, else 8 bits and a scale (NaN if not finite)."""
+    """Store row m: bf16 if LARGEST is 0, NVFP4 if 6, else 8 bits, with scale NaN if x is not finite."""
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     elif LARGEST == 6.0:

@@ -39,7 +39,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Program (i, s) stores BM rows, from i * BM, of x @ w.T over split s of K: f32 [splits, M, E]."""
+    """Program (i, s) stores BM rows from i * BM of x @ w.T over K's split s: f32 [splits, M, E]."""
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
@@ -59,7 +59,7 @@ def logits_kernel(
 
 @triton.jit
 def ordered(bits):
-    """Map bf16 bits, sign-extended to int32, to integers that sort like the values; its own inverse."""
+    """Map bf16 bits, sign-extended to int32, to integers that sort like their values, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 

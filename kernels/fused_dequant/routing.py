@@ -1,20 +1,19 @@
 """Sorts rows by expert into blocks for the experts' products, entirely on the device.
 
-Choice c of token m has the slot m * topk + c. `route` sorts the slots by expert and pads each expert's
-run to a multiple of `block` rows:
+Choice c of token m is slot m * topk + c. `route` sorts slots by expert into blocks of `block` rows:
 
     slots         int32 [max_blocks * block]  the slots; M * topk marks padding
     block_expert  int32 [max_blocks]          each block's expert
     block_rows    int32 [max_blocks]          how many of its rows are slots; padding follows them
     block_count   int32 [1]                   how many blocks are in use, which only the device knows
 
-No routing needs more than `max_blocks`: an expert with c > 0 slots uses ceil(c / block) blocks, so S
-slots need at most min(E, S) + S // block. Kernels are launched for that many; blocks past `block_count`
-return at once. So launches depend only on shapes: a CUDA graph can replay another routing.
+An expert with n > 0 slots uses ceil(n / block) blocks, so S slots need at most `max_blocks` =
+min(E, S) + S // block. Kernels are launched for that many; blocks past `block_count` return at once.
+So launches depend only on shapes: a CUDA graph can replay another routing.
 
-Each expert has one program. It counts all ids itself (8 KB from L2 at 2,048 slots), which saves a
-launch, and then writes its own run in slot order. There are no atomics, so two runs are equal bit
-for bit. On an H200 the kernel, chained, takes 3.1 us for 2,048 slots and 6.8 us for 8,192.
+Each expert has one program. The program counts all ids itself (8 KB from L2 at 2,048 slots), which
+saves a launch, then writes its expert's slots in order. There are no atomics, so repeated routing is
+equal bit for bit. On an H200 the kernel, chained, takes 3.1 us for 2,048 slots and 6.8 us for 8,192.
 """
 
 from dataclasses import dataclass
@@ -118,7 +117,7 @@ def route_kernel(
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
-    """Sort the slots of expert_ids int [M, topk], ids below `experts`, into blocks of `block` rows."""
+    """Sort slots of expert_ids int [M, topk] into blocks of `block` rows; skip ids not in 0..E-1."""
     total = expert_ids.numel()
     bound = min(experts, total) + total // block
     device = expert_ids.device

@@ -1,10 +1,10 @@
 """The entropy-bound sampler on the GPU: it reads the logits once, and the host waits for nothing.
 
     l = logits / T,   T = schedule[step - 1] of the sequence
-    a position   y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy of softmax(l) in nats
-    a canvas     accept positions in order of H, while the sum of all lower H is <= bound
-    next canvas = y where accepted, else a token drawn uniformly
-    finished when a did not change over `history` steps and mean(H) < confidence
+    per position   y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy of softmax(l) in nats
+    per canvas     accept positions in order of H, while the sum of all lower H is <= bound
+    next canvas    y where accepted, else a token drawn uniformly
+    finished       when every `a` equals those of the steps in `history`, and mean(H) < confidence
 
 A step takes three launches, whatever the batch size:
 
@@ -35,7 +35,7 @@ from fused_dequant.canvas import CanvasState, Draw
 from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST
 
-RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43, 8,192 with four 38
+RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43 us, 8,192 with four warps 38 us
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def accept_kernel(
     POSITIONS: tl.constexpr,  # L rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """Program b does `operations.accept` for sequence b; steps of `history` are `stride` apart."""
+    """Program b does `operations.accept` for sequence b; `history` steps are `stride` numbers apart."""
     follow(CHAINED)
     b = tl.program_id(0)
     now = tl.load(step + b)

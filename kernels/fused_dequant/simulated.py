@@ -3,9 +3,9 @@
     round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
     scaled             the NVFP4 weight for such rows; its factor is divided by the rows' global scale
     plain              an 8-bit weight in bf16, for rows that are not rounded
-    experts            routed experts; rows are rounded with a scale per expert, with one, or not at all
+    experts            routed experts; rows rounded with one scale per expert, one for all, or not
 
-Products differ from those of W4A4 only in the order of float32 sums. On a CPU torch does the same.
+Products differ from those of W4A4 only in the order of float32 sums. A CPU computes them in torch.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ EXPERTS_AT_ONCE = 16  # that go through float32 in `plain`: all experts of a lay
 def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
     """Round x bf16 or f32 [M, K], K % 16 == 0, to NVFP4; return codes times block scales, bf16 [M, K].
 
-    `global_scale` is f32 [1]. With `experts` int [M, topk] it is [E]: each row is then rounded once
-    for each of its experts, and the result is [M * topk, K].
+    `global_scale` is f32 [1]. If `experts` int [M, topk] is given, `global_scale` is f32 [E], each
+    row is rounded once for each of its experts, and the result is [M * topk, K].
     """
     if launches(x.device):
         from fused_dequant import input_rounding
@@ -84,11 +84,12 @@ def experts(
     scales: tuple[Tensor, Tensor] | None = None,
     see: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Return `operations.routed_experts` [M, topk, H] of x bf16 [M, H], with the inputs rounded.
+    """Return `operations.routed_experts` [M, topk, H] of x bf16 [M, H]; both inputs are rounded.
 
-    Weights are bf16 or NVFP4, gate_up interleaved; all `ids` [M, topk] are in 0..E-1. `scales` are two
-    global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds nothing. `see` is
-    called with the input of down before it is rounded, bf16 [M * topk, I], in the order of `ids`.
+    `scales` are two global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds
+    nothing. Weights are bf16 or NVFP4; bf16 with `scales` raises ValueError. gate_up is interleaved;
+    all `ids` [M, topk] are in 0..E-1. `see` is called with the input of down before it is rounded,
+    bf16 [M * topk, I], in the order of `ids`.
     """
 
     def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """The GPUs that kernels are compiled for, by compute capability, and which of them a device is.
 
-`QUANTIZE_TARGET=sm_89` makes this GPU launch the kernels and tiles that an sm_89 would, so that what an
-RTX 4090 would run can be checked on a newer GPU.
+With `QUANTIZE_TARGET=sm_89` a newer GPU launches an RTX 4090's kernels and tiles, to test them.
 """
 
 import os

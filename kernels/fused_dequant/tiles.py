@@ -19,7 +19,7 @@ KEPT = tl.constexpr("evict_last")
 
 @triton.jit
 def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
-    """Return slots [COUNT] of a block's rows from `first` on, and which of them are not padding."""
+    """Return slots [COUNT] of the rows from `first` on, and a mask [COUNT], false for padding."""
     offsets = first + tl.arange(0, COUNT)
     slot = tl.load(slots + offsets) if GROUPED else offsets
     return slot, slot < total

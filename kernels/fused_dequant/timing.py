@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
-    """Capture what the `with` block launches in `graph`; `options` are those of `torch.cuda.graph`."""
+    """Capture into `graph` what the `with` block launches; `options` are for `torch.cuda.graph`."""
     collects = gc.isenabled()
     gc.disable()  # collecting an older graph would free it, which would invalidate the capture
     try:

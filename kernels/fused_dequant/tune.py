@@ -3,9 +3,9 @@
 It tunes each product of the real model that the GPU can run, at several numbers of tokens. Candidates
 are compiled in parallel, against tensors without storage; those that do not fit the device are dropped.
 Each must give the result of the first, and is timed as a CUDA graph over buffers larger than the L2;
-the fastest is kept. Both products of the experts read the same blocks of rows, so their pair is chosen
-together. The untuned default is a candidate too, which shows what the table gains. On an H200, tuning
-for 64, 256 and 1,024 tokens takes about two minutes in all; larger numbers have not been timed.
+the fastest is kept. Both products of the experts read the same blocks of rows, so their two
+configurations are chosen together. The untuned default is a candidate too, to show what tuning gains.
+On an H200, tuning for 64, 256 and 1,024 tokens takes about two minutes; more tokens were not timed.
 
 No candidate has more than `candidates.MAX_ACCUMULATORS` accumulator registers per thread. Products
 are timed in a child process: if a candidate breaks the CUDA context there, a new process times the
@@ -119,7 +119,10 @@ class BrokenCandidateError(Exception):
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Return (us, config) of candidates not `excluded`, fastest first; ValueError if results differ."""
+    """Return (us, config) of the candidates that fit the GPU and are not `excluded`, fastest first.
+
+    Raise ValueError if results differ, BrokenCandidateError for a candidate with a CUDA error.
+    """
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
     sets = [first, *(replace(first, weight=first.weight.clone()) for _ in range(copies - 1))]

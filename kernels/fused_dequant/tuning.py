@@ -5,9 +5,9 @@
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
 A key is verb/scheme/NxK, and has an entry for each of several numbers of tokens M. A launch takes
-the entry of the smallest M that is at least its own M, else of the largest. If its N is missing, it
-takes the nearest N with the same K. Tables of the device's own name take precedence over others of
-its compute capability; an H100, without its own, runs what was tuned on an H200. A table that
+the entry of the smallest M that is at least its own M, else of the largest. If no key has the launch's
+N, the nearest N with the same K counts. Tables of the device's own name take precedence over others
+of its compute capability; an H100, without its own, runs what was tuned on an H200. A table that
 `quantize tune` wrote (`user_tables`) takes precedence over one that ships. Nothing is tuned while
 serving: a launch that no table covers gets `default`, which is untuned but fits every target. A
 device without any table causes one warning.
@@ -65,7 +65,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` as one; of equal keys, the device's own table wins."""
+    """Return all tables of capability `target` as one; for equal keys the device's own table wins."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
@@ -82,7 +82,8 @@ def table(device_name: str | None, target: str) -> Table:
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
     """Return the configuration for a launch on `device`; "meta" stands for the current GPU.
 
-    If QUANTIZE_TARGET forces a target, the device's own tables do not take precedence over others.
+    On a CPU, return `default`. If QUANTIZE_TARGET forces a target, the device's own tables do not
+    take precedence over others.
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
@@ -96,7 +97,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the entry for the nearest N and least size >= M, else largest; if none, `default`."""
+    """Return the entry for the nearest N and least size >= M (else largest), or `default` if none."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}

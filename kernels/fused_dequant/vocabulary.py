@@ -33,7 +33,7 @@ from fused_dequant.chain import chained, follow
 from fused_dequant.tiles import LOG2_E, LOWEST, tanh
 from fused_dequant.tuning import Config, processors
 
-# Base-2 logarithm of the largest p: 262,144 of 2^96 times values of 1,000 are 2^124.
+# Base-2 logarithm of the largest p: 262,144 p of 2^96 times values of 1,000 sum to 2^124.
 REACH = tl.constexpr(96.0)
 
 
@@ -149,8 +149,8 @@ def exponential_kernel(
 ):
     """Program (m, s) stores p of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
 
-    The anchor (the logit where p is 1) is the maximum of the first 8 * EIGHTS of these, so logits
-    are read once. If a p exceeds 2^REACH, all are computed again with their own maximum as anchor.
+    The anchor (the logit where p is 1) is the maximum of the first 8 * EIGHTS columns, so logits are
+    read once. If a p exceeds 2^REACH, the program starts again, with the anchor at their maximum.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
@@ -271,7 +271,7 @@ def soft_embedding_of(probabilities, embedding, out=None):
 def exponentials(
     logits: torch.Tensor, inverse_temperature: torch.Tensor, splits: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return p bf16 [M, V]; per range, the anchor (logit where p is 1) and sum(p), f32 [splits, M]."""
+    """Return p bf16 [M, V], anchors (logits where p is 1) and sums of p per range, f32 [splits, M]."""
     (M, V), device = logits.shape, logits.device
     p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
@@ -308,7 +308,7 @@ def reduce(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Combine ranges' products to bf16 [M, H], in `out` if given; `anchors` None: ranges share one."""
+    """Return ranges' products combined, bf16 [M, H], in `out` if given; anchors None: one for all."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)

@@ -1,4 +1,4 @@
-"""The soft embedding of rows whose probability lies in few tokens: it reads only these embeddings.
+"""The soft embedding of rows whose probability is in few tokens; only their embeddings are read.
 
     S          the most probable tokens of a row, of equal ones the lower id first, until their mass
                is at least 1 - LEFT_OUT; a row that needs more than MOST tokens is multiplied whole
@@ -6,15 +6,15 @@
 
 Let eps <= LEFT_OUT be the mass outside S, R the largest |E_i|. The sum of p_j E_j outside S is lost:
 
-    |sparse - exact|  <=  eps R           with p_i / (1 - eps) it would be 2 eps R; besides, the norm
-                                          that reads the result removes any common factor
+    |sparse - exact|  <=  eps R           with p_i / (1 - eps) the bound would be 2 eps R; besides,
+                                          the norm after it removes any common factor
     |rounded - exact| <=  2^-8 |exact|    bf16's rounding of the result, 1.65e-3 |exact| as a rule
 
 The loss is below the rounding's bound where |exact| > 0.26 R, and below the rounding's usual size
 where |exact| > 0.61 R. No model promises either, so the sparse product is an option, off by default.
 
 MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB in 0.34 ms; 64 tokens of each
-of 256 rows are 92 MB. A loop of at most 64 turns finds them; it ends as soon as 64 cannot suffice.
+of 256 rows are 92 MB. A loop of at most 64 turns finds S; it ends once 64 tokens cannot suffice.
 
     1. `choose_kernel`    finds S of a row from the maxima and sums of tiles of 256 tokens, which
                           lm_head stores on Hopper. Each turn takes the most probable token left
@@ -23,9 +23,8 @@ of 256 rows are 92 MB. A loop of at most 64 turns finds them; it ends as soon as
     4. `reduce_kernel`    of `vocabulary` combines all rows; kernel 5 overwrites the rows not listed
     5. `gather_kernel`    sums the sparse rows
 
-A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3
-sums over the same tokens in the same order, wherever the row is in the list. The dense product sums
-in that order too, so both give the same bits.
+A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3,
+wherever the row is in the list, sums in the order of the dense product, and gives the same bits.
 """
 
 import torch

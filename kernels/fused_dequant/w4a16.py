@@ -1,15 +1,15 @@
 """Lays out the NVFP4 weights that Hopper multiplies in bf16; decodes them in torch as the kernel does.
 
 *Fragments* are NVFP4 weights in the order in which Hopper's `wgmma` reads operand A from registers.
-A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds rows 16w
-+ l//4 (+8) and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. Its 16 bytes are two
-pairs of 32-bit words. Each pair has 16 codes, which decode to 8 registers of two bf16. A code's
-bits are spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent and mantissa
-at bits 8..6. Read as bf16, these bits are exactly e2m1 * 2^-126 (0.5 is subnormal, which tensor
-cores and HMUL2 honour). In each half word, three codes fill 12 of the 16 bits under rotations. The
-other 4 bits hold half the bits of two more codes; one bitwise select joins them with the other
-half, in the pair's other word. 16 codes take 16 instructions. An exhaustive search over rotations
-found this layout (`REGISTERS`, `SELECT_FIRST`).
+A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds rows r =
+16w + l//4 and r + 8 and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. A lane's 16
+bytes are two pairs of 32-bit words. Each pair has 16 codes, which decode to 8 registers of two
+bf16. A code's bits are spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent
+and mantissa at bits 8..6. Read as bf16, these bits are exactly e2m1 * 2^-126 (0.5 is subnormal,
+which tensor cores and HMUL2 honour). In each half word, three codes fill 12 of the 16 bits under
+rotations. The remaining 4 bits are half the bits of two more codes, whose other half is in the
+pair's other word; one bitwise select joins both halves. Before scaling, 16 codes take 16
+instructions. An exhaustive search over rotations found this layout (`REGISTERS`, `SELECT_FIRST`).
 
 A fragment's scales are one byte each, unsigned, with 5 exponent and 3 mantissa bits (bias 15).
 Every finite non-negative e4m3 value, subnormals included, has such a byte, and `(byte << 4) +
@@ -60,7 +60,7 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
 
     Return words int32 [E, N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64], from packed
     uint8 [E, N, K/2] and scale e4m3 [E, N, K/16]. Raise ValueError if N or K is no multiple of 64, or
-    a scale is negative or NaN. Temporaries take 4 bytes per weight, so few experts are done at a time.
+    a scale is negative or NaN. Temporaries take 4 bytes per weight: few experts are done at a time.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):

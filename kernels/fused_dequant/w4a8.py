@@ -4,12 +4,12 @@
 becomes the e4m3 number nearest to e2m1 * scale / 8 (`formats.nvfp4_as_e4m3`). The 16 weights of a block
 share a table of eight magnitudes, which fits two registers; one PRMT instruction looks up four weights:
 
-    byte of the table  0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
-                       0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
+    code (magnitude)   0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
+    byte of the table  0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
 
-b is the e4m3 code of scale / 16. A factor of two adds 8 to a code. A factor of 1.5 adds 12 + d, where
-d depends only on the mantissa: by rounding half to even, d is 1 for mantissas 1 to 5, else 0. Nothing
-is subnormal, as blocks below `formats.E4M3_LEAST_SCALE` are zero. A scale's byte is b, with d as sign.
+b is the e4m3 code of scale / 16. A factor of 2 adds 8 to a code, a factor of 1.5 adds 4 + d, where d
+depends only on the mantissa: by rounding half to even, d is 1 for mantissas 1 to 5, else 0. Nothing is
+subnormal, as blocks of scales below E4M3_LEAST_SCALE are zero. A scale is stored as b, its top bit d.
 
 A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32
 columns. In this order, lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of
@@ -17,9 +17,9 @@ each block of 16. Columns are reordered so that a thread needs only one block's 
 16t + 4q + j of the weight, in block t, becomes column 16q + 4t + j of the product. The tokens'
 columns are stored in the same order (`quantize.place`), so the sum over columns is the same.
 
-A thread's 16 bytes are two words of row g and two of row g + 8, all of one block. A word has 8 codes,
-code c for its c-th column: bits 4c .. 4c + 2 hold the magnitude, as on disk, bit 8c + 7 (c < 4) or
-8(c - 4) + 3 the sign. A decoded byte has its sign at the same bit, for c >= 4 after a shift by 4.
+A thread's 16 bytes are two words of row g and two of row g + 8, all of block t. A word has 8 codes,
+code c for its c-th column. Bits 4c .. 4c + 2 hold code c's magnitude, as on disk. Its sign is bit
+8c + 7 (c < 4) or 8(c - 4) + 3: the top bit of a decoded byte, for c >= 4 after a shift by 4.
 """
 
 import torch

@@ -25,13 +25,13 @@ SCALED_ROWS = ("fp8", "int8")  # schemes with one scale per row
 
 @dataclass(frozen=True)
 class Weight:
-    """The tensors of a weight; `layouts` lists those of each scheme, with dtypes and shapes."""
+    """The tensors of a weight; `layouts` lists dtypes and shapes of each scheme's tensors."""
 
     scheme: str
     data: Tensor
     scale: Tensor | None = None
     factor: Tensor | None = None
-    # whether another stream fills it: if so, no kernel reads it before the previous one ends (`chain`)
+    # whether another stream fills it; then kernels read it only once the previous kernel has ended
     streamed: bool = False
 
     @property
@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def multiply(self) -> Callable[..., Tensor]:
-        """Return the function that multiplies rows by this weight: a kernel's `launch`, or torch's."""
+        """Return what multiplies rows by this weight: a kernel's `launch`, or on a CPU torch code."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
         kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")
@@ -67,7 +67,7 @@ class Weight:
     def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
         """Return rows x [M, K] as this weight multiplies them: bf16, or 8 bits or NVFP4 with scales.
 
-        With `scale`, rows are already quantized. Raise ValueError if the rows do not fit the weight.
+        If `scale` is given, x is already quantized. Raise ValueError if x does not fit the weight.
         """
         own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1
@@ -84,13 +84,13 @@ class Weight:
         return x.contiguous(), scale
 
     def clone(self) -> "Weight":
-        """Return a copy whose tensors have memory of their own."""
+        """Return a copy whose tensors have memory of their own; its `streamed` is False."""
         rest = (None if t is None else t.clone() for t in (self.scale, self.factor))
         return Weight(self.scheme, self.data.clone(), *rest)
 
 
 def require(scheme: str, device: torch.device) -> None:
-    """Raise ValueError unless `device` has a kernel for weights of `scheme`."""
+    """Raise ValueError if `scheme` is unknown, or if `device` is a GPU without a kernel for it."""
     if scheme not in KERNELS:
         raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(KERNELS)}")
     kernel = KERNELS[scheme]
@@ -120,8 +120,8 @@ def build(
         scale: scales of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
         factor: for NVFP4, 128 / global_scale, f32 [1], [E] or, for gate and up, [E, 2]; None for 1.
         in_fp8: whether to lay NVFP4 out for FP8 products (W4A8), which round weights to e4m3
-            (`formats.nvfp4_as_e4m3`) and read activations in FP8. On Hopper, experts' weights stay
-            in 4 bits; all other weights become scheme fp8.
+            (`formats.nvfp4_as_e4m3`) and read activations in FP8. On Hopper, experts' weights of
+            fitting shapes stay in 4 bits (nvfp4_e4m3); all other weights become scheme fp8.
         shared: f32 [1], the activations' global scale, to lay NVFP4 out for FP4 units (W4A4); or None.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
@@ -162,7 +162,7 @@ def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
 
 
 def in_fragments(device: torch.device, scheme: str) -> bool:
-    """Return whether `device` lays NVFP4 weights of fitting shapes out in fragments, as `scheme`."""
+    """Return whether NVFP4 weights of fitting shapes become fragments, of `scheme`, on `device`."""
     return is_hopper(device) and scheme not in dispatch.distrusted
 
 

@@ -40,7 +40,7 @@ class AdaptiveRow:
 
 
 class SomeSlots:
-    """An engine's first `slots` slots; with `whole`, each slot waits until all have their canvas."""
+    """An engine's first `slots` slots; with `whole`, each slot waits until all slots have a canvas."""
 
     def __init__(self, engine: Engine, slots: int, *, whole: bool) -> None:
         self._engine, self.slots, self._whole = engine, slots, whole
@@ -63,8 +63,8 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time `prompts`, one per slot, "by step" and then "by canvas"; return both rows in this order.
 
-    Each prompt is asked REQUESTS times for two canvases; the engine must have room. `stops` has
-    the canvases' numbers of steps, in turn; if None, the sampler stops them. All slots are freed first.
+    Each prompt is asked REQUESTS times for two canvases; the engine must have room. `stops` has the
+    canvases' numbers of steps, in turn; if None, the sampler stops canvases. All slots are freed first.
     """
     for slot in range(engine.capacity):
         engine.release(slot)
@@ -91,9 +91,9 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s by sampler setting; `steps` lists how many steps canvases took under each.
+    """Return tokens/s for each key of `steps`: sampler setting -> numbers of steps that canvases took.
 
-    Prompts are `context` random tokens. Slots go on "by step". Canvases take listed numbers of steps.
+    Prompts are `context` random tokens. Slots go on "by step". Canvases take these numbers of steps.
     """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
@@ -107,7 +107,7 @@ def speeds(
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
-    """Return `count` of the sorted `steps`, evenly spaced, in a random order that is fixed."""
+    """Return `count` of the sorted `steps`, evenly spaced, shuffled with a fixed seed."""
     ordered = sorted(steps)
     found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
     random.Random(0).shuffle(found)
@@ -123,7 +123,7 @@ def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[i
 
 
 def read_stops(path: Path) -> list[int]:
-    """Return a JSON file's steps per canvas; raise InputError if it has none, or one below 1."""
+    """Return a JSON file's steps per canvas; InputError unless it lists integers above 0."""
     try:
         return STOPS.validate_json(path.read_bytes(), strict=True)
     except ValidationError as error:

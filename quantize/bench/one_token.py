@@ -3,7 +3,7 @@
 The encoder is a causal language model: it has the decoder's layers, with layer scalars of its own. Here
 the final norm and lm_head follow its last layer. A pass reads the weights that one token of each
 sequence needs; a denoising step reads the weights that a whole canvas needs. `quantize bench
---autoregressive` compares their times. The model was not trained for this: only times mean something.
+--autoregressive` compares the two times. The model was not trained for this, so its texts mean nothing.
 The chosen token stays on the device as the next pass' input, so the host never waits for a token.
 """
 
@@ -19,7 +19,7 @@ from quantize.runtime.fused.graphs import Replayed
 class Continuation:
     """Extends the texts in `slots` of an engine, each text by one token per forward pass.
 
-    If the engine uses CUDA graphs, passes after the first replay one. Slots cannot denoise afterwards.
+    With CUDA graphs, every pass after the first replays a graph. Slots cannot denoise afterwards.
     """
 
     def __init__(self, engine: FusedEngine, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -33,7 +33,7 @@ class Continuation:
         self.begin(slots, tokens)
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin a text after each slot's context, with the slot's token of `tokens`; keep the graph."""
+        """Begin a text in each slot, after its context, with its token of `tokens`; keep the graph."""
         self._engine.encode_last(slots)
         self._slots.copy_(torch.tensor(slots))
         self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))

@@ -1,18 +1,18 @@
-"""`quantize bench`: measures how fast a checkpoint denoises on this GPU, and how far from the floor.
+"""`quantize bench`: measures how fast a checkpoint denoises on this GPU, and compares with the floor.
 
 A row is one batch size with one number of denoising steps. With a fixed number, a canvas never stops
-early, so it costs the same with random weights as with real ones. N steps count as N + 1 forwards: the
-pass of the first step also encodes the previous canvas, which counts as a forward. "Adaptive" canvases
-stop by the checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a
-canvas has, greedily, one token per forward (`one_token`). Times include the host's work. Random weights
-have the model's exact shapes and routing, but their answers are noise.
+early, so random weights take as long as real weights. N steps count as N + 1 forwards: the pass of the
+first step also encodes the previous canvas, which counts as a forward. "Adaptive" canvases stop by the
+checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a canvas has,
+greedily, one token per forward (`one_token`). Times include the host's work. Random weights have the
+model's exact shapes and routing, but their answers are noise.
 
     ms/canvas, ms/forward, tokens/s   median of `canvases` or more canvases, each after `context` tokens
     W, J/forward, tokens/J            over SECONDS or more, between two updates of an energy counter
-    MHz, power-capped                 mean clock in that time, and how often power held it down
+    MHz, power-capped                 mean clock in that time, and how often power held the clock down
     first canvas ms                   time to encode a prompt of `context` tokens and write a canvas
     ms/step                           mean of steps that encode nothing, launched back to back
-    x floor                           ms/step divided by the least that its bytes and FLOP allow
+    x floor                           ms/step divided by the floor, the least that bytes and FLOP allow
     parts                             GPU ms of one step's kernels by what they do, from a profile
     unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
@@ -46,7 +46,7 @@ SECONDS = 10.0  # of work at least while the energy counter is watched
 ONE_TOKEN = "one token"  # in place of a number of steps
 MIXES = {name: (name,) * 3 for name in ("bf16", "fp8", "int8", "nvfp4")}
 MIXES["nvfp4_fp8"] = ("nvfp4", "fp8", "fp8")  # experts, attention, dense MLP
-# The columns of speed: the key of Row, and how it is written.
+# The columns of speed: title -> (field of Row, format).
 SHOWN = {
     "batch": ("batch", "d"), "steps": ("steps", "s"), "ms/forward": ("ms_a_forward", ".2f"),
     "ms/canvas": ("ms_a_canvas", ".1f"), "tokens/s": ("tokens_a_second", ",.0f"),
@@ -60,7 +60,7 @@ SHOWN = {
 
 @dataclass(frozen=True)
 class Row:
-    """One batch size with one number of steps per canvas; ms per canvas and forward are medians.
+    """One batch size with one number of steps; ms per canvas and ms per forward are medians.
 
     If `steps` is ONE_TOKEN, each forward writes one token per sequence, a "step" is one forward, and
     `parts` is empty. Figures that the GPU does not report, and an unknown price, are None.
@@ -131,7 +131,7 @@ def bench(
 
     If `checkpoint` is None, the model has the shapes of `config`, and random weights in the schemes of
     MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases stop by
-    themselves, or after the numbers of steps that the JSON file `stops` lists, in turn. A row times
+    themselves, or, if given, after the steps that the JSON file `stops` lists, in turn. A row times
     `canvases` canvases after `context` tokens. `autoregressive` adds rows of one token per forward, and
     `hourly_price` a price per million tokens. Raise ResourceError if there is no GPU or too little
     memory on it, and InputError if a mix or number of steps is unknown, or loading fails.

@@ -17,7 +17,7 @@ PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")
 def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
     """Return the milliseconds of one denoising step of `slots`, the mean over TIMED steps.
 
-    Each slot's next canvas is begun and discarded. Steps after a canvas' last take as long as others.
+    Each slot's next canvas is begun and discarded. Steps past a canvas' end take as long as others.
     """
     step, graphs = engine.begin_canvases(slots)
     seconds = seconds_of(lambda: step.take(graphs), TIMED)
@@ -26,10 +26,10 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 
 
 def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
-    """Return the GPU milliseconds that each part of one denoising step takes, by PARTS' names.
+    """Return part -> GPU milliseconds of one denoising step; keys are PARTS and "rest".
 
-    Kernels outside all parts are "rest". The step runs twice and only the second run counts, since the
-    first meets an idle GPU. The canvases begun in `slots` are discarded.
+    Kernels outside all parts are "rest". The step is profiled twice, and only the second time counts,
+    since the GPU is idle before the first. The canvases begun in `slots` are discarded.
     """
     step, _ = engine.begin_canvases(slots)
     step.take(graphs=False)
@@ -49,7 +49,7 @@ def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
     ended: dict[int, float] = {}  # by stream
     for event in kernels[len(kernels) // 2 :]:
         owner = next((part.name for part in named if _within(event, part)), "rest")
-        # A chained kernel starts to wait while the one before it runs: that time is not its own.
+        # A chained kernel starts to wait while the kernel before it runs: that time is not its own.
         before = max(event.time_range.start, ended.get(event.device_resource_id, 0.0))
         ended[event.device_resource_id] = max(before, event.time_range.end)
         parts[owner] += (ended[event.device_resource_id] - before) / 1e3

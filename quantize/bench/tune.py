@@ -21,13 +21,13 @@ from quantize.runtime.fused.gpus import TUNED, check_gpu
 if TYPE_CHECKING:
     from fused_dequant.tune import Choice, Timed
 
-SAVED_EVERY = 8  # choices, the most that a stop loses
+SAVED_EVERY = 8  # choices between two saves: the most that an interruption loses
 
 
 def tune_gpu(
     only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
 ) -> list["Choice"]:
-    """Write the fastest configuration of each matrix product to this device's table; return them.
+    """Write each matrix product's fastest configuration to this device's table; return the choices.
 
     The regular expression `only` selects products by "KEY M=TOKENS". `folder` has one table per device.
     `timer` times a product's candidates; None compiles and times them on this GPU. Raise InputError if

@@ -1,7 +1,7 @@
 """Computes the names and shapes of a DiffusionGemma's tensors from its config only.
 
-The result equals transformers' model, which takes 6 s of one core to build; a test compares every
-tensor. If a config lacks a field that shapes depend on, or has unusual settings, transformers is used.
+The result equals that of transformers, which needs 6 s of one core to build its model; a test compares
+every tensor. If a config is unusual or lacks a field that shapes depend on, `layout` uses transformers.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ VISION_SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_hidden_layers", "patch_size", "position_embedding_size",
 )  # fmt: skip
-LARGEST = 1 << 24  # sizes from here on are left to transformers, which may refuse them
+LARGEST = 1 << 24  # sizes of at least this are left to transformers, which may refuse them
 
 # Names, each followed by its shape, one letter per dimension: H hidden size, V vocabulary, F width of
 # a dense MLP, E experts, I width of an expert, U = 2 I (its gate and up), Q all queries, K all keys, D
@@ -52,7 +52,7 @@ TOWER_LAYER = """
 
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
-    """Return on-disk name -> spec of each BF16 tensor; None if `config` is unusual or incomplete."""
+    """Return on-disk name -> spec of each BF16 tensor; None if transformers must build the model."""
     text, vision = config.get("text_config"), config.get("vision_config")
     if not (
         isinstance(text, dict) and isinstance(vision, dict) and _says_all(config, text, vision)

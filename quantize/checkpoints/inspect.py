@@ -1,12 +1,12 @@
 """Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
 
-JSON files and headers are read, and of the tensors only global and input scales. A module's tensors
-show its scheme; if config.json states another scheme, that is a problem. Two layouts are known
+JSON files, headers, global scales and input scales are read, but no weights. A module's tensors show
+its scheme; if config.json states another scheme, that is a problem. Two layouts are known
 (`schemes.records`): compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
 
 Problems make servers fail or answer nonsense: scales on modules that servers read in BF16, two tensors
 for one module, a module without some of its tensors, missing experts, several schemes in one layer's
-experts, a wrong config or index, no tokenizer, scales that are 0, missing, or unequal in fused Linears.
+experts, a wrong config or index, no tokenizer, scales not above 0, unequal if fused or missing in part.
 """
 
 import re
@@ -43,7 +43,7 @@ class Module:
     """One module, and the scheme that its tensors show."""
 
     name: str
-    tensors: dict[str, TensorInfo]  # by suffix, "" for a bare parameter
+    tensors: dict[str, TensorInfo]  # suffix, "" for a bare parameter -> where the tensor is stored
     scheme: str  # a quantization scheme, a dtype where nothing is quantized, or "incomplete"
 
     @property
@@ -107,7 +107,7 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """Return what a DiffusionGemma checkpoint holds and what is wrong with it.
 
-    Raise InputError if it is another model, a file is missing, or index and headers disagree.
+    Raise InputError if it is another model, a file is missing or damaged, or index and headers differ.
     """
     checkpoint = Checkpoint.open(folder)
     modules = _modules(checkpoint.tensors)
@@ -164,7 +164,7 @@ def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
 
 
 def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
-    """Yield every problem as one line, the grave ones first."""
+    """Yield problems, grave ones first, one line for each kind: its first fault, and how many more."""
     quantized = [module for module in modules if module.quantized]
     kept = [m.name for m in quantized if m.kind not in QUANTIZABLE]
     twice = [name for name, count in owners(checkpoint).items() if count > 1]
@@ -194,7 +194,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Return name -> number of tensors, with encoder and decoder merged and layer scalars left out."""
+    """Return name -> number of tensors after encoder and decoder are merged, without layer scalars."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors

@@ -3,8 +3,8 @@
 The BF16 layout is that of transformers' own class, under on-disk names: 1,047 tensors for the 26B
 model. If the config states all that shapes depend on, `architecture` computes the layout, since
 importing transformers takes seconds. The quantized layout follows from the BF16 layout and
-`quantization_config`: if a group targets a Linear and `ignore` does not name it, the tensors of its
-scheme replace its weight. Each projection of an expert is one Linear. Plan, load and verify use both.
+`quantization_config`: if a config group targets a Linear that `ignore` does not name, the tensors of
+the group's scheme replace the Linear's weight. Each projection of an expert is one Linear.
 """
 
 import json
@@ -39,14 +39,14 @@ def model_config(config: dict[str, Any]) -> Any:
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of each tensor of the BF16 model that `config` describes.
 
-    Raise InputError if transformers cannot build a model from this config.
+    Raise InputError if a number of layers is not 1 to 1000, or transformers cannot build the model.
     """
     _check_depth(config)
     return spelled_out(config) or built(config)
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the `bf16_layout` of `config`, built by transformers on the meta device (no memory)."""
+    """Return `bf16_layout` of `config` as transformers builds it on the meta device, without memory."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
@@ -73,7 +73,7 @@ def _built(config: str) -> dict[str, TensorSpec]:
 
 
 def _check_depth(config: dict[str, Any]) -> None:
-    """Refuse numbers of layers so large that transformers would build them without an end."""
+    """Refuse a number of layers so large that transformers would build the model without end."""
     for section in ("text_config", "vision_config"):
         fields = config.get(section) or {}
         layers = fields.get("num_hidden_layers", 1) if isinstance(fields, dict) else fields
@@ -87,7 +87,7 @@ def _check_depth(config: dict[str, Any]) -> None:
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of each tensor that `config` calls for, quantized or BF16.
 
-    Raise InputError if `quantization_config` matches no Linear, or only some experts of a tensor.
+    Raise InputError if the config has an unknown scheme, or matches no Linear or only part of a tensor.
     """
     schemes = stated_schemes(config)
     if schemes is None:
@@ -115,7 +115,8 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Check a checkpoint's tensors; return the layout (name -> spec) that its config.json calls for.
 
-    Raise InputError for a missing or unexpected name (the first, and how many there are), a wrong
+    Tied copies in a BF16 checkpoint are ignored, and so are scales of ModelOpt's KV cache. Raise
+    InputError for a missing or unexpected tensor (the message names the first and counts all), a wrong
     dtype or shape, or a total_size in the index that is not the bytes of all tensors.
     """
     check_total_size(checkpoint)
@@ -136,7 +137,7 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     for name, spec in wanted.items():
         info = found[name]
         row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
-        dtypes = (spec.dtype, "F32") if row_scale else (spec.dtype,)  # others write FP32
+        dtypes = (spec.dtype, "F32") if row_scale else (spec.dtype,)  # other tools write FP32
         if info.shape != spec.shape or info.dtype not in dtypes:
             raise InputError(
                 f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
@@ -169,7 +170,7 @@ def stated_schemes(config: dict[str, Any]) -> "ConfigSchemes | ModelOptSchemes |
 
 
 def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
-    """Raise InputError if the mode `activations` is `fp8` and the checkpoint has no NVFP4 weight."""
+    """Raise InputError if the activation mode is `fp8` and the checkpoint has no NVFP4 weight."""
     schemes = stated_schemes(checkpoint.config)
     used = schemes.used if schemes else ()
     if why := refusal(activations, [scheme.kernel for scheme in used]):
@@ -177,7 +178,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Finds a module's scheme in a compressed-tensors config; `used` has the schemes of all groups."""
+    """Finds modules' schemes in a compressed-tensors config; `used` is the set of schemes in it."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")
@@ -205,7 +206,7 @@ class ConfigSchemes:
         return None if name is None else self._schemes[name]
 
     def group_of(self, module: str) -> str | None:
-        """Return the name of the first group that targets `module`; None if ignored or in no group."""
+        """Return the name of the first config group that targets `module`; None if it stays BF16."""
         if self._ignored(module):
             return None
         return next((name for name, own in self._rules.items() if own(module)), None)

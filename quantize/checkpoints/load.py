@@ -2,8 +2,8 @@
 
 transformers' own from_pretrained skips per-expert weights, fills the experts with random numbers and
 only warns; it cannot load NVFP4 at all. Here names, dtypes and shapes on disk are first compared with
-those that config.json calls for. Then the tensors are dequantized to BF16, restacked to fused experts
-and passed to transformers, which must report no missing and no unexpected key.
+what config.json calls for. Then the tensors are dequantized to BF16 and stacked to fused experts, and
+transformers builds the model from them. It must report no missing and no unexpected key.
 """
 
 from collections.abc import Callable
@@ -34,13 +34,13 @@ from quantize.schemes.rounding import all_finite, sound_scales
 def load(
     folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> DiffusionGemmaForBlockDiffusion:
-    """Load a BF16 or quantized checkpoint as a transformers model in evaluation mode.
+    """Return a BF16 or quantized checkpoint as a transformers model in evaluation mode, on `device`.
 
-    The folder has Google's BF16 layout or a quantized one that `check_layout` knows. Quantized weights
-    are dequantized to BF16; then all weights are cast to `dtype`.
+    The folder has Google's BF16 layout or a quantized layout that `check_layout` knows. Quantized
+    weights are dequantized to BF16; then all weights are cast to `dtype`.
 
     Raises:
-        InputError: a tensor is missing, unexpected, misshapen or not finite; file and key are named.
+        InputError: tensors are missing, extra, misshapen or fail `read_finite`; file and key are named.
         ResourceError: the model is larger than the free memory of `device`.
     """
     checkpoint = Checkpoint.open(folder)
@@ -77,7 +77,7 @@ def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> No
 
 
 class _Lazy:
-    """A tensor that is read when transformers slices it: the host holds only a few at once."""
+    """A tensor that is read when transformers slices it, so that the host holds only a few tensors."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
         self._read = read
@@ -87,7 +87,7 @@ class _Lazy:
 
 
 def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
-    """Return BF16 name -> lazy tensor, which is read, dequantized and fused when it is sliced."""
+    """Return BF16 name -> tensor that is read, dequantized and fused when transformers slices it."""
     schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
@@ -98,7 +98,7 @@ def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
 def read_weight(
     checkpoint: Checkpoint, name: str, shape: tuple[int, ...], schemes: dict[str, Scheme]
 ) -> torch.Tensor:
-    """Return tensor `name` of the BF16 layout, dequantized to BF16 if `schemes` has its Linears."""
+    """Return tensor `name` [*shape] of the BF16 layout; dequantize it if `schemes` has its Linears."""
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return read_finite(checkpoint, name)
@@ -109,7 +109,7 @@ def read_weight(
 def read_module(
     checkpoint: Checkpoint, module: str, scheme: Scheme, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return a Linear's dequantized weight, BF16 [out, in], on `device`; the layout must be checked."""
+    """Return a Linear's dequantized weight, BF16 [out, in], on `device`; run `check_layout` first."""
     tensors = {
         name.removeprefix(f"{module}."): read_finite(checkpoint, name).to(device)
         for name in module_tensors(checkpoint, module)
@@ -118,9 +118,9 @@ def read_module(
 
 
 def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Return a tensor; raise InputError if a value is not finite, or a scale is too low.
+    """Return a tensor; raise InputError if a value is not finite, or if a scale is too low.
 
-    A global or input scale must be above 0, and an e4m3 block scale not below 0.
+    A global or input scale must be above 0; an e4m3 block scale must not be negative.
     """
     tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
     if not all_finite(tensor):
@@ -133,7 +133,7 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
-    """Return quantized Linear -> (scheme, input global scale); the scale is None if not calibrated."""
+    """Return quantized Linear -> (scheme, input global scale, None if the scheme is not calibrated)."""
     return {
         module: (scheme, _input_global_scale(checkpoint, module) if scheme.calibrated else None)
         for module, scheme in schemes_by_module(checkpoint.config).items()

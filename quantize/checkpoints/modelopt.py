@@ -3,13 +3,13 @@
 `quantize.schemes.records` says which tensors a Linear of each quant_algo has.
 
 config.json has `quantization_config` {quant_method: "modelopt", quant_algo, ignore}. Older exports have
-only hf_quant_config.json, with `exclude_modules`. If quant_algo is MIXED_PRECISION, `quantized_layers`
-gives each module its own quant_algo. An entry names a Linear or a module above it; in `ignore`, `*`
-and `?` are wildcards. Encoder and decoder are tied, so an entry may use the name of either.
+only hf_quant_config.json, where `ignore` is `exclude_modules`. If quant_algo is MIXED_PRECISION,
+`quantized_layers` gives each module its own quant_algo. An entry names a Linear or a module above it;
+in `ignore`, `*` and `?` are wildcards. Encoder and decoder are tied: an entry may name either's module.
 
 Source: ModelOpt's export code and vLLM's loader, which were read and not run. No published checkpoint
-was at hand; tests write their own from this description, so it is UNVERIFIED against NVIDIA's real
-checkpoints. These are refused by name: block-128 and per-channel FP8, MX formats, AWQ and SVD variants.
+was at hand; tests write their own from this description. So this reader is UNVERIFIED against NVIDIA's
+real checkpoints. Block-128 and per-channel FP8, MX formats, AWQ and SVD variants are refused by name.
 Scales of an FP8 KV cache are ignored, since the cache here is BF16.
 """
 
@@ -27,9 +27,9 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Finds a module's scheme in ModelOpt's quantization_config; `used` is the set of its schemes."""
+    """Finds modules' schemes in ModelOpt's quantization_config; `used` is the set of schemes in it."""
 
-    on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # not None for a scheme of `of`
+    on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # never None for what `of` returns
 
     def __init__(self, quantization_config: dict[str, Any]) -> None:
         stated = quantization_config
@@ -68,6 +68,6 @@ def _covers(entry: str, name: str) -> bool:
 
 
 def _prefixes(name: str) -> list[str]:
-    """Return "a.b.c", "a.b", "a" and ""."""
+    """Return "a.b.c", "a.b", "a" and "" for the name "a.b.c"."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts), -1, -1)]

@@ -3,9 +3,9 @@
 A safetensors file is an 8-byte little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
 order (format: https://huggingface.co/docs/safetensors). A checkpoint is one such file, or several
-with `model.safetensors.index.json`, which says which file holds which tensor. No pickle and no code is
-read. If index, headers and file sizes disagree, that is an error before any weight is read. `layout`
-checks tensors against config.json.
+with `model.safetensors.index.json`, which says which file holds which tensor. Neither pickles nor code
+are read. If index, headers and file sizes disagree, an error is raised before any weight is read.
+`layout` checks tensors against config.json.
 """
 
 import importlib.resources
@@ -51,7 +51,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is stored: bytes `begin` to `end` of `file`; `dtype` as safetensors names it."""
+    """Where a tensor is stored: bytes `begin` to `end` of `file`; `dtype` is its safetensors name."""
 
     name: str
     dtype: str
@@ -80,11 +80,10 @@ class TensorSpec:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return name -> place of every tensor of a safetensors file, in the order of their bytes.
+    """Return name -> `TensorInfo` of every tensor of a safetensors file, in the order of their bytes.
 
-    The library safetensors checks that names and shapes are well-formed, and that offsets cover the
-    file without gaps. Raise InputError if the file is missing, truncated or not safetensors, or if it
-    has an unsupported dtype.
+    The library safetensors checks names and shapes, and that offsets cover the file without gaps. Raise
+    InputError if the file is missing, truncated or not safetensors, or has an unsupported dtype.
     """
     try:
         # "pt" would map the file privately, which a machine with less memory than the file refuses.
@@ -113,7 +112,7 @@ class Checkpoint:
 
     folder: Path
     config: dict[str, Any]  # config.json
-    tensors: dict[str, TensorInfo]  # every name -> its place, in shard and file order
+    tensors: dict[str, TensorInfo]  # every tensor's name -> its place, in shard and file order
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
@@ -137,11 +136,11 @@ class Checkpoint:
         return "quantization_config" in self.config
 
     def read(self, name: str, *, pinned: bool = False) -> torch.Tensor:
-        """Return one whole tensor in host memory of its own, page-locked for a GPU if `pinned`."""
+        """Return one whole tensor in new host memory, which is page-locked for a GPU if `pinned`."""
         return self.read_stacked([name], pinned=pinned)[0]
 
     def read_rows(self, name: str, start: int, stop: int, *, pinned: bool = False) -> torch.Tensor:
-        """Return rows `start:stop` of dimension 0; raise IndexError if the tensor has fewer rows."""
+        """Return rows `start:stop` of dimension 0; raise IndexError if the tensor lacks any of them."""
         info = self._info(name)
         rows = info.shape[0]
         if not 0 <= start <= stop <= rows:
@@ -154,7 +153,7 @@ class Checkpoint:
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
-        """Return tensors stacked [len(names), *shape]; raise InputError if dtypes or shapes differ."""
+        """Return tensors stacked: [len(names), *shape]; raise InputError if dtypes or shapes differ."""
         infos = [self._info(name) for name in names]
         for info in infos:
             if (info.dtype, info.shape) != (infos[0].dtype, infos[0].shape):
@@ -186,7 +185,7 @@ class Checkpoint:
 
 
 def _fill(room: memoryview, file: Path, runs: Sequence[Sequence[TensorInfo]]) -> memoryview:
-    """Fill `room` with `runs` of neighbouring tensors in `file`; return the part of it that is left."""
+    """Fill `room` with `runs` of neighbouring tensors in `file`; return the rest of `room`."""
     run, begin = runs[0], runs[0][0].begin
 
     def name() -> str:
@@ -215,9 +214,9 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json; hf_quant_config.json, if any, supplies a missing quantization_config.
+    """Return config.json; if it has no quantization_config, hf_quant_config.json may supply one.
 
-    Raise InputError if there is no config.json, it is another model's, or a file is damaged.
+    Raise InputError if config.json is missing or another model's, or if either file is damaged.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -287,7 +286,7 @@ def _shard_path(folder: Path, name: str) -> Path:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raise InputError if the file is unreadable or holds none."""
+    """Return the object that a JSON file holds; raise InputError if it holds none or is unreadable."""
     try:
         return read_json(path, remedy=FIX)
     except OSError as error:
@@ -295,7 +294,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise InputError if tokenizer.json is missing, or it or tokenizer_config.json is not JSON."""
+    """Raise InputError if tokenizer.json is missing, or if it or tokenizer_config.json is not JSON."""
     if not (folder / TOKENIZER).is_file():
         raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
     for file in (folder / TOKENIZER, *folder.glob("tokenizer_config.json")):
@@ -303,7 +302,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
-    """Raise InputError if the index states a total_size other than the bytes of all tensors."""
+    """Raise InputError if the index states a total_size that is not the bytes of all tensors."""
     path = checkpoint.folder / INDEX
     metadata = read_json_object(path).get("metadata", {}) if path.is_file() else {}
     if not isinstance(metadata, dict):
@@ -323,12 +322,12 @@ def known_config(model: str) -> dict[str, Any] | None:
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:
-    """Return the local folder of `model`; a model of the Hub is downloaded to the Hub's cache.
+    """Return the checkpoint folder of `model`; a model of the Hub is downloaded to the Hub's cache.
 
-    `model` is a checkpoint folder, a run's folder (whose checkpoint is returned), a Hub id, which may
-    carry its revision (`ORG/NAME@revision`), or None or "bundled" for the bundled model. With
-    HF_HUB_OFFLINE set, the cache is searched and nothing is downloaded. Raise InputError if there is no
-    such folder or model, ResourceError if the Hub cannot be reached or withholds a gated model.
+    `model` is a checkpoint folder, a run's folder, a Hub id, or None or "bundled" for the bundled
+    model. A Hub id may carry its revision (`ORG/NAME@revision`). If HF_HUB_OFFLINE is set, the cache is
+    searched and nothing is downloaded. Raise InputError if there is no such folder, model or revision,
+    ResourceError if the Hub cannot be reached for a model that is not cached, or withholds a gated one.
     """
     if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT

@@ -1,8 +1,10 @@
 """Checks global scales and input scales, each of which is one number for a whole matrix.
 
-A server fuses q/k/v of a layer into one matrix, and gate/up of an expert or MLP into another. It
-applies one global scale to all rows of such a matrix: the first Linear's, or the largest. It loads a
-missing scale as 0, and divides by a scale of 0. Experts may differ from each other.
+A scale must be finite and above 0, since a server divides by it. If a server fuses Linears into one
+matrix (q/k/v of a layer, gate/up of an expert or MLP), their scales must be equal, since the server
+applies one of these scales, the first or the largest, to all rows. Different experts may have different
+scales. If one Linear of a fused matrix, or one expert of a layer, has an input scale, all of them must
+have one, since a server loads a missing scale as 0.
 """
 
 import math
@@ -20,7 +22,7 @@ Finding = tuple[bool, str]  # whether a scale is right, and the fault to report 
 
 
 def read_scales(checkpoint: Checkpoint) -> Scales:
-    """Return all global and input scales: module -> suffix -> value."""
+    """Return all global and input scales of a checkpoint: module -> suffix -> value."""
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for name, info in checkpoint.tensors.items():
         if name.rpartition(".")[2] in TENSOR_SCALES and info.shape in ((), (1,)):
@@ -42,7 +44,7 @@ def positive(scales: Scales) -> Iterator[Finding]:
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
-    """Yield a finding for each scale of a Linear fused with an earlier one: whether both are equal."""
+    """Yield a finding for each scale of a fused matrix but the first: whether it equals the first."""
     first: dict[tuple[str, str], tuple[str, float]] = {}
     for module, own in scales.items():
         for suffix, value in own.items():
@@ -54,9 +56,9 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Yield a finding for each Linear: whether it has each input scale that others of its group have.
+    """Yield a finding for each Linear: whether it has each input scale that any of its group has.
 
-    A group is the Linears that a server fuses, or the experts of one layer.
+    A group is the Linears of one fused matrix, or of all experts of one layer, that have some scale.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for module in scales:

@@ -1,15 +1,15 @@
 """Writes safetensors shards in one pass: bounded memory, restartable, the same bytes every time.
 
 All headers are known before the first weight is read: dtype and shape of every tensor follow from the
-plan. A shard is its header, followed by the bytes of its pieces. Worker threads read and quantize the
-next few blocks. Meanwhile one thread writes the last block, one hashes it, and one syncs earlier blocks
-to disk. One core hashes 0.85 GB/s, as much as four cores produce, so with more cores several files are
-written side by side.
+plan. A shard is its header, followed by the bytes of its pieces, which tasks return block by block.
+Worker threads read and quantize the next few blocks. Meanwhile one thread writes a finished block, one
+hashes that block, and one syncs earlier blocks to disk. One core hashes 0.85 GB/s, as much as four
+cores quantize, so with more cores several files are written side by side.
 
 Restart: a shard is finished when it is on disk (fsync) and `<folder>.state.json` holds its sha256. A
-later try keeps finished shards whose bytes still have that hash, and writes other shards from their
-first byte. A try that would write other bytes (another source or plan) starts over. In a format with
-one large file, several shards are stretches of that file: see `Shard.begin`.
+later try keeps finished shards whose bytes still have this hash, and writes all other shards from their
+first byte. A try with another source or plan, which would write other bytes, starts over. In a format
+with one large file, several shards are stretches of that file: see `Shard.begin`.
 """
 
 import errno
@@ -52,10 +52,10 @@ SYNC_BYTES = 1 << 28  # bytes between two syncs of an unfinished shard; the last
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors that are adjacent in one shard, and the calls that return their bytes, in order."""
+    """Tensors that are adjacent in one shard, and the tasks that return their bytes, in order."""
 
     layout: dict[str, TensorSpec]  # name -> spec, in writing order
-    tasks: tuple[Task, ...]  # calls that return the bytes, each run on a thread
+    tasks: tuple[Task, ...]  # each is called on a thread and returns one block of the bytes
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class Shard:
     """One file to be written, or the stretch of a file that starts at byte `begin`.
 
     `header` holds the bytes before the first tensor. The stretches of a file come in order. If one
-    stretch must be written again, all later stretches are written again, even finished ones.
+    stretch must be written again, all later stretches of its file are too, even finished ones.
     """
 
     name: str
@@ -78,19 +78,19 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """The shard's name in the record: its file's name, followed by `@begin` unless that is 0."""
+        """The shard's key in the state file: its file's name, then `@begin` unless `begin` is 0."""
         return f"{self.name}@{self.begin}" if self.begin else self.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file or stretch."""
+        """Bytes of the file or stretch, header included."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
 
 def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
     """Return shards of `pieces`, in order; only a shard of one piece may exceed `max_shard_bytes`.
 
-    Pieces whose size is no multiple of 4 (layer scalars) go last, so that FP32 scales stay aligned.
+    But pieces whose size is no multiple of 4 bytes (layer scalars) go last: FP32 scales stay aligned.
     Raise InputError if a tensor would be written twice.
     """
     groups: list[list[Piece]] = [[]]
@@ -136,10 +136,10 @@ def write_shards(
 ) -> dict[str, str]:
     """Write all shards to `folder`, with an index for several files; return `Shard.key` -> sha256.
 
-    Shards that an earlier try with the same `identity` finished are kept, so `identity` must change if
-    the same plan gives other bytes (source, settings). `workers` threads produce blocks; the default is
-    one thread for each usable core. `workers` / `workers_a_file` files are written side by side. `what`
-    titles the progress bar. Raise ResourceError if the disk is too small or fails.
+    Shards that an earlier try with the same `identity` finished are kept. So `identity` must differ if
+    source or settings give the same plan other bytes. `workers` threads produce blocks, by default one
+    for each usable core. `workers` / `workers_a_file` files, at least one, are written side by side.
+    `what` titles the progress bar. Raise ResourceError if the disk is too small or fails.
     """
     with _explained(folder):
         state = _State.open(folder, shards, identity)
@@ -176,7 +176,7 @@ def _write_all(todo: Sequence[Shard], state: "_State", workers: int, lanes: int,
         try:
             for written in as_completed(writing):
                 written.result()
-        finally:  # after an error the others end when they miss a block
+        finally:  # after an error the other writers end when they miss a block
             for pool in (writers, makers):
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -208,7 +208,7 @@ def _explained(folder: Path) -> Generator[None]:
 
 
 def state_path(folder: Path) -> Path:
-    """Return the file that records the finished shards of `folder`: beside the folder, never inside."""
+    """Return the path of `folder`'s state file, which records finished shards: beside the folder."""
     return folder.with_name(folder.name + ".state.json")
 
 
@@ -268,7 +268,7 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
 
 
 def _sha256(path: Path, shard: Shard) -> str:
-    """Return the sha256 of a shard's bytes in its file, of those present if it is too short."""
+    """Return the sha256 of a shard's bytes in its file; if the file is too short, of what is there."""
     digest, left = hashlib.sha256(), shard.nbytes
     with path.open("rb") as file:
         file.seek(shard.begin)
@@ -321,7 +321,7 @@ def _write(
                     syncing.result()
                 begun, syncing = file.tell(), syncer.submit(sync_file, path)
             done()
-        if syncing:  # the kernel reports a write error once: read every result
+        if syncing:  # Linux reports a write error only once: read every result
             syncing.result()
         if file.tell() != shard.begin + shard.nbytes:
             raise RuntimeError(f"{path}: wrote {file.tell()} bytes, planned {shard.nbytes}")
@@ -339,6 +339,6 @@ def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
 
 
 def _write_fully(file: io.FileIO, data: memoryview) -> None:
-    """Write all of `data`; a disk that fills up ends a call early before it raises an error."""
+    """Write all of `data`; if the disk fills up, a call writes only a part, and the next one raises."""
     while data:
         data = data[file.write(data[:WRITE_BLOCK]) :]

@@ -5,8 +5,8 @@ are fused into two 3-D tensors. Under `model.encoder.*` are the vision tower and
 the encoder's text stack, which is otherwise tied to the decoder. `lm_head` is tied to the embedding. A
 name that no rule below matches is an error, since an unknown tensor means a changed model.
 
-Tensors that vLLM reads only in BF16 must stay BF16, whatever a recipe says: vLLM builds the router and
-self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
+A recipe is refused if it would quantize a tensor that vLLM reads only in BF16: vLLM builds the router
+and self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
 """
 
 import re
@@ -66,9 +66,9 @@ class Target:
     name: str  # on-disk name in the source checkpoint
     module_class: str  # a key of `WHY_KEPT` or a member of `QUANTIZABLE`
     scheme: Scheme | None  # the scheme, or None when the tensor is copied as it is
-    reason: str  # why the tensor is kept in BF16, if it is
+    reason: str  # why the tensor stays BF16; "" if it is quantized
     shape: tuple[int, ...]  # [out, in]; fused experts [experts, out, in]
-    modules: tuple[str, ...]  # names of the quantized Linear modules it becomes, on disk
+    modules: tuple[str, ...]  # on-disk names of the quantized Linears that the tensor becomes
     bytes_before: int  # bytes in the source
     bytes_after: int  # bytes in the artifact, scales included
 
@@ -87,7 +87,7 @@ def module_class(name: str) -> str:
 def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names of the Linear modules that an on-disk tensor holds, () for none.
 
-    Fused experts hold the experts' gate and up projections [E, 2I, H] or down projections [E, H, I].
+    A fused tensor of experts is [E, 2I, H] (gate and up projections) or [E, H, I] (down projections).
     """
     fused = re.fullmatch(rf"({DECODER_LAYER}experts)\.(gate_up|down)_proj", name)
     if fused:
@@ -98,11 +98,11 @@ def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def plan_targets(tensors: Mapping[str, TensorInfo], quantization: Quantization) -> list[Target]:
-    """Return what a recipe makes of each tensor of a BF16 checkpoint; tied copies are left out.
+    """Return a `Target` for each tensor of a BF16 checkpoint under a recipe; tied copies are left out.
 
     Raise InputError if a tensor is unknown; if two schemes match a module; if a tensor's experts get
-    different schemes; if a scheme matches what it cannot quantize or what must stay BF16; or if a
-    scheme or an entry (target or ignore) matches nothing.
+    different schemes; if a scheme matches a tensor that must stay BF16 or does not fit the scheme; or
+    if a scheme, or an entry of `targets` or `ignore` without `optional:`, matches nothing.
     """
     kept = [info for name, info in tensors.items() if not DROPPED.fullmatch(name)]
     chosen = _chosen_by(quantization)
@@ -170,7 +170,7 @@ def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int,
 
 
 def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
-    """Return targets in groups that share a global scale, in order; other targets are groups of one."""
+    """Return `targets`, in order, grouped by the matrix that servers make of them (`fused_with`)."""
     units: dict[str, list[Target]] = {}
     for target in targets:
         units.setdefault(fused_with(target.name.removesuffix(".weight")), []).append(target)
@@ -178,7 +178,7 @@ def fused_units(targets: Sequence[Target]) -> list[list[Target]]:
 
 
 def fused_with(module: str) -> str:
-    """Return a key that is equal for Linears that servers fuse; for any other module, its name."""
+    """Return the key that Linears fused by servers have in common; for any other module, its name."""
     match = FUSED.fullmatch(module)
     return match[1] or match[2] if match else module
 
@@ -240,25 +240,25 @@ def _check_allowed(info: TensorInfo, scheme: Scheme) -> None:
 
 @cache
 def specs(layout: OnDisk, out: int, inputs: int) -> Mapping[str, TensorSpec]:
-    """Return suffix -> spec of the tensors of a Linear [out, inputs], in writing order; cached."""
+    """Return suffix -> spec of the tensors of a Linear [out, inputs] in `layout`, in writing order."""
     return {suffix: TensorSpec(*spec) for suffix, spec in layout.tensors(out, inputs).items()}
 
 
 def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
-    """Return the bytes of codes and scales that one Linear [out, inputs] takes in a `layout`."""
+    """Return the bytes that codes and scales of one Linear [out, inputs] take in `layout`."""
     return sum(spec.nbytes for spec in specs(layout, out, inputs).values())
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
-    """Return the total bytes of a plan's tensors (before, after) quantization."""
+    """Return (bytes before, bytes after) quantization of all tensors of a plan."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 
 
 def ignore_for_config(targets: list[Target]) -> list[str]:
-    """Return the `ignore` list of quantization_config, which names every Linear left in BF16.
+    """Return the `ignore` list of quantization_config, which names every Linear that stays BF16.
 
     vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, so the list
-    has the tied lm_head and the encoder's Linears too. Its patterns match on-disk names.
+    has the tied lm_head and the encoder's Linears too. The list's patterns match on-disk names.
     """
     ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:

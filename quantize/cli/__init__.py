@@ -1,6 +1,6 @@
-"""The command line: each command parses, calls one function, and maps errors to exit codes.
+"""The command line: a command parses and calls one function; `main` turns errors into exit codes.
 
-Each group of commands has a file, named after the first word of its title in `GROUPS`. A new
+Each group of commands has a file, named after the first word of the group's title (`GROUPS`). A new
 command is a function in its group's file, and a name in `GROUPS`. Heavy imports (torch,
 transformers) stay inside the functions, so that `quantize --help` answers at once.
 """

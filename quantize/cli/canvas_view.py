@@ -1,9 +1,9 @@
 """Answers one prompt and shows its canvas denoise, for `quantize generate`.
 
-In a terminal every denoising step is drawn over the last one: accepted tokens are bright, the
-decoder's best guesses elsewhere are dim. With --plain, a canvas' text is written at its commit, and
-never changes: an incomplete character at its end waits for the next canvas. The answer goes to
-stdout, thoughts and everything else to stderr.
+In a terminal every denoising step is drawn over the previous step: accepted tokens are bright, and
+the decoder's best guesses at other positions are dim. With --plain, the text of a canvas is written
+at its commit and never changes: half a character at the end waits for the next canvas. The answer
+goes to stdout, thoughts and everything else to stderr.
 """
 
 import sys
@@ -41,7 +41,7 @@ def watch(
     """Generate and show the answer to a prompt; the arguments are options of `quantize generate`.
 
     `write` gets the answer without thoughts: whole or, with `plain`, canvas by canvas. InputError:
-    a checkpoint or picture cannot be loaded, or the prompt is too long.
+    a checkpoint or picture cannot be loaded, or the prompt is too long. ResourceError: no memory.
     """
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)

@@ -26,8 +26,8 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
     CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's); the recipe's tasks
-    and gate judge it. `quantize compare` compares the resulting folder with a run of ours. Exit codes
-    are those of `quantize run`.
+    and gate judge it. `quantize compare` compares the resulting folder with one of `quantize run`.
+    Exit codes are those of `quantize run`.
     """
     from quantize.pipeline.judge import judging
     from quantize.pipeline.run import advance
@@ -41,13 +41,13 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(
     "--questions", type=click.IntRange(min=0), default=20, show_default=True,
-    help="Most questions to list per task, of those that differ.",
+    help="Most questions to list per task.",
 )  # fmt: skip
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    Lists the questions that RUN_B lost, won or answered differently from RUN_A; a private task's
-    questions are listed as hashes. The exit code is 4 if the scores are not comparable.
+    Lists the questions that only one run got right, or that both got wrong with different answers;
+    questions of a private task as hashes. The exit code is 4 if the scores are not comparable.
     """
     from rich.console import Console
 
@@ -68,9 +68,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
 def baseline() -> None:
     """Take BF16's answers from one machine to another.
 
-    BF16's answers do not depend on the recipe, and on a small GPU they take most of an evaluation.
-    Once a pack of answers is imported, `run` and `evaluate` ask only the quantized model; report
-    and card name the pack's origin.
+    BF16's answers do not depend on the recipe, and on a small GPU making them takes most of an
+    evaluation. Once a pack of answers is imported, `run` and `evaluate` ask only the quantized
+    model; the report and the card name the pack's origin.
     """
 
 
@@ -78,7 +78,7 @@ def baseline() -> None:
 @with_options("run")
 @PACK
 def export_(run: Path, pack: Path) -> None:
-    """Write BF16's answers in a run to the file PACK, without questions."""
+    """Write the answers of a run's BF16 model to the file PACK, without questions."""
     from quantize.runs.folder import existing_run
     from quantize.stages.evaluate.baseline_pack import export_pack
 
@@ -91,8 +91,9 @@ def export_(run: Path, pack: Path) -> None:
 def import_(pack: Path, out: Path) -> None:
     """Let the runs in the folder --out take BF16's answers from the file PACK.
 
-    Each run checks that the pack's sampler, data, seed, weights, tokenizer and versions (those that
-    answers depend on) equal its own, and names what differs.
+    A run with other BF16 weights ignores PACK. Else PACK fits if its sampler, data, seed, tokenizer
+    and versions (those that answers depend on) equal the run's. If a run finds packs of its weights
+    and none fits, it stops and says what differs.
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
@@ -114,10 +115,10 @@ def import_(pack: Path, out: Path) -> None:
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     """Choose a scheme for every layer's attention, MLP and experts, and write the choice as a recipe.
 
-    Each part is quantized by itself to measure its KL from BF16, and some whole models are measured
-    to predict the KL of others. The choice with the least KL within --bytes, or the fewest bytes
-    within --kl, is then measured too. RECIPE gives everything else. A second search measures no part
-    again.
+    Measures the model's KL from BF16 with each part quantized alone, and with some whole choices,
+    to predict the KL of the others. The choice with the least KL within --bytes, or the fewest
+    bytes within --kl, is then measured too. All other settings are RECIPE's. A second search with
+    the same RECIPE and model reuses the measurements.
     """
     from quantize.pipeline.search import search as search_schemes
 

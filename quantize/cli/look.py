@@ -30,7 +30,7 @@ def recipes(name: str | None) -> None:
 @click.option("--recipe", help="A recipe whose own tasks are listed too: a name or a YAML file.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), metavar="TOKENS/S",
-    help="Tokens per second with which hours are computed.  [default: 1562, the 26B model "
+    help="Tokens per second from which hours are computed.  [default: 1562, the 26B model "
     "in BF16 on an H200, 16 slots, 26 steps per canvas]",
 )  # fmt: skip
 def tasks(recipe: str | None, rate: float | None) -> None:
@@ -81,8 +81,8 @@ def _data(task: Mapping[str, Any]) -> str:
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    Of the weights it reads headers and the scales of whole matrices. CHECKPOINT is a folder or a
-    Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
+    Reads the headers of all weights, and no values but scales of whole matrices. CHECKPOINT is a
+    folder or a Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
     """
     from rich.console import Console
 
@@ -103,7 +103,7 @@ def inspect(checkpoint: str) -> int:
 def doctor(out: Path) -> int:
     """Check this machine: packages, compiler, GPUs and driver, memory, disk, caches.
 
-    A line with an arrow says what to do. The exit code is 3 if something is missing that commands need.
+    A line with an arrow says what to do. Exit code 3: something that commands need is missing.
     Nothing is downloaded, written or sent; the output is meant to be pasted into a bug report.
     """
     from quantize import __version__

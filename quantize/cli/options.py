@@ -44,12 +44,12 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "gpu-memory": click.option(
         "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
         callback=lambda _, __, gb: None if gb is None else gb * 1e9,
-        help="Most GPU memory to use, by default all free; weights that do not fit are streamed.",
+        help="Most GPU memory to use; default: what is free. Weights that do not fit are streamed.",
     ),
     "scratch": click.option(
         "--scratch", type=click.Path(path_type=Path, file_okay=False), metavar="FOLDER",
-        help="Folder for calibrate's recording, by default the run's. The recording takes up to "
-        "1.44 MB per canvas and step of the 26B model, and is removed when round is done.",
+        help="Folder for calibrate's recording, by default the run folder. The recording takes up "
+        "to 1.44 MB per canvas and step of the 26B model, and is removed after the stage round.",
     ),
     "activations": click.option(
         "--activations", type=click.Choice(ACTIVATION_MODES),

@@ -17,7 +17,7 @@ from quantize.pipeline.stages import STAGES
 )  # fmt: skip
 @with_options("scoring", "machine", "scratch", "resume")
 def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -> int:
-    """Do everything: plan, calibrate, convert, verify, replay, evaluate, report, gate."""
+    """Do everything: plan, calibrate, round, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline.run import advance, started
 
     with started(recipe, model, out, **options) as found:
@@ -30,8 +30,8 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy of the model before the run that takes hours.
 
     Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
-    small limits: 32 prompts, all weights, 4 questions per task. A finding would end a run, but not
-    the rehearsal: all findings are printed, and the most time and disk that the whole run takes.
+    small limits: 32 prompts, all weights, 4 questions per task. Findings, which would end a run, do
+    not end the rehearsal: all are printed, with the most time and disk that the whole run takes.
     The verdict of so few answers says nothing. The exit code is that of the first finding, else 0.
 
     rehearsal.json in the run folder holds all of this, with versions and hardware, but no questions or

@@ -32,20 +32,20 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
   to 1120, is the most tokens per picture; nothing is fetched),
   chat_template_kwargs.enable_thinking (thoughts come back as reasoning_content),
   the sampler's CONTROLS,
-  the canvas: suffix of a completion, pinned [{position, text}], initial_text,
+  known text: suffix of a completion, pinned [{position, text}], initial_text,
   tools with tool_choice and parallel_tool_calls, response_format (json_object, json_schema),
   guided_json, guided_regex, logprobs with top_logprobs up to 20, reasoning_effort (none or other).
-What steers sampling token by token (temperature, top_p, top_k, min_p, penalties) has no meaning
-  here. It is ignored, and named in the header X-Ignored-Parameters; --strict refuses it. The same
-  holds for a message's name and a picture's detail.
+Ignored: temperature, top_p, top_k, min_p and penalties, which steer sampling token by token;
+  verbosity, service_tier, store; a message's name, a picture's detail. The header
+  X-Ignored-Parameters names those that a request has; --strict refuses them.
   temperature 0 without a seed takes a fixed seed. Any other field is refused with 400, by name.
-A stream sends finished canvases; stream_options.include_drafts shows them denoise.
+A stream sends finished canvases; with stream_options.include_drafts also every denoising step.
 
 If the environment variable QUANTIZE_API_KEY is set, clients must send its value as the API key.
 Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
 on a GPU rounding depends on the batch, unless --batch-invariant is given.
 --data-parallel N serves with a copy of the weights on each of N GPUs; the header X-Worker says
-which one answered. SIGTERM lets running requests finish and refuses waiting ones.
+which GPU answered. SIGTERM lets running requests finish and refuses waiting ones.
 """.replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 

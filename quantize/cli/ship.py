@@ -34,9 +34,9 @@ def card(run: Path, repo: str | None) -> None:
 @click.argument("point", required=False)
 @click.option("--own", is_flag=True, help="Restore the model's own settings instead.")
 def adopt(run: Path, point: str | None, own: bool) -> int:
-    """Write the sampler settings of an operating point that passed into the checkpoint.
+    """Write sampler settings into the checkpoint: those of an operating point that passed.
 
-    Without POINT, the fastest point that passes is taken. Its settings go into the checkpoint's
+    Without POINT, the fastest point that passes is taken. The settings go into the checkpoint's
     generation_config.json, so that servers serve what was judged. Then verify and report run again.
     """
     from quantize.pipeline.adopt import adopt as adopt_point
@@ -85,7 +85,7 @@ def bundle(run: Path, out: Path | None) -> None:
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded; upload nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask (for CI).")
 def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any) -> int:
-    """Upload a run that passed its gate to the Hugging Face Hub, with a model card made from it.
+    """Upload a run to the Hugging Face Hub if it passed its gate, with a model card made from it.
 
     --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
     The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.

@@ -1,4 +1,4 @@
-"""`quantize generate`, `bench`, `tune` and `export` use a checkpoint; `serve` has a file of its own."""
+"""`quantize generate`, `bench`, `tune` and `export`; `serve`, of this group, has its own file."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ def generate(
 )  # fmt: skip
 @click.option(
     "--steps", multiple=True, default=("16",), show_default=True, metavar="N|adaptive",
-    help="Denoising steps per canvas: a number, or as the checkpoint stops. Repeatable.",
+    help="Denoising steps per canvas: a number, or adaptive (the checkpoint decides). Repeatable.",
 )  # fmt: skip
 @click.option(
     "--batch", "batches", multiple=True, type=click.IntRange(1, 64), default=(1,),
@@ -91,7 +91,7 @@ def generate(
 @with_options("activations", "gpu-memory")
 @click.option(
     "--sparse-soft-embedding", "sparse", is_flag=True,
-    help="Condition steps on the tokens that hold 0.999 of a row's probability, if 64 do.",
+    help="Condition each step on the tokens with 0.999 of a row's probability, if 64 suffice.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
@@ -135,10 +135,10 @@ def bench(
 def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
-    Every matrix product of the 26B model is timed with every candidate, at 64 to 8,192 tokens; the
-    fastest at 8,192 also serves larger batches. Products of 64, 256 and 1,024 tokens take about two
-    minutes on an H200. The table goes into the user's cache folder; generate, bench, serve and all
-    stages then use it. Prints how much each product gained.
+    Every matrix product of the 26B model is timed in every configuration, at 64 to 8,192 tokens.
+    The fastest at 8,192 tokens is also used for more. Tuning products of 64, 256 and 1,024 tokens
+    takes about two minutes on an H200. The table goes into the user's cache folder; generate, bench,
+    serve and all stages then use it. Prints how much each product gained.
     """
     from rich.console import Console
 
@@ -159,7 +159,7 @@ def export(checkpoint: str, format_: str, out: Path, kept_as: Any) -> None:
     """Write a checkpoint in another format: quantize export CHECKPOINT --to gguf OUT.gguf
 
     CHECKPOINT is a run, a folder or a Hub id, BF16 or quantized to NVFP4; `bundled` is the model that
-    ships. GGUF is for llama.cpp: text only, tokenizer and chat template inside (docs/exports.md).
+    ships. GGUF is for llama.cpp: text only, with tokenizer and chat template (docs/exports.md).
     Interrupted? The same command goes on.
     """
     from quantize.checkpoints.reader import Checkpoint, resolve

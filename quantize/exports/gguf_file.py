@@ -1,4 +1,4 @@
-"""Writes a checkpoint as one GGUF file, streamed and restartable like the stage convert.
+"""Writes a checkpoint as one GGUF file, streamed and restartable like the stage `convert`.
 
     header   magic, version 3, metadata, and name, shape, type and position of every tensor; the `gguf`
              package makes the header before the first weight is read
@@ -6,7 +6,7 @@
 
 The file is written in stretches of about a gigabyte (`checkpoints.shards`), with a few blocks of
 4 MB in memory at a time. After an interruption the same call continues after the last finished
-stretch, and the file has the same bytes. The file gets its name when it is complete.
+stretch, and the file gets the same bytes. The file gets its final name when it is complete.
 """
 
 import json
@@ -37,7 +37,7 @@ from quantize.runtime.llama_cpp import FINGERPRINT
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote: tensors per type, and the bytes of the source and of the file."""
+    """What an export wrote: number of tensors by type, and the bytes of the source and of the file."""
 
     types: dict[str, int]
     bytes_in: int
@@ -51,10 +51,10 @@ def export_gguf(
 
     Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
     export resumes after the last complete stretch; a stretch has about `stretch` bytes.
-
-    Raise InputError if `out` exists or is no .gguf, if GGUF or llama.cpp cannot hold the source's
-    schemes, widths, config or tokenizer, or if a weight is NaN or infinite. Raise ResourceError if
-    the disk is too small or fails, or if another process writes `out`.
+    Raise InputError if `out` exists or does not end in .gguf, if GGUF or llama.cpp cannot hold the
+    source's schemes, widths, config or tokenizer, if a weight is NaN, infinite or too large for Q8_0,
+    or if `source` changes meanwhile. Raise ResourceError if the disk is too small or fails, or if
+    another process writes `out`.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")

@@ -2,20 +2,20 @@
 
 The `gguf` package has llama.cpp's names for Gemma 4; the table OWN has the other names.
 `ffn_gate_inp.scale` is the router's scale, `ffn_down_exps.scale` the router's scale per expert. The
-prefix `enc_` marks the encoder's layer scalars. A matrix stays BF16, bit for bit, or becomes Q8_0.
-Vectors and the router become F32, exactly, as llama.cpp wants.
+prefix `enc_` marks the encoder's layer scalars. A BF16 matrix stays BF16, bit for bit, or becomes
+Q8_0. Vectors and the router become F32, exactly, as llama.cpp wants.
 
-An NVFP4 Linear becomes two tensors: `.weight` holds its codes and block scales. `.scale`, F32 [1]
-or [experts], holds 1 / weight_global_scale, by which llama.cpp multiplies the product. Experts in
-NVFP4 become three such pairs (gate, up, down), since llama.cpp fuses gate and up only if they have
-no scale. `ffn_down_exps.scale` is then 1 / weight_global_scale times the router's scale per expert,
-in float32.
+An NVFP4 Linear becomes two tensors. `.weight` holds its codes and its scales of groups of 16 inputs.
+`.scale`, F32 [1] or [experts], holds 1 / weight_global_scale, by which llama.cpp multiplies the
+product. Experts in NVFP4 become three such pairs (gate, up, down), since llama.cpp fuses gate and up
+only if they have no scale. Then `ffn_down_exps.scale` holds, in float32, 1 / weight_global_scale of
+each expert's down matrix, times the router's scale of that expert.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
-An NVFP4 block holds four groups of 16 values: 4 scales in e4m3, read without their sign, and 4 x 8
-bytes of codes. Byte j of a group has the codes of values j (low nibble) and j + 8; in a checkpoint
-it has those of values 2 j and 2 j + 1. The `gguf` package reads such blocks (as tests do), but
-cannot write them.
+A GGUF block of NVFP4 holds four groups of 16 values: 4 scales in e4m3, read without their sign, and
+4 x 8 bytes of codes. Byte j of a group has the codes of values j (low nibble) and j + 8, while in a
+checkpoint byte j has the codes of values 2 j and 2 j + 1. The `gguf` package reads such blocks (as
+tests do), but cannot write them.
 
 llama.cpp takes text only, so the vision tower is left out. The calibrated input scales are left out
 too, since llama.cpp reads but does not use them. The embedding is also the output matrix.
@@ -97,7 +97,7 @@ def _gguf_name(name: str) -> str | None:
 def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     """Return the tensors of the file in writing order, without reading any weights.
 
-    The caller has checked the layout of `source`. BF16 matrices become `kept_as`; routers, F32.
+    The caller has checked the layout of `source`. BF16 matrices become `kept_as`, routers F32.
     Raise InputError if GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)
@@ -209,7 +209,7 @@ class _Planner:
 
 
 def nvfp4_blocks(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4 blocks, uint8 [n], of codes U8 [..., in/2] and scales e4m3 >= 0 [..., in/16]."""
+    """Return GGUF blocks, uint8 [n], from codes U8 [..., in/2] and scales e4m3 >= 0 [..., in/16]."""
     pairs = packed.reshape(-1, GROUP // 2)  # a group of 16: codes 0 1, 2 3, ... 14 15
     codes = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
     low, high = codes.split(GROUP // 2, dim=-1)

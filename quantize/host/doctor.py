@@ -1,7 +1,6 @@
 """Checks what `quantize` needs of this machine: packages, compiler, GPUs, memory, disk, caches.
 
-The installed distribution's metadata lists the needed packages. torch lists the GPUs, and
-nvidia-smi reports the driver's version.
+Sources: the distribution's metadata (needed packages), torch (GPUs), nvidia-smi (driver version).
 """
 
 import os
@@ -40,7 +39,7 @@ class Finding:
 
 
 def findings(out: Path, version: str) -> Iterator[Finding]:
-    """Check this machine and yield findings; `out` is the folder of runs, `version` quantize's."""
+    """Yield findings about this machine; `out` is the folder of runs, `version` is quantize's."""
     yield Finding("quantize", f"{version} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()

@@ -64,9 +64,9 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
 
 @contextmanager
 def folder_when_complete(final: Path, *, keep_partial: bool = False) -> Generator[Path]:
-    """Yield a temporary folder beside `final`; if the block ends well, replace `final` with it.
+    """Yield a temporary folder beside `final`; it replaces `final` if the block raises no error.
 
-    If `keep_partial`, a folder that an interrupted try left is used again; else it starts empty.
+    If `keep_partial`, a folder that an interrupted try left is used again, else it is removed.
     """
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
     if temporary.exists() and not keep_partial:

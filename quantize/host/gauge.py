@@ -1,7 +1,7 @@
 """Reads a GPU's energy, clock, and whether power limits the clock, from its driver (NVML).
 
 The driver updates its energy counter every 20 to 100 ms. `watched` polls the counter while work
-runs, and notes each change. Power is the energy between two changes, divided by the time between.
+runs and notes each change. Power is the energy between two changes, over the time between them.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ class Gauge:
 
 @dataclass
 class Watched:
-    """A GPU's energy counter each time it changed, as (seconds, joules), and the clock at that time."""
+    """The changes of a GPU's energy counter, as (seconds, joules), and the clock at each change."""
 
     steps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
     clocks: list[Clock] = field(default_factory=list[Clock])
@@ -93,7 +93,7 @@ class Watched:
 
 @contextmanager
 def watched(gauge: Gauge | None) -> Generator[Watched]:
-    """Yield what a thread notes of `gauge` while the block runs; without a gauge it stays empty."""
+    """Yield a `Watched`, filled by a thread during the block; it stays empty without a gauge."""
     seen = Watched()
     if gauge is None:
         yield seen

@@ -1,7 +1,6 @@
 """Locks that let one process at a time work on a run folder or a store, and end with the process.
 
-The lock is the kernel's (flock), so a killed process leaves no lock. The lock's file stays; it only
-says which process holds, or last held, the lock.
+The lock is the kernel's (flock), so a kill frees it. The file stays, and names its last holder.
 """
 
 import fcntl
@@ -41,7 +40,7 @@ def locked(file: Path, what: str) -> Generator[None]:
 
 
 def holder(file: Path) -> str | None:
-    """Return the pid, as text, of the process that holds the lock `file`, None if none does."""
+    """Return the pid, as text, of the process that holds the lock `file`; None if the lock is free."""
     with file.open("r+", encoding="utf-8") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -31,7 +31,7 @@ class Processes:
         return work[self.rank :: self.count]
 
     def others(self, found: T) -> list[T]:
-        """Send `found` to the other processes, return theirs by rank; all must call this."""
+        """Send `found` to all others and return theirs, by rank; every process must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
@@ -54,7 +54,7 @@ ALONE = Processes()
 
 @contextmanager
 def joined() -> Generator[Processes]:
-    """Connect the processes of this command for a `with` block; yield this one's `Processes`."""
+    """Connect this command's processes for a `with` block; yield this process' `Processes`."""
     if is_alone():
         yield ALONE
         return
@@ -77,7 +77,7 @@ def is_alone() -> bool:
 
 
 def is_first() -> bool:
-    """Return whether this process is the first or only one, which writes the results of all."""
+    """Return whether this process is the first or only one; only the first writes results."""
     return is_alone() or os.environ.get("RANK", "0") == "0"
 
 

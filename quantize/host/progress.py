@@ -1,7 +1,7 @@
 """Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
 A terminal shows a bar. Elsewhere (CI, a pipe) one line is printed when the loop begins, one every 30
-seconds with an estimate of what is left, and one when it ends, so that a log stays readable. An
+seconds with an estimate of the time left, and one when it ends, so that a log stays readable. An
 inner loop has no bar or lines of its own; the outer loop's bar or lines show its progress too.
 
 While `noted` runs, a file holds the same figures for another terminal (`quantize status`).
@@ -41,7 +41,7 @@ def say(message: str) -> None:
 
 
 class Meter:
-    """Counts what a loop has done, in units and tokens, of `total` units (None if not known).
+    """Counts the units and tokens that a loop has done; it has `total` units, None if not known.
 
     `unit` is the plural word for a unit ("samples"); `item` names the current unit, or is empty.
     """
@@ -58,7 +58,7 @@ class Meter:
         self.announce(-units, -tokens)
 
     def announce(self, units: int, tokens: int) -> None:
-        """Show units and tokens as made before they are finished; `add` later counts them."""
+        """Show units and tokens as made although they are unfinished; `add` counts them later."""
         self._ahead = [max(0, self._ahead[0] + units), max(0, self._ahead[1] + tokens)]
 
     @property
@@ -123,7 +123,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
-    """List a meter as running in this block; yield whether no outer meter has a total or unit."""
+    """List a meter as running in this block; yield True if no outer meter has a total or unit."""
     is_outermost = all(each.total is None and not each.unit for each in _under_way)
     _under_way.append(meter)
     try:

@@ -1,8 +1,7 @@
 """Measures seconds and peak memory of a block of work, a disk's rate, and the host's free memory.
 
-Linux keeps a process' peak of resident memory (VmHWM). Writing 5 to /proc/self/clear_refs resets it,
-so that each stage gets a peak of its own. If that write is refused, the peak is None, as it could
-be the peak of an earlier stage.
+Writing 5 to /proc/self/clear_refs resets Linux' peak of a process' resident memory (VmHWM), so that
+each stage has its own peak. If that is refused, the peak is None: it may be an earlier stage's.
 """
 
 import os
@@ -27,7 +26,7 @@ def now() -> str:
 
 
 def disk_rate(folder: Path) -> float:
-    """Return the bytes/s of writing and syncing a file of 256 MB in `folder`; then remove it."""
+    """Return the bytes/s of writing and syncing a file of 256 MiB in `folder`; remove the file."""
     path, block = folder / "rate.partial", bytes(1 << 24)
     began = time.monotonic()
     try:
@@ -42,7 +41,7 @@ def disk_rate(folder: Path) -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes of host memory that are free or cache files, within a container's limit."""
+    """Return the bytes of host memory, free or used to cache files, within a container's limit."""
     free: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError):  # no file, or "max": there is no limit
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
@@ -54,10 +53,10 @@ def free_memory() -> int:
 
 @contextmanager
 def measured() -> Generator[dict[str, Any]]:
-    """Yield a dict that is filled when the block ends, even if with an error.
+    """Yield a dict that is filled when the block ends, even if it raises an error.
 
     Keys: `seconds`; `ended`, the time as `now` writes it; `peak_rss_bytes`, None if it cannot be
-    measured; `peak_gpu_bytes` and the GPU's name `gpu`, both None if no GPU memory was used.
+    measured; `peak_gpu_bytes` and the GPU's name `gpu`, both None if the block took no GPU memory.
     """
     facts: dict[str, Any] = {}
     forgot = False

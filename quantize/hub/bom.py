@@ -36,7 +36,7 @@ Said = tuple[str, str]
 
 
 def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
-    """Return a run's bill of materials as JSON; `repo` is its Hub id, `base` the BF16 model's."""
+    """Return a run's bill of materials as JSON; `repo` is its Hub id, `base` the BF16 model's id."""
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     source, digest = manifest["source"], str(report["artifact"])
     licence = yaml.safe_load(front_matter(run, recipe, manifest, base))["license"]

@@ -3,7 +3,7 @@
 `HfApi` retries uploads, but neither commits nor most small requests. `patiently` repeats a call on
 408, 429, 500, 502, 503, 504 and broken connections, after the time that Retry-After asks for, else
 after 1, 2, 4 and 8 seconds. A call that still fails raises a QuantizeError with the exit code that
-fits. No message holds the token, or the query of a URL, where storage services put signatures.
+fits. No message holds the token, or the query part of a URL, where storage services put signatures.
 """
 
 import re
@@ -63,7 +63,7 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
     """Turn the block's errors into QuantizeErrors, whose messages begin with `where`.
 
-    Causes are dropped, as they may hold secrets. With `except_transient`, transient errors stay.
+    Causes are dropped, as they may hold secrets. With `except_transient`, transient errors stay as is.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def _short(error: BaseException) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of the response that an error carries, None if it has none."""
+    """Return the HTTP status of the response that an error carries; None if it carries no response."""
     response = getattr(error, "response", None)
     return response.status_code if isinstance(response, httpx.Response) else None
 

@@ -1,16 +1,16 @@
-"""Publishes a run whose gate passed to a model repository on the Hub, never half of it.
+"""Publishes a run to a model repository on the Hub: only if the gate passed, and never half of the run.
 
   1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
                or was overruled by an option that the model card names.
   2. look      account, repository and its files are shown before anything is written.
   3. weights   go into one commit: in a draft pull request, or on a branch or main, on top of the
-               commit seen in 2. That commit also removes a model card of other weights.
+               commit seen in 2. The new commit also removes a model card of other weights.
   4. check     the Hub's checksum of each file of weights must equal the local checksum.
   5. release   README.md and .eval_results go into a second commit and are checked. A pull request
                then leaves its draft state, the tag is set, and --public makes a repository public.
 
 After an interruption the same command continues: it reads from the Hub what is left to do. After a
-finished push that is nothing. The run's publication.json records what was pushed.
+finished push, nothing is left. The run's publication.json records what was pushed.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The `changes` of a push to `revision` of `there`; `account` None: the Hub was not asked."""
+    """The `changes` of a push to `revision` of `there`; `account` is None if the Hub was not asked."""
 
     account: str | None
     there: Repository
@@ -69,9 +69,10 @@ class Plan:
 
 
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
-    """Check a run, show changes, publish if `confirm()` (else InputError); return exit code 0.
+    """Check a run, show the changes, and publish them if `confirm()` returns True; return exit code 0.
 
-    `dry_run` uploads nothing, and shows what can be known, even without a token or a network.
+    If it returns False, raise InputError. `dry_run` uploads nothing, and shows what can be known, even
+    without a token or a network.
     """
     if dry_run:
         return _show(run, request)

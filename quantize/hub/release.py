@@ -27,7 +27,7 @@ from quantize.runs.models import CANDIDATE
 
 PULL_REQUEST, MAIN = "pr", "main"
 EVIDENCE, BILL = "evidence", "bom.cdx.json"
-FindBase = Callable[[dict[str, Any], Recipe], str | None]  # from a manifest's source
+FindBase = Callable[[dict[str, Any], Recipe], str | None]  # (manifest's source, recipe) -> Hub id
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,8 +37,8 @@ class Request:
 
     `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
     through, `no_gate` any verdict; neither lets an unverified checkpoint through. `sign` is a private
-    key's file, "sigstore", or None for no signature. InputError: wrong `repo` or `to`, or a `tag`
-    for a pull request.
+    key's file, "sigstore", or None for no signature. Raise InputError if `repo` or `to` is wrong, or
+    if `tag` is set for a pull request.
     """
 
     repo: str
@@ -79,8 +79,8 @@ def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Rele
     """Check that a run may be released; return its hashed files, model card and scores.
 
     The run's results must be up to date (`pipeline.run.reported`). `base` finds the BF16 model's Hub
-    id; the default is `find_base`. Only a signature is written, into the run: signature.json.
-
+    id; the default is `find_base`. Nothing is written except a signature: signature.json in the run.
+    ResourceError: the Hub or Sigstore cannot be reached, or a package for signatures is missing.
     InputError: the checkpoint, or its list of files, is not what was verified and scored.
     GateError: verification or fidelity failed, a verified file changed, or FAIL is not overruled.
     UndecidedError: the verdict is neither PASS nor FAIL, and is not overruled.
@@ -189,8 +189,8 @@ def _listed_files(run: RunDir) -> list[File]:
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     """Return the Hub id of the BF16 model, or None if the id is not certain.
 
-    It is certain if the Hub lists the checksums of the local config.json and weights under it. A
-    name in the manifest's `source`, or of a folder, proves nothing. ResourceError: no Hub access.
+    It is certain if the Hub lists, under this id, the checksums of the local config.json and weights.
+    A name in the manifest's `source`, or of a folder, proves nothing. ResourceError: no Hub access.
     """
     if (name := base_model(source, recipe)) is None:
         return None

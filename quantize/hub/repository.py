@@ -3,9 +3,9 @@
 It builds on `huggingface_hub.HfApi`, which uploads (by Xet, or by LFS in parts) and retries uploads.
 What HfApi leaves to its caller is here and in `hub.calls`:
 
-  lost answers a commit names its parent, so the Hub accepts it only once. If the Hub's answer was
-               lost, the commit was accepted if the head of the branch holds our files.
-  checksums    the Hub's tree lists the sha256 of each large file and the git blob id of each small one.
+  lost answers   A commit names its parent, so the Hub accepts it only once. If an answer was lost, the
+                 branch's head is read: a head with our files means that the commit was accepted.
+  checksums      The Hub lists the sha256 of each large file, and the git blob id of each small file.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class File:
-    """A file to publish: path in the repository, content or its path, size in bytes, sha256."""
+    """A file to publish: path in the repository, bytes or local path, size in bytes, sha256."""
 
     path: str
     content: Path | bytes
@@ -60,14 +60,14 @@ class File:
 class Repository:
     """The state of a repository on the Hub; `tags` and `branches` map names to commits."""
 
-    exists: bool = False  # False also if it is hidden from us; a new repository is private
-    private: bool = True
+    exists: bool = False  # False also if the token may not see the repository
+    private: bool = True  # True for a repository that does not exist: it is created so
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
     branches: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Hub:
-    """Access to one repository, with the token in the environment or of the Hub's login."""
+    """Access to one repository, with the token of the environment or of `hf auth login`."""
 
     def __init__(self, repo: str) -> None:
         self.repo = repo
@@ -109,7 +109,7 @@ class Hub:
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
-        """Return the number of `account`'s draft or open pull request `title`, or of a new draft."""
+        """Return the number of `account`'s pull request `title`, draft or open, else of a new draft."""
         listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
         doing = "list pull requests"
         for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):

@@ -1,4 +1,4 @@
-"""Signs a release and checks a signature, by OpenSSF's model signing (the package `model-signing`).
+"""Signs a release and checks signatures, with OpenSSF's model signing (the package `model-signing`).
 
 One signature, `model.sig`, covers the sha256 of every file of the folder except itself, git's own
 files (`.gitattributes`, `.git`) and what downloads leave in `.cache`. So a check finds files that were
@@ -63,7 +63,7 @@ def verify(
 
     The expected signer owns the public `key` or, if it is None, the account `identity` at `issuer`.
     GateError: there is no signature, another signer made it, or a file is not as it was signed.
-    InputError: no usable public key. ResourceError: no package, or Sigstore cannot be reached.
+    InputError: no usable public key. ResourceError: the package is missing, or Sigstore fails.
     """
     signature = folder / SIGNATURE
     if not signature.is_file():
@@ -140,7 +140,7 @@ def _hashing() -> Any:
 
 
 def extra(module: str) -> Any:
-    """Return a module that the extra `sign` installs; ResourceError: it is not installed."""
+    """Return `module`, which the extra `sign` installs; ResourceError: it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,8 +1,8 @@
 """Writes judged sampler settings into a run's checkpoint, so that servers serve what was judged.
 
 `generation_config.json` becomes that of the BF16 model, with the settings of an operating point that
-passed. The checkpoint is then verified and reported again. Answers and replay stay valid, since the
-settings under which they were made are noted beside them.
+passed. Then the checkpoint is verified again, and the report is written again. Answers and replay stay
+valid, since the settings under which they were made are noted beside them.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from quantize.runs.manifest import checksums
 
 
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
-    """Write a point's sampler settings to the checkpoint; verify it, report it, return the exit code.
+    """Write a point's sampler settings to the checkpoint, verify and report; return the exit code.
 
     `path` is a run's folder. `name` is the operating point; None takes the fastest point that passes.
     If `own` is set, the model's own settings are restored instead.
 
     Raises:
-        InputError: a result is stale, or the point was not judged, or not in the run's activation mode.
-        GateError: the named point does not pass, or no point passes.
+        InputError: a result is stale; the point was not judged, or not in the run's activation mode.
+        GateError: the named point does not pass, or no point passes, or as in `advance`.
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)

@@ -47,7 +47,7 @@ def judging(
     fine_tuned: bool = False,
     **options: Any,
 ) -> Generator[Run]:
-    """Yield a run for `advance` that judges a checkpoint; the `with` block locks the run's folder.
+    """Yield a run that judges a checkpoint when given to `advance`; the block locks its folder.
 
     `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model (None:
     the bundled model). If `fine_tuned`, weights are not compared. Other arguments: as in `started`.

@@ -4,7 +4,7 @@
 
 The run folder is named after the recipe and a hash of the resolved recipe and the model's
 fingerprint, so the same command finds its run again. The manifest records versions and hardware, and
-each stage's seconds and peak memory. Files that must be equal in two equal runs hold none of these.
+each stage's seconds and peak memory. Files that must be equal in equal runs hold none of these facts.
 """
 
 import gc
@@ -54,13 +54,13 @@ def started(
     limit: int | None = None,
     **options: Any,
 ) -> Generator[Run]:
-    """Yield a new or continued run of a recipe on a model; show its plan, and lock it in the block.
+    """Yield a new or continued run of a recipe on a model; show its plan; the block locks its folder.
 
     `recipe` is a Recipe, which is used as it is, or a recipe's name; a named recipe is adapted to
     `model`, `tasks` and `limit`. `out` is the folder of runs. `options` are those of `Run`.
 
     Raises:
-        InputError: the run exists and `resume` is off; recipe, model or folder are wrong; or torchrun
+        InputError: the run exists and `resume` is off; recipe, model or folder is wrong; or torchrun
             started several processes.
         ResourceError: another process works in the run, or a stage does not fit the GPU.
     """
@@ -193,7 +193,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
 def advance(run: Run, until: str = STAGES[-1].name) -> int:
     """Run every missing or stale stage up to `until`; return the last stage's exit code, 0 or 4.
 
-    All tasks' data is opened before the first stage, so that no hours are lost if some is unreadable.
+    All tasks' data is opened before the first stage, so that unreadable data does not cost hours.
 
     Raises:
         GateError: verification, fidelity or the gate failed (exit code 1).
@@ -234,7 +234,7 @@ def _advance(run: Run, stage: Stage) -> int:
 def run_alone(run: Run, stage: Stage) -> int:
     """Run one stage again; print which later results are stale now, and return the exit code.
 
-    Raise InputError if a result that the stage reads is missing or stale.
+    Raise InputError if the recipe lacks the stage, or a result that it reads is missing or stale.
     """
     if not stage.is_needed(run.recipe):
         raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
@@ -265,8 +265,7 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
 def work(run: Run, stage: Stage) -> None:
     """Do a stage's work, or its replacement in `run.instead`; record time, memory, inputs and result.
 
-    Raises:
-        InputError: torchrun started several processes, and the stage's work cannot be split.
+    Raise InputError if torchrun started several processes and the stage's work cannot be split.
     """
     if not stage.shares_work:
         refuse_several(stage.name)

@@ -28,7 +28,7 @@ CONTEXT = 1024  # tokens before the first canvas, as `quantize bench` has them
 def measure_speeds(
     run: RunDir, source: Path, points: Mapping[str, OperatingPoint], place: Placement
 ) -> None:
-    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its scored operating points."""
+    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating `points`."""
     served: dict[tuple[Path, ActivationMode | None], list[str]] = {(source, None): [BASELINE]}
     served[run.checkpoint, None] = [CANDIDATE]
     for name, point in points.items():

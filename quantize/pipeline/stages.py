@@ -2,7 +2,7 @@
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
-A record says everything about a stage once. `pipeline.run` runs the list; the command line makes its
+A record holds everything about one stage. `pipeline.run` runs the list; the command line makes its
 commands and the values of `--until` from the list. Work functions import what they need when they are
 called, so importing this module is cheap.
 """
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def recording(self) -> "Path":
-        """Folder in which calibrate records passes for GPTQ; the stage round removes it at its end."""
+        """Folder in which calibrate records passes for GPTQ; the stage round removes it when done."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
         return self.machine.scratch / f"{self.folder.path.name}-recording"
@@ -254,7 +254,7 @@ def evaluate_more(
 
     If `operating_points` is set, the recipe's operating points are scored too. Each limit on denoising
     steps in `steps` adds a point. On a GPU the tokens/s of points are measured. `batch_size` replaces
-    the recipe's. `models` are fields of `ModelOptions`; the rest is as in `stages.evaluate.evaluate`.
+    the recipe's. `models` are fields of `ModelOptions`. Other arguments: `stages.evaluate.evaluate`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES

@@ -40,8 +40,7 @@ def why_stale(folder: RunDir, stage: Stage) -> str | None:
 def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None:
     """Check that the results of `stages` are up to date.
 
-    Raises:
-        InputError: a result is missing or stale; the first is named.
+    Raise InputError, which names the first result that is missing or stale.
     """
     for stage, why in stale(folder, recipe, stages):
         raise InputError(
@@ -109,7 +108,7 @@ def remember(folder: RunDir, stage: Stage, inputs: dict[str, str | None]) -> Non
 
 
 def change_for(folder: RunDir, stage: Stage, unconcerned: Iterable[str]) -> None:
-    """Record a stage's changed result; stages `unconcerned`, which read it, stay up to date."""
+    """Record a stage's changed result; the stages in `unconcerned` read it, but stay up to date."""
     records, result = _records(folder), result_digest(folder, stage)
     records[stage.name]["result"] = result
     for name in unconcerned:

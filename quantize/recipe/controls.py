@@ -60,13 +60,13 @@ REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTR
 
 
 def bounds_of(name: str) -> tuple[int, int]:
-    """Return the least and the largest value of control `name`, an integer that has both bounds."""
+    """Return the least and the largest value of an integer control; KeyError if a bound is missing."""
     bounds = CONTROLS[name].metadata["bounds"]
     return bounds["ge"], bounds["le"]
 
 
 def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str, Any]:
-    """Return control -> optional pydantic field, bounded as in recipes or as in requests ("asked")."""
+    """Return control -> (type, optional pydantic field), bounded for recipes or requests ("asked")."""
     from pydantic import Field  # not needed for the help of the command line
 
     made: dict[str, Any] = {}

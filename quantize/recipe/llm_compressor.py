@@ -2,14 +2,14 @@
 
     quant_stage:
       quant_modifiers:
-        QuantizationModifier:               or GPTQModifier
+        QuantizationModifier:               # or GPTQModifier
           targets: [Linear]
-          scheme: NVFP4                     or config_groups
+          scheme: NVFP4                     # or config_groups
           ignore: [lm_head, "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 
-Such a file says what is quantized and how weights are rounded. Everything else (calibration, limits,
-tasks, gate) comes from the recipe that ships for its scheme. A setting that this project would apply in
-another way than llm-compressor is refused by name, never dropped. Written for llm-compressor 0.14.
+Such a file says what is quantized and how weights are rounded. Calibration, tasks and gate come from
+the recipe that ships for its scheme, limits on errors from the scheme. A setting that llm-compressor
+applies in another way than this project is refused by name, never dropped. Written for version 0.14.
 """
 
 import os
@@ -28,7 +28,7 @@ OBSERVERS = {
     "memoryless_minmax": "memoryless_minmax", "mse": "memoryless_mse",
     "memoryless_mse": "memoryless_mse",
 }  # fmt: skip
-MAXIMUM = ("minmax", "static_minmax", None)  # what calibration records of activations
+MAXIMUM = ("minmax", "static_minmax", None)  # observers of activations that record their maximum
 DAMPING = 0.01  # share of the Hessian's mean diagonal, in llm-compressor's GPTQ and in ours
 
 
@@ -38,10 +38,10 @@ def is_llm_compressor(fields: Mapping[Any, Any]) -> bool:
 
 
 def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the `quantization` section that does the same as an llm-compressor recipe.
+    """Return an llm-compressor recipe as our `quantization` section: field -> value.
 
     Raises:
-        InputError: the recipe has other modifiers, or settings that this project does not follow.
+        InputError: the recipe has not just one of MODIFIERS, or has a setting that is refused here.
     """
     name, arguments = _only_modifier(fields)
     modifier = _built(name, arguments)
@@ -98,7 +98,7 @@ def _built(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse other values for settings of GPTQ that are fixed here."""
+    """Refuse any order of inputs, and any damping but ours: both are fixed here."""
     groups = (modifier.config_groups or {}).values()
     orders = [group.weights.actorder for group in groups if group.weights is not None]
     if any(order is not None for order in (arguments.get("actorder"), *orders)):

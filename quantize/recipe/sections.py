@@ -1,8 +1,8 @@
 """Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
 
-The fields under `quantization` are those of llm-compressor's QuantizationModifier, and llm-compressor's
-recipe files are read too (`llm_compressor`). An unknown key is an error, whose message names the
-nearest known key: a misspelt `ignore` must not quantize the router.
+Under `quantization`, `scheme`, `targets` and `ignore` are as in llm-compressor's QuantizationModifier,
+and llm-compressor's recipe files are read too (`llm_compressor`). An unknown key is an error, whose
+message names the nearest known key: a misspelt `ignore` must not quantize the router.
 """
 
 import difflib
@@ -64,8 +64,8 @@ FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser(
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # fewest questions of a task: a comparison needs the variance of differences
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Optional keys that digests cover even at their defaults, as when these were all the keys. A key added
-# later is covered only where it is set, so that it renames no run and repeats no answer.
+# Optional keys that digests cover even at their defaults: all keys of an earlier version. A later key
+# is covered only if a recipe sets it, so that its addition renames no run and repeats no answer.
 FIRST_KEYS = {
     "activations", "batch_size", "bundled", "calibration", "confidence", "confidence_threshold",
     "data", "entropy_bound", "evaluation", "extract", "fixed", "gate", "health_pp", "limit",
@@ -110,9 +110,10 @@ class Quantization(Section):
     `scheme` is one scheme for all `targets`, or maps each scheme to its own targets. An entry of
     `targets` or `ignore` is `Linear` (all Linears), a module's name, or `re:` and a regular expression
     that matches from the start of a name. An entry that matches nothing is an error, unless it is in
-    `ignore` with `optional:` before it. With `rounding: gptq`, GPTQ rounds the weights and chooses
-    NVFP4's block scales, by Hessians summed while the calibration prompts are denoised. `nearest` uses
-    no activations.
+    `ignore` with `optional:` before it. A scale covers the largest magnitude of its weights or, with
+    `observer: memoryless_mse`, the range of least error. `rounding: nearest` uses no activations. With
+    `rounding: gptq`, which needs the default observer, GPTQ rounds weights and chooses NVFP4's block
+    scales, by Hessians summed while the calibration prompts are denoised.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -128,25 +129,25 @@ class Quantization(Section):
         return self
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
-        """Return scheme -> its targets, for either form of `scheme`."""
+        """Return scheme -> its targets, whether `scheme` is one scheme or a mapping."""
         return self.scheme if isinstance(self.scheme, dict) else {self.scheme: self.targets}
 
 
 class Calibration(Section):
-    """The prompts on which the BF16 model denoises while input ranges are measured.
+    """The prompts that the BF16 model answers while input ranges, and Hessians for GPTQ, are measured.
 
     An entry of `datasets` is `bundled`, the path of a jsonl file of chats, or the name of a Hub data
     set. The model answers `prompts` chats, `batch_size` at a time, with at most `canvases` canvases
     each. `thinking` is the share of chats with the thinking channel on. If fewer than
-    `min_tokens_per_expert` tokens reach an expert, it takes its layer's widest range. Chats of more
-    than `max_prompt_tokens` tokens are skipped.
+    `min_tokens_per_expert` tokens reach an expert, the expert takes the widest range of its layer.
+    Chats of more than `max_prompt_tokens` tokens are skipped.
     """
 
     datasets: list[str] = Field(min_length=1)
     prompts: int = Field(gt=0)
     canvases: int = Field(gt=0)
     thinking: float = Field(ge=0, le=1)
-    seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's own is (seed << 32) + its index
+    seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's seed: (seed << 32) + its index
     batch_size: int = Field(default=16, gt=0)
     min_tokens_per_expert: int = Field(default=64, gt=0)
     max_prompt_tokens: int = Field(default=2048, gt=0)
@@ -155,8 +156,7 @@ class Calibration(Section):
 class Verification(Section):
     """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme.
 
-    `rounding: gptq` needs limits about 1.5 times those of rounding to nearest: GPTQ lets weights err
-    more, so that outputs err less.
+    `gptq` rounding needs about 1.5 times the limits of `nearest`: weights err more, outputs less.
     """
 
     max_relative_error: dict[SchemeName, Limit]
@@ -170,8 +170,8 @@ class OwnTask(Section):
     expression with one group, which finds the answer in the model's text; the last match counts. Case,
     commas, $ and a full stop at the end are ignored when answer and target are compared. An answer has
     at most `max_tokens` tokens; `thinking` turns the thinking channel on. An `lm_eval` file states all
-    of this itself. If `private` is set here or in the `metadata` of that file, no question, answer or
-    target is written: scores and reports hold hashes instead, and samples hold only what `extract`
+    these settings itself. If `private` is set here or in such a file's `metadata`, no question, answer
+    or target is written: scores and reports hold hashes instead, and samples hold only what `extract`
     found. Paths are relative to the folder in which the command runs.
     """
 
@@ -208,10 +208,10 @@ class OwnTask(Section):
 
 # pyrefly: ignore[invalid-inheritance]
 class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED, "bounds"))):
-    """Sampler settings under which the candidate is judged too; missing fields keep the model's values.
+    """Sampler settings under which the candidate is judged too; a setting left out stays the model's.
 
     A canvas takes at most `max_denoising_steps` steps, and exactly that many if `fixed` is set.
-    docs/runtime.md explains the sampler's other settings; `activations` is an activation mode.
+    docs/runtime.md explains the other settings. The mode `activations` is by default `evaluation`'s.
     """
 
     fixed: bool = False
@@ -227,9 +227,9 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return sampler field -> value for the fields that this point sets."""
+        """Return sampler field -> value for the fields set here; `fixed` adds stability_threshold."""
         own = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
-        # No canvas stops early whose argmax must be stable over more steps than there are.
+        # A canvas never stops early if its argmax must be stable over more steps than there are.
         return own | ({"stability_threshold": own["max_denoising_steps"]} if self.fixed else {})
 
 
@@ -239,11 +239,11 @@ class Evaluation(Section):
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. For each task, `limit` says
     how many of its first questions are asked (at least two), `repeats` how many answers each question
     gets. At most `batch_size` samples are answered together (16 by default). `activations` is the
-    activation mode of a quantized model while it is scored. `none` keeps activations in BF16. For NVFP4
-    weights, `per_expert` and `per_layer` round them to NVFP4, with one input scale per expert or per
-    layer, and `fp8` rounds them to FP8 (W4A8), which vLLM does not do; for 8-bit weights all three
-    round to 8 bits. With --operating-points, `operating_points` are scored too; the report names the
-    fastest point whose total loss, from the format and its settings, fits the margin.
+    activation mode of a quantized model while it is scored. `none` keeps activations in BF16. Beside
+    NVFP4 weights, `per_expert` and `per_layer` round activations to NVFP4, with one input scale per
+    expert or per layer; `fp8` rounds them to FP8 (W4A8), which vLLM does not do. Beside 8-bit weights,
+    these three round to 8 bits. With --operating-points, `operating_points` are scored too; the report
+    names the fastest point whose total loss, from quantization and its settings, fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -297,15 +297,15 @@ class Gate(Section):
 
     `estimand` says for which questions the loss is judged: `these_questions` are exactly those of the
     benchmark, `such_questions` all questions of its kind, of which the benchmark is a sample
-    (recovery.estimands). It has no default, because a margin means nothing without it. `margin_pp` maps
-    a task to the allowed loss of accuracy in percentage points; every task that ships, except SVAMP,
-    has a default in its file (`recovery/tasks`). `max_kl_nats` maps an activation mode to the largest
-    mean KL from BF16 on replayed trajectories; a mode without a limit is not judged.
-    `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1 is
-    10 %); a run that is shown to exceed it fails. Null turns this limit off. A run with served models
-    needs null, since servers report no steps. `health_pp` maps each sign of ill health to the points by
-    which it may be more frequent than in BF16's answers (`recovery.health` has the signs and defaults);
-    a sign set to null is not judged.
+    (recovery.estimands). `estimand` has no default, because a margin means nothing without it.
+    `margin_pp` maps a task to the allowed loss of accuracy in percentage points; every task that ships,
+    except SVAMP, has a default in its file (`recovery/tasks`). `max_kl_nats` maps an activation mode to
+    the largest mean KL from BF16 allowed on replayed trajectories; a mode without a limit is not
+    judged. `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1
+    is 10 %); a run that is shown to exceed it fails. Null turns this limit off. A run with served
+    models needs null, since servers report no steps. `health_pp` maps each sign of ill health to the
+    points by which it may be more frequent than in BF16's answers (`recovery.health` has the signs and
+    defaults); a sign set to null is not judged. `confidence` is that of all intervals and tests.
     """
 
     estimand: Estimand
@@ -362,14 +362,14 @@ class Recipe(Section):
         return self
 
     def for_bundled_model(self) -> "Recipe":
-        """Return the recipe with its `bundled` sections in place of its own."""
+        """Return the recipe with `bundled` sections in place of its own; they add no `calibration`."""
         found = {key: own for key, own in self.bundled if own is not None}
         if self.calibration is None:
             found.pop("calibration", None)
         return self.model_copy(update=found)
 
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
-        """Return the recipe with `tasks`, or its own if empty, and the first `problems` of each.
+        """Return the recipe with `tasks`, its own if empty, each with its first `problems` questions.
 
         If `problems` is None, limits stay. Raise InputError if a task is unknown or has no margin.
         """
@@ -416,11 +416,11 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """Load a shipped recipe by name, or a YAML file by path.
+    """Return a shipped recipe, given its name, or the recipe in a YAML file, given its path.
 
     Raises:
-        InputError: there is no such recipe, it is not YAML, a key is unknown or has a wrong value (the
-            key is named), or a task's file cannot be read.
+        InputError: there is no such recipe, it is not YAML, a key is missing, unknown or has a wrong
+            value (the message names the key), or a task's file cannot be read.
     """
     if name_or_path.endswith((".yaml", ".yml")):
         recipe = read_recipe(Path(name_or_path))
@@ -440,16 +440,16 @@ def load_recipe(name_or_path: str) -> Recipe:
 def resolved(
     name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
 ) -> Recipe:
-    """Load a recipe, for the bundled model if `bundled`, as `Recipe.asking(tasks, limit)` limits it.
+    """Return a recipe, for the bundled model if `bundled`, limited by `Recipe.asking(tasks, limit)`.
 
-    Raise InputError if there is no such recipe or task.
+    Raise InputError if there is no such recipe or task, or if a task has no margin.
     """
     recipe = load_recipe(name)
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Return the recipe in a YAML file; raise InputError if there is no file, or no recipe in it."""
+    """Return the recipe in a YAML file; raise InputError if it is unreadable or no valid recipe."""
     try:
         return parse_recipe(path.read_text("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -457,7 +457,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Return the recipe in a YAML text; raise InputError, which names `source`, if it is wrong."""
+    """Return the recipe in a YAML text; raise InputError, which names `source`, if it is not valid."""
     with errors_of(source):
         try:
             fields = yaml.load(text, _UniqueKeys)
@@ -489,7 +489,7 @@ def errors_of(source: str) -> Generator[None]:
 
 
 def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
-    """Complete a `quantization` section with the rest of the recipe that ships for its scheme."""
+    """Add to a `quantization` section the other sections of the shipped recipe with such schemes."""
     shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
     wanted = set(quantization["scheme"])
 

@@ -1,8 +1,8 @@
-"""Reads the tasks that ship with this package, one YAML file each in `tasks/`, without lm-eval.
+"""Reads the tasks that ship, one YAML file each in `tasks/`, without importing lm-eval.
 
 The task NAME_thinking is NAME with the thinking channel on. `metadata.lm_eval` may name the file of
-an lm-eval task, from which our task takes the fields that it lacks. Each file states how many
-questions its task has, so that a plan can be judged before any data set is loaded.
+an lm-eval task, which supplies the fields that our file leaves out. Each of our files states how
+many questions its task has, so that a run can be planned before any data set is loaded.
 """
 
 import importlib.resources
@@ -21,12 +21,12 @@ LM_EVAL = Path(next(iter(importlib.util.find_spec("lm_eval").submodule_search_lo
 
 
 def known_tasks() -> list[str]:
-    """Return the names of the tasks that ship."""
+    """Return the names of the tasks that ship with this package, sorted."""
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the `metadata` of a recipe's own task `own` or else of a shipped one; {} if unknown.
+    """Return the `metadata` of `own`, a recipe's own task, or of the shipped `task`; {} if unknown.
 
     Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the
     longest prompt, if prompts are long; `margin_pp`, the loss allowed by default, in points.
@@ -42,7 +42,7 @@ def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:
-    """Return the most tokens of an answer by a task's `fields`; ValueError: they lack the limit."""
+    """Return the token limit of an answer in a task's `fields`; ValueError: they state none."""
     limit = (fields.get("generation_kwargs") or {}).get("max_gen_toks")
     if limit is None:
         raise ValueError("generation_kwargs lacks max_gen_toks, the tokens of an answer")
@@ -51,7 +51,7 @@ def token_limit(fields: Mapping[str, Any]) -> int:
 
 @cache
 def shipped(task: str) -> Mapping[str, Any]:
-    """Return a shipped task's fields, which override those of the lm-eval task that it extends."""
+    """Return a shipped task's fields, merged over those of the lm-eval task that it may extend."""
     fields: dict[str, Any] = {}
     for file in files_of(task):
         fields |= read_task(file)
@@ -59,14 +59,14 @@ def shipped(task: str) -> Mapping[str, Any]:
 
 
 def files_of(task: str) -> list[Path]:
-    """Return a shipped task's file, after the file of the lm-eval task that it extends, if any."""
+    """Return a shipped task's files: the lm-eval file that it extends, if any, then its own."""
     own = TASKS / f"{task}.yaml"
     base = read_task(own)["metadata"].get("lm_eval")
     return [LM_EVAL / base, own] if base else [own]
 
 
 def read_task(file: Path) -> dict[str, Any]:
-    """Return an lm-eval task file's keys, merged over its `include`; ValueError: unreadable."""
+    """Return a task file's keys, merged over those of its `include`; ValueError: unreadable."""
     try:
         fields = yaml.load(file.read_text("utf-8"), _Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:

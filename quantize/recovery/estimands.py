@@ -22,18 +22,19 @@ lies g away from the observed sum then has the p-value
 For u = 1 this is P(Poisson(V + g) <= V). It is exact if only losses were seen. Without any event it
 is exp(-g), and with many events it is the normal p-value, corrected for skewness. The + 1 is one
 more event than was seen, as in Fay and Feuer's gamma interval (1997, Stat. Med. 16:791). For
-these_questions, and whenever k = 1, u is one answer. For such_questions with k > 1 it is
+these_questions, and whenever k = 1, u is one answer. For such_questions with k > 1, u is
 sum |e|^3 / sum e^2 over the centred observations e: about one question if some questions are lost
 outright, else less. If Student's t gives a wider interval (few observations), t is used.
 
 A true loss may also be of a kind that was not seen: units lost outright. If a share q of all units
-were lost in this way, N units would show no such loss with probability exp(-q N). So a loss is
-excluded only if it is at least -log(1 - confidence) / N (3 / N at 95 %) and exceeds the observed
-loss by as much. For such_questions, 30 questions can exclude a loss of 10 points; for
-these_questions, 30 x 64 answers can exclude 0.16 points.
+were lost in this way, N units would show no such loss with probability exp(-q N). Let L be
+-log(1 - confidence) / N, which is 3 / N at 95 %. `margin_p_values` excludes a loss only if the loss
+is at least L, and at least L larger than the observed loss. `limits` demands only the latter. For
+such_questions, 30 questions can exclude a loss of 10 points; for these_questions, 30 x 64 answers
+can exclude 0.16 points.
 
-Measured coverage and error rates: docs/evaluation.md. Instead of values [n, k], arrays [..., n, k]
-of many rounds are accepted (tests/recovery/test_simulation.py); results are then arrays [...].
+Measured coverage and error rates: docs/evaluation.md. Arrays [..., n, k] of many simulated rounds
+are accepted too, and give results [...], one per round (tests/recovery/test_simulation.py).
 Bootstraps are left out, since they give an unseen loss no width.
 """
 
@@ -77,7 +78,7 @@ class Total:
         return np.where(self.variance == 0, gamma, np.maximum(gamma, students))[()]
 
     def reach(self, level: float) -> Number:
-        """Return how many units a true sum with p-value 1 - level is away from the observed sum."""
+        """Return the gap in units from the observed sum to a true sum with p-value 1 - `level`."""
         shape = self.variance / self.jump**2
         gamma = self.jump * (gammainccinv(shape + 1, 1 - level) - shape)
         return np.maximum(gamma, stdtrit(self.freedom, level) * np.sqrt(self.variance))
@@ -94,7 +95,7 @@ def units(estimand: Estimand, questions: int, repeats: int) -> int:
 
 
 def total(values: Floats, estimand: Estimand) -> Total:
-    """Return the sum over units of values [..., n questions, k answers], each in about [-1, 1]."""
+    """Return the `Total` of values [..., n questions, k answers], in [-1, 1] unless scaled."""
     n, k = values.shape[-2:]
     largest = np.maximum(1.0, np.abs(values).max((-2, -1)))  # more where a ratio scales one side
     if estimand == "these_questions" and k > 1:
@@ -110,7 +111,7 @@ def total(values: Floats, estimand: Estimand) -> Total:
 
 
 def margin_p_values(difference: Total, margin_pp: float) -> tuple[Number, Number]:
-    """Return one-sided p-values of "the loss is at least the margin" and "at most the margin"."""
+    """Return one-sided p-values of "loss at least the margin" and of "loss at most the margin"."""
     gap = difference.value + difference.units * margin_pp / 100
     unseen = unseen_loss_p(difference.units, np.minimum(margin_pp, 100 * gap / difference.units))
     return np.maximum(difference.p(gap), unseen), difference.p(-gap)
@@ -122,7 +123,7 @@ def unseen_loss_p(units: int, share_pp: Number) -> Number:
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return how many times as many units, all like these, give a verdict; None if above 2^19."""
+    """Return how many times as many such units would give a verdict; None if more than 2^19."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING
@@ -139,7 +140,7 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
 
 
 def limits(difference: Total, level: float) -> tuple[Number, Number]:
-    """Return one-sided limits (low, high) of the mean at `level`; low allows for unseen losses."""
+    """Return the mean's one-sided limits (low, high) at `level`; `low` allows for unseen losses."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
     low = (difference.value - np.maximum(reach, unseen)) / difference.units
     return low, (difference.value + reach) / difference.units
@@ -148,6 +149,6 @@ def limits(difference: Total, level: float) -> tuple[Number, Number]:
 def ratio_limits(
     base: Floats, quantized: Floats, ratio: float, estimand: Estimand, level: float
 ) -> tuple[Number, Number]:
-    """Return limits of mean(quantized - ratio * base); `ratio` is plausible if they enclose 0."""
+    """Return `limits` of mean(quantized - ratio * base); `ratio` is plausible if 0 is between them."""
     jump = total(quantized - base, estimand).jump * max(1.0, ratio)
     return limits(replace(total(quantized - ratio * base, estimand), jump=jump), level)

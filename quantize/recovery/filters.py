@@ -3,8 +3,8 @@ r"""Filters and scores that lm-eval lacks: boxed and equal numbers, GPQA's optio
 AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0", "70^\circ",
 "m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, so only "70" is right there.)
 GPQA's options are ordered by a hash of question and option. lm-eval shuffles them with the global
-random state, so two machines ask different questions. Only the letter of a GPQA answer is kept,
-because the data set's terms ask that its questions are not shown in plain text.
+random state, so two machines would ask different questions. Only the letter of a GPQA answer is
+kept, because the data set's terms ask that its questions are not shown in plain text.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ def integer(text: str) -> int | None:
 
 
 def with_sentences(dataset: Any) -> Any:
-    """Return IFEval's documents unchanged (as `process_docs`), once NLTK can split sentences.
+    """Return IFEval's documents unchanged (as `process_docs`) if NLTK can split sentences.
 
     ValueError: NLTK lacks punkt_tab, without which IFEval's checks would fail hours later.
     """
@@ -84,7 +84,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of only X, or ""."""
+    """Return "(X)" for the last "answer is X" or boxed X, or if the last line is only X; else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

@@ -57,7 +57,7 @@ class Verdict:
 
 
 def passes(comparison: Comparison) -> bool:
-    """Return whether a task passes by itself: in accuracy and in all signs that have a limit."""
+    """Return whether a task passes by itself: in accuracy and in each judged sign of ill health."""
     return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
 
 
@@ -96,13 +96,12 @@ def judge_task(task: str, comparison: Comparison) -> Verdict:
 
 
 def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
-    """Return the verdict over all tasks; `seen` is task -> comparison, None if there is none yet.
+    """Return the verdict over all tasks; `seen` is task -> comparison, None for a task without one.
 
     Holm's correction counts a task without a comparison as one that does not fail (p-value 1). So
     the answers that this task gets later cannot undo a FAIL.
 
-    Raises:
-        ValueError: there is no task, or tasks have differing estimands.
+    Raise ValueError if there is no task, or if tasks have differing estimands.
     """
     if not seen:
         raise ValueError("no task was compared")
@@ -141,7 +140,7 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
     """Return operating point -> p-value of "it does not fit", Holm-corrected over the points.
 
     A point fits if no task's loss (from format and sampler settings together) reaches the margin,
-    and no sign of ill health its limit. Its p-value is the largest over its tasks and their signs.
+    and no sign of ill health reaches its limit. A point's p-value is the largest of these tests.
     """
     return holm({
         name: max(
@@ -182,7 +181,7 @@ def _sign_seen(task: str, comparison: Comparison, name: str) -> str:
 
 
 def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Verdict | None:
-    """Return NOT COMPARABLE, with the first condition that differs, or None if all are equal."""
+    """Return NOT COMPARABLE, naming the first condition that differs, or None if none differs."""
     for key in sorted(base.keys() | quantized.keys()):
         ours, theirs = base.get(key), quantized.get(key)
         if ours != theirs:

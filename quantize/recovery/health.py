@@ -1,11 +1,11 @@
-"""Health of answers: counts in both models' answers what users of damaged models complain of.
+"""Health of answers: counts, for both models, the faults that users of damaged models report.
 
   empty          nothing follows the thoughts
   no_value       no final value is found
   open_thought   thoughts begin and are not closed
   cut            the token limit ended the answer
   never_stopped  a canvas took the most denoising steps allowed
-  stutter        of at least 16 words, a tenth or more of the 8-grams (of words) are repetitions
+  stutter        16 words or more, and at least a tenth of their 8-grams (of words) are repetitions
 
 Signs of the text (`OF_TEXT`) are found when an answer is made, since a private task keeps no text;
 the other signs follow from what is stored of an answer. A sign is judged like accuracy, by the same
@@ -19,9 +19,10 @@ questions, whichever the estimand counts), or the margin if that is less. With a
 answer of the candidate that has the sign by chance would prevent PASS: P(Poisson(5) <= 1) is just
 4.0 %. `never_stopped` has no default limit: `max_step_inflation` judges its cost.
 
-Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 replaces
-it; otherwise a frequent sign would leave healthy models undecided. The mean of y - 1.5 x is then
-judged: x is 1 if BF16's answer has the sign, y is 1 if the candidate's has it, else they are 0.
+Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the
+limit instead: with the smaller one, healthy models with a frequent sign would stay undecided. In
+this case the mean of y - 1.5 x is judged: x is 1 if BF16's answer has the sign, y is 1 if the
+candidate's has it, else they are 0.
 
 For simulated error rates see docs/evaluation.md.
 """
@@ -51,7 +52,7 @@ _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 
 @dataclass(frozen=True)
 class Sign:
-    """How often both models' answers show a sign; limit and p-values are None if it is not judged."""
+    """How often both models' answers show a sign; if unjudged, its limit and p-values are None."""
 
     base: float  # share of BF16's answers that have the sign, 0 to 1
     quantized: float  # share of the candidate's answers
@@ -81,7 +82,7 @@ def text_signs(text: str) -> list[str]:
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
-    """Return sign -> points by which it may be more frequent than with BF16; None: not judged.
+    """Return sign -> how many points more frequent than with BF16 it may be; None: not judged.
 
     `units` is the planned number of answers or of questions, whichever the estimand counts.
     """
@@ -91,7 +92,7 @@ def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
 
 
 def compare_sign(base: Floats, quantized: Floats, terms: Terms, limit_pp: float | None) -> Sign:
-    """Return how often a sign occurs in paired answers; tables [n, k] hold 1 if it does, else 0."""
+    """Return a `Sign` for paired answers; tables [n, k] hold 1 if an answer has the sign, else 0."""
     less = total(base - quantized, terms.estimand)  # a sign that is more frequent is a loss
     low, high = (100 * float(end) for end in limits(less, (1 + terms.confidence) / 2))
     p_values = (None, None)

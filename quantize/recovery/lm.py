@@ -2,7 +2,7 @@
 
 lm-eval has neither seeded samples nor resumable runs, so this model adds both. Repeat j of a prompt
 has a seed hashed from the run's seed, the prompt and j, and answers come from a `SampleStore`. A
-canvas is denoised whole, so stop strings cut the finished answer, after its thoughts.
+canvas is denoised whole, so the finished answer is cut at stop strings, without its thoughts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Gives lm-eval the answers of `part`, one `repeat` per call; the first call generates all."""
+    """Gives lm-eval the answers of `part`, one repeat per call; the first generates all repeats."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class BlockDiffusionLM(LM):
         self.requests: dict[tuple[int, int], Request] = {}  # (doc_id, repeat)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Return each request's answer in the current `repeat`, as `cut` shortens it."""
+        """Return each request's answer in the current `repeat`, shortened by `cut`."""
         for repeat in self.part.repeats:
             for instance in requests:
                 self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)

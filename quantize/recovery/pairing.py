@@ -1,7 +1,7 @@
 """Pairs two scorings of a task question by question, as far as both models have answered.
 
 If interim looks were planned, answers count up to the last look that both models completed. If the
-gate's terms also judge the plan's estimand, the p-values allow for all looks (`sequential`).
+gate's terms judge the estimand of that plan, the p-values allow for all looks (`sequential`).
 """
 
 import math
@@ -22,7 +22,7 @@ from quantize.recovery.terms import Terms
 
 
 def in_common(base: Scoring, other: Scoring) -> tuple[Scoring, Scoring, list[Look]]:
-    """Return both scorings, cut to the looks that both completed (uncut if none), and the looks."""
+    """Return both scorings, cut to the looks that both completed (if any), and these looks."""
     plan = _plan(base)
     looks = plan.taken(base.answered, other.answered) if plan else []
     if plan and looks:

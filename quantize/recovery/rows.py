@@ -1,4 +1,4 @@
-"""Scored samples: one row per document and repeat, and all rows of one task and model."""
+"""Scored samples: a `Row` is one answer to a document, a `Scoring` all rows of a task and model."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matc
 
 @dataclass(frozen=True)
 class Row:
-    """One scored sample; `scores` maps each lm-eval filter to its metric, the first is `score`."""
+    """One scored sample; `scores` maps each lm-eval filter to its score, 0 to 1."""
 
     doc_id: int
     repeat: int
@@ -31,7 +31,7 @@ class Row:
     signs: list[str] | None = None
 
     def health(self, most_steps: float) -> set[str]:
-        """Return the answer's signs of ill health; a canvas with `most_steps` steps is a sign."""
+        """Return the answer's signs of ill health; `most_steps` is the limit on a canvas' steps."""
         in_row = {
             "no_value": not self.answered,
             "cut": self.truncated,
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def score(self) -> float:
-        """The task's score of this sample, 0 to 1."""
+        """The task's score of this sample, 0 to 1: the one of lm-eval's first filter."""
         return next(iter(self.scores.values()))
 
     @property
@@ -68,7 +68,7 @@ class Scoring:
     def by_question(
         self, value: Callable[[Row], Any] = lambda row: row.score
     ) -> dict[str, list[Any]]:
-        """Return document's name -> `value(row)`, by default the score, of its rows, by repeat."""
+        """Return document's name -> list of `value(row)`, one per repeat; by default the scores."""
         found: dict[str, list[Any]] = {}
         for row in self.rows:
             found.setdefault(self.names[row.doc_id], []).append(value(row))

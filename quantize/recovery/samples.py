@@ -63,7 +63,7 @@ Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 @dataclass(frozen=True)
 class Share:
-    """One of the processes that share a task's samples; `wait` is a barrier for all of them."""
+    """One process' share of a task's samples; `wait` is a barrier for all `processes`."""
 
     rank: int = 0
     processes: int = 1
@@ -80,10 +80,9 @@ class SampleStore:
     """The finished samples of one task and model, in memory (`done`, by request's key) and on disk.
 
     `complete` creates the file `path`, or `path`.RANK in processes after the first. `made_with` is
-    what samples depend on besides requests. `share` is this process' share; None means all samples.
+    what samples depend on besides their requests. `share` is this process' share; None: all samples.
 
-    Raises:
-        ValueError: a file's samples were made with something else, or a line of it is damaged.
+    Raise ValueError if a file's samples were made with something else, or a line of it is damaged.
     """
 
     def __init__(
@@ -113,10 +112,9 @@ class SampleStore:
 
         Then wait for the other processes and read their samples. `requests` are those of all
         processes, including answered requests. `progress(samples, count)` yields the `count` new
-        samples as they finish, and may show progress. `keep(text)` returns the text to store.
+        samples as they finish; it may show progress. `keep(text)` returns the text to store.
 
-        Raises:
-            ValueError: some requests were not answered, or a file of samples is damaged.
+        Raise ValueError if some requests were not answered, or a file of samples is damaged.
         """
         ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
         mine = ordered[self.share.rank :: self.share.processes]

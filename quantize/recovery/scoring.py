@@ -58,14 +58,13 @@ def score(
     sampler: Mapping[str, Any],
     progress: Progress,
 ) -> Scoring | None:
-    """Generate the missing answers of `part` and score `part`; processes other than 0 return None.
+    """Generate the missing answers of `part`; return its scores, None in processes after the first.
 
     `data_file` is a local .jsonl or .csv that replaces the task's data set on the Hub, or None.
     `definition` is that of a recipe's own task (`recovery.own`); None means a shipped task. The
     run's `seed` and the `sampler` settings are recorded as conditions of the comparison.
 
-    Raises:
-        ValueError: the task is unknown, or has no documents.
+    Raise ValueError if the task is unknown or has no documents, or as `SampleStore.complete` does.
     """
     if definition is None and task not in known_tasks():
         raise ValueError(f"no task named {task!r}; there are {', '.join(known_tasks())}")
@@ -104,7 +103,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return the requests that `score` would send for one answer to each index in `questions`."""
+    """Return the requests that `score` makes for one answer to each question index in `questions`."""
     done: dict[str, Completion] = {}
 
     def note(requests: Sequence[Request]) -> None:
@@ -120,8 +119,7 @@ def size(
 ) -> tuple[int, int]:
     """Load a task's data set; return (number of documents, most tokens of an answer).
 
-    Raises:
-        ValueError: the data set cannot be fetched or read; the message says what to do.
+    Raise ValueError if the data set cannot be fetched or read; the message says what to do.
     """
     try:
         found = _loaded(task, definition, data_file)["tasks"][task]

@@ -1,8 +1,8 @@
 """Reaches a verdict early: up to five interim looks at a run, with the error rates of one test.
 
 Looking often and stopping at the first small p-value errs more often than stated. So the level
-alpha is spent over the looks (Lan and DeMets 1983) by a function like O'Brien and Fleming's. At
-information fraction t it is
+alpha is spent over the looks (Lan and DeMets 1983) by a function like O'Brien and Fleming's. The
+level spent up to information fraction t is
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
@@ -52,7 +52,7 @@ Answer = tuple[int, int]  # (index of a question in its data set, index of a rep
 
 @dataclass(frozen=True)
 class Look:
-    """What a look covers: `repeats` answers to each of the first `questions` in plan order."""
+    """A look at `repeats` answers to each of the first `questions` questions, in the plan's order."""
 
     questions: int
     repeats: int
@@ -61,7 +61,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Part:
-    """A set of answers, such as one look adds: indices of questions, ascending, and of repeats."""
+    """The answers in `repeats` to `questions` (ascending indices), for example what one look adds."""
 
     questions: Sequence[int]
     repeats: range
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def looks(self) -> list[Look]:
-        """The interim looks at the run, five at most; the last covers all of it."""
+        """The interim looks at the run, five at most; the last look covers the whole run."""
         over_repeats = self.estimand == "these_questions" and self.repeats > 1
         most, least = (
             (self.repeats, 2) if over_repeats else (self.questions, min(20, self.questions))
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """Question indices in a seeded random order; with more questions, their order is kept."""
+        """Question indices in a seeded random order, which a plan of more questions keeps."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -126,13 +126,13 @@ class Plan:
 
 
 def spent(fraction: float, alpha: float) -> float:
-    """Return how much of `alpha` all looks up to an information fraction may spend together."""
+    """Return how much of `alpha` the looks up to information `fraction` may spend together."""
     return 2 * float(ndtr(ndtri(alpha / 2) / math.sqrt(fraction)))
 
 
 @lru_cache(maxsize=4096)
 def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, ...]:
-    """Return each look's largest p-value that decides, for the looks' information `fractions`."""
+    """Return for each look the largest p-value that decides; `fractions` are the looks' information."""
     levels: list[float] = []
     at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
     before = already = 0.0
@@ -205,7 +205,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
 
 
 def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
-    """Return the last of the looks' comparisons `found`, with sequential p-values and `looks`."""
+    """Return the last comparison in `found` (one per look), with sequential p-values and `looks`."""
     fractions, last = tuple(look.fraction for look in looks), found[-1]
     levels = nominal_levels(fractions, 1 - last.confidence)
 
@@ -243,7 +243,7 @@ def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     """Return the tasks that need more answers: all that do not pass yet, but none if the run fails.
 
-    `seen` maps every task of the gate to its comparison at the last look, or to None before the first.
+    `seen` maps every task of the gate to its comparison at the last look, or to None if there is none.
     """
     if judge(seen).outcome == "FAIL":
         return []
@@ -259,7 +259,7 @@ def until_decided(
     complete, including those of an earlier run, and the comparison over them, or None.
 
     Returns:
-        Task -> number of complete looks, and task -> its comparison, None before its first look.
+        Task -> number of complete looks, and task -> its comparison, None if it has none.
     """
     taken: dict[str, int] = {}
     shown: dict[str, Comparison | None] = {}

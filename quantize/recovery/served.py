@@ -7,7 +7,7 @@ busy (429), temporarily broken (5xx) or unreachable, the request is sent again a
 `Retry-After` or 0.5, 1, 2, ... s. Any other refusal ends the run with the server's own words.
 
 A block-diffusion server must encode a finished canvas as plain embeddings. A server that does this
-sets the header `COMMIT_PASS` in its responses. vLLM 0.24 to 0.33 needs a plugin's repair for this.
+sets the header `COMMIT_PASS` in its responses. vLLM 0.24 to 0.33 needs our plugin for this.
 """
 
 import json
@@ -37,8 +37,8 @@ class Server:
 
     `url` may end in /v1. An attempt times out after `timeout` seconds. If the server is busy or
     unreachable, there are up to `attempts` attempts: the first wait is `first_wait` seconds, each
-    later wait twice as long, at most 60 s. `commit_pass` is the header `COMMIT_PASS` of the last
-    response, None if it had none.
+    later wait twice the one before, at most 60 s. `commit_pass` is the header `COMMIT_PASS` of the
+    last response, None if that response had none.
 
     Raises:
         ServerError: the server cannot be reached, refuses, or sends no list of models.
@@ -128,8 +128,7 @@ class Server:
 class Servers:
     """Several servers of one model, `in_flight` requests at once at each; `settings` are `Server`'s.
 
-    Raises:
-        ServerError: one of the servers cannot be reached.
+    Raise ServerError as `Server` does, for any of the servers.
     """
 
     def __init__(self, urls: Sequence[str], *, in_flight: int = 8, **settings: Any) -> None:
@@ -139,8 +138,8 @@ class Servers:
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
         """Yield each request with its answer as soon as it is answered.
 
-        The next request is sent when the caller asks for another answer, and so has stored the last
-        one: a killed process loses at most `in_flight` answers per server, however slow the store.
+        A further request is sent only when the caller has stored an answer and asks for the next.
+        So a killed process loses at most `in_flight` answers per server, however slow the store.
         """
         waiting = iter(requests)
         free = [server for _ in range(self.in_flight) for server in self.all]

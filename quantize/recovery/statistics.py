@@ -2,12 +2,12 @@
 
   difference  quantized - base in percentage points, paired by question and answer.
   p-values    one-sided, of "the loss is at least the margin" and "the loss is at most the margin".
-              The bounds of the difference come from the same distribution, so a bound is beyond the
-              margin if and only if its p-value is at most 1 - confidence.
+              Each bound of the difference comes from the distribution of one of these p-values, so
+              the bound excludes the margin if and only if the p-value is at most 1 - confidence.
   recovery    100 mean y / mean x; y are the quantized model's scores, x the base's. Its interval
               holds the ratios r for which mean(y - r x) = 0 is not excluded (as in Fieller 1954).
-  flips       questions that only one of the models answers right, if each question has one answer,
-              and McNemar's exact test on them (1947; binomial, two-sided).
+  flips       if each question has one answer: questions that only one of the models answers right,
+              with McNemar's exact test on them (1947; binomial, two-sided).
 
 Clustering by question follows arXiv 2411.00640. Unpaired tests are left out: they need several
 times as many questions for the same power.
@@ -89,8 +89,7 @@ class Comparison(Terms):
 def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
     """Return the comparison of two models' scores on the same questions, under `terms`.
 
-    Raises:
-        ValueError: the questions or numbers of answers differ, or there are fewer than two questions.
+    Raise ValueError if questions or numbers of answers differ, or there are fewer than two questions.
     """
     x, y = tables(base, quantized)
     estimand, confidence = terms.estimand, terms.confidence
@@ -148,8 +147,7 @@ def holm(
 def tables(base: Scores, quantized: Scores) -> tuple[Floats, Floats]:
     """Return both models' scores as float64 arrays [n questions, k answers], sorted by question.
 
-    Raises:
-        ValueError: the questions or numbers of answers differ, or there are fewer than two questions.
+    Raise ValueError if questions or numbers of answers differ, or there are fewer than two questions.
     """
     if base.keys() != quantized.keys():
         odd = sorted(base.keys() ^ quantized.keys())

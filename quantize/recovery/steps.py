@@ -9,8 +9,8 @@ squares of the logarithm's deviations. The usual factor (n - 1)/n would make int
 for five questions and is omitted. The interval and the one-sided p-value of "the inflation is at
 most the limit" use Student's t.
 
-If interim looks add repeats of the same questions, the units are still questions. A look then adds
-less information than `sequential` assumes: it decides too rarely (simulated in docs/evaluation.md).
+If interim looks add repeats of the same questions, the units are still questions. Such a look adds
+less information than `sequential` assumes: the test decides too rarely (simulated: docs/evaluation.md).
 """
 
 import math
@@ -69,7 +69,7 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return (log of ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
+    """Return (log of the ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)

@@ -16,5 +16,5 @@ class Terms:
     # Allowed increase in denoising steps per token (0.1 is 10 %); if None, steps are not judged.
     max_step_inflation: float | None = None
     # Sign of ill health -> points by which it may be more frequent than with BF16; a missing sign
-    # has the default of `health.limits_of`. If a sign's value or all of this is None: not judged.
+    # has the default of `health.limits_of`. None, for one sign or for all, means: not judged.
     health_pp: Mapping[str, float | None] | None = None

@@ -55,7 +55,7 @@ SERVING: dict[str, Any] = yaml.safe_load(
 
 @dataclass(frozen=True)
 class Override:
-    """A verdict other than PASS that was overruled by hand, and the option that did it."""
+    """A verdict other than PASS that was overruled by hand, and the option that overruled it."""
 
     option: str
     outcome: str
@@ -68,7 +68,7 @@ def serve_command(repo: str, canvas: int) -> str:
 
 
 def docker_command(repo: str, canvas: int) -> str:
-    """Return the docker command that serves `repo` with vLLM; if it is private, set HF_TOKEN."""
+    """Return the docker command that serves `repo` with vLLM; a private `repo` needs HF_TOKEN."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'
@@ -86,7 +86,7 @@ def _flags(canvas: int) -> list[str]:
 def card(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> str:
-    """Return a release's README.md; `base` is the BF16 model's Hub id, None if it is uncertain.
+    """Return the text of a release's README.md; `base` is the BF16 model's Hub id, None if uncertain.
 
     Raises:
         InputError: a file of the run is missing, or no licence is known.
@@ -129,15 +129,16 @@ def card(
 def card_files(
     run: RunDir, recipe: Recipe, repo: str, override: Override | None, base: str | None
 ) -> dict[str, str]:
-    """Return path in the repository -> text, for README.md (see `card`) and the files of scores."""
+    """Return path -> text of README.md and the files of scores; arguments and errors as in `card`."""
     scores = eval_results(read_json(run.report_json))
     return {README: card(run, recipe, repo, override, base)} | scores
 
 
 def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
-    """Write card and scores into a run's checkpoint, replacing older ones; return their paths.
+    """Write the card and scores into a run's checkpoint, replacing older files; return the paths.
 
-    The Hub is not asked. The base model is named if the BF16 files came from the Hub's cache.
+    The Hub is not asked. The card names the base model if the BF16 files came from the Hub's cache.
+    Raise InputError as `card` does.
     """
     source = read_json(run.manifest_json, "source")["source"]
     texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
@@ -149,12 +150,12 @@ def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
 
 
 def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the base model's Hub id, unchecked, if its files came from the Hub's cache, else None."""
+    """Return the base model's Hub id, unchecked, if the files came from the Hub's cache, else None."""
     return base_model(source, recipe) if source.get("commit") else None
 
 
 def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the BF16 model's Hub id by the manifest's `source` or the recipe; None if unknown."""
+    """Return the BF16 model's Hub id from the manifest's `source` or the recipe; None if unknown."""
     if source["bundled"]:
         return None
     model = str(source["model"]).split("@")[0]
@@ -186,7 +187,7 @@ def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: st
 
 
 def source_card(folder: Path) -> dict[str, Any]:
-    """Return the YAML head of the base model's own card in `folder`, {} if it has none."""
+    """Return the YAML head of the base model's own card in `folder`, {} if there is none."""
     path = folder / "README.md"
     if not path.is_file():
         return {}
@@ -225,7 +226,7 @@ def _groups(targets_csv: Path) -> list[dict[str, Any]]:
 
 
 def eval_results(report: dict[str, Any]) -> dict[str, str]:
-    """Return path -> YAML of the gated scores, for the tasks whose data set is on the Hub."""
+    """Return path -> YAML of each gated, comparable score whose task has its data set on the Hub."""
     found: dict[str, str] = {}
     for task in report["tasks"]:
         name = str(task["task"])

@@ -1,6 +1,6 @@
 """Draws the report's plots as SVG text, for a column 420 units wide that a phone can show.
 
-They are drawn without a plotting library, so that the page's CSS sets their light and dark colours.
+No plotting library is used, so that the page's CSS can set the plots' light and dark colours.
 """
 
 import math
@@ -39,7 +39,7 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def difference(tasks: Sequence[dict[str, Any]]) -> str:
-    """Return an SVG of each entry's difference from BF16 in points, one-sided bounds and margin."""
+    """Return an SVG of entries' differences from BF16 in points, with one-sided bounds and margin."""
     rows = [task for task in tasks if not task["not_comparable"]]
     bounds = [task["difference_bounds"] for task in rows]
     ends = [0.0, *(end for each in bounds for end in each.values())]
@@ -64,7 +64,7 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
 
 
 def operating_points(content: Mapping[str, Any]) -> str:
-    """Return an SVG of operating points' differences from BF16, with one-sided bounds, by speed."""
+    """Return an SVG of operating points' differences from BF16 over speed, with one-sided bounds."""
     rates = content["speeds"] and content["speeds"]["tokens_a_second"]
     unit = f"tokens/s, {content['speeds']['device']}" if rates else "tokens a forward"
     points = [

@@ -1,6 +1,6 @@
-"""What a report shows below its verdict: the run's facts, what was not tested, published figures.
+"""Below a report's verdict: facts, what was not tested, operating points, published figures.
 
-`content` is report.json; report.md and report.html show the same sentences and rows.
+The argument `content` is report.json. report.md and report.html show the same sentences and rows.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PUBLISHED: dict[str, Any] = yaml.safe_load(
 
 
 def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) pairs: the verdict's date; the checkpoint's name, size and speed."""
+    """Return (name, value) pairs: the verdict's date; the checkpoint's fingerprint, size and speed."""
     sizes = content["sizes"]
     share = f"{sizes['ratio']:.1%} of {size(sizes['bf16_bytes'])}"
     modules = f"{sizes['quantized_modules']:,} Linear modules quantized"
@@ -81,7 +81,7 @@ def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def chosen_point(content: Mapping[str, Any]) -> str:
-    """Return a sentence that names the fastest operating point that passes, or says that none does."""
+    """Return a sentence: the fastest point that passes, or that none passes, or none was judged."""
     points = content["operating_points"]
     if not points:
         return "Operating points were not judged: the model's own sampler settings hold."
@@ -117,7 +117,7 @@ def published_speed(content: Mapping[str, Any]) -> list[str]:
 
 
 def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
-    """Return a row for each published task: published scores (recovery), then this run's scores."""
+    """Return one row per published task: published scores with recovery, then this run's scores."""
     tasks = (task for task in content["tasks"] if task["gated"] and not task["not_comparable"])
     ours = {task["task"]: task for task in tasks}
     return [

@@ -9,7 +9,7 @@ OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": 
 
 
 def junit(content: dict[str, Any]) -> str:
-    """Return junit.xml: a test case for each static check, for fidelity, each task and the gate."""
+    """Return junit.xml: a test case for each static check and gated task, for fidelity and the gate."""
     verdict = content["verdict"]
     cases = [
         (f"verification: {check['name']}", "PASS" if check["passed"] else "FAIL", check["faults"])

@@ -50,8 +50,7 @@ Record = TypeVar("Record", _Answer, _Bundle)
 def export(run: RunDir, folder: Path) -> None:
     """Write a run's scores to `folder`/bf16 and `folder`/quantized, as far as both models answered.
 
-    Raises:
-        InputError: the run has no finished scores, or `folder` exists.
+    Raise InputError if the run has no finished scores, or if `folder` exists.
     """
     if folder.exists():
         raise InputError(f"{folder}: it is there already; name a new folder")

@@ -8,7 +8,7 @@ from quantize.host.units import size
 
 
 def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dates, the code's version and commit, the evaluation's hours and price; None: unknown.
+    """Return dates, version and commit of the code, hours and price of the evaluation; None: unknown.
 
     The hours cover all tries of this run's evaluation, but not BF16 answers from another run.
     """
@@ -66,7 +66,10 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
 
 
 def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a text for each combination of hardware and software that made some of the scores."""
+    """Return one text per origin of scores: a server, a file in llama.cpp, or our own engine.
+
+    A text names the model or hardware, and the seed; that of llama.cpp also names its tasks' outcomes.
+    """
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
         model, seed = made["model"], f"seed {made['seed']}"
@@ -90,7 +93,7 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return one row of cells for each stage that has ended.
 
-    Cells: name, seconds, seconds of all tries, peak memory of host and GPU, GPU, time of its end.
+    Cells: name, seconds, seconds of all tries, peak memory of host and of GPU, GPU, end time.
     """
     found: list[tuple[str, ...]] = []
     for name, facts in stages.items():

@@ -96,7 +96,7 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
 def questions_and_canvases(
     run: RunDir, scorings: Mapping[str, tuple[Scoring, Scoring]]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return report.json's `questions` and `canvases`; `scorings` is task -> (BF16, candidate)."""
+    """Return report.json's (`questions`, `canvases` or None); `scorings`: task -> (BF16, candidate)."""
     vocabulary: dict[str, str] = {}
     problems: list[dict[str, Any]] = []
     questions: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def question_counts(entries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return an entry's cells for `QUESTION_COLUMNS`; if private, without target and answers."""
+    """Return an entry's cells for `QUESTION_COLUMNS`; a private entry shows no target or answer."""
     hidden = entry["target"] is None
     name = f"hash {entry['hash'][:12]}" if hidden else str(entry["question"])
     sides = (BASELINE, CANDIDATE)

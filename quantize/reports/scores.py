@@ -22,7 +22,7 @@ from quantize.runs.folder import RunDir
 def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
-    """Return report.json's entry on two scorings and their comparison, None if not comparable."""
+    """Return (report.json's entry on two scorings, their comparison or None if not comparable)."""
     found = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
     comparison = found if isinstance(found, Comparison) else None
@@ -79,7 +79,7 @@ def scored_tasks(run: RunDir) -> list[str]:
 
 
 def counts(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return a report's figures on samples, tokens and steps; unknown step figures are None."""
+    """Return a report's figures on samples, tokens and steps; figures on steps are None if unknown."""
     steps = [step for row in rows for step in row.denoising_steps]
     tokens = sum(row.tokens for row in rows)
     return {

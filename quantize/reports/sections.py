@@ -105,7 +105,7 @@ def sections(content: Content) -> list[Section]:
 
 
 def question_sections(questions: Content) -> list[Section]:
-    """Return a section for each task with questions that differ; it lists the first SHOWN."""
+    """Return a section for each task with questions that differ; each lists the first SHOWN."""
     found: list[Section] = []
     for task, each in questions.items():
         rows = [question_row(entry) for entry in each["differ"]]
@@ -118,7 +118,7 @@ def question_sections(questions: Content) -> list[Section]:
 
 
 def looks_lines(content: Content) -> list[str]:
-    """Return sentences on tasks that ended early or were not asked, and on steps not judged."""
+    """Return sentences on tasks that ended early or were not asked, and on steps, if not judged."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."

@@ -73,7 +73,7 @@ def _name(task: Task) -> list[str]:
 
 
 def cell(task: Task, key: str, spec: str, unit: str = "") -> str:
-    """Return a task's figure `key` and its interval, formatted by `spec`; "-" if it is None."""
+    """Return a task's figure `key` and its interval, formatted by `spec`; "-" for None."""
     interval = task[f"{key.removesuffix('_pp')}_interval"]
     return "-" if task[key] is None else f"{task[key]:{spec}}{unit} {interval_text(interval, spec)}"
 
@@ -85,7 +85,7 @@ def _both(task: Task, count: str, spec: str) -> str:
 
 
 def interval_text(interval: dict[str, Any], spec: str) -> str:
-    """Return "[low, high]", with numbers formatted by `spec`, or "[no interval]"."""
+    """Return "[low, high]", formatted by `spec`, or "[no interval]" if an end is None."""
     if interval["low"] is None or interval["high"] is None:
         return "[no interval]"
     return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"

@@ -1,4 +1,4 @@
-"""The folder of one run, with each stage's result; a stage is done when its result file exists."""
+"""The folder of one run, with each stage's result; a stage is done when its result exists."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class RunDir:
         self.stages_json = path / "stages.json"  # digests of each stage's result and inputs
         self.lock = path / ".lock"  # held by the process that works on the run
         self.progress_json = path / ".progress.json"  # for `quantize status`, while a process works
-        self.targets_csv = path / "targets.csv"  # a row per source tensor: scheme or reason, bytes
+        self.targets_csv = path / "targets.csv"  # per source tensor: scheme or reason, bytes
         self.calibration = path / "calibration"  # input scales, expert coverage, trajectories
         self.rounding = path / "rounding"  # codes and scales that GPTQ found, one file per layer
         self.checkpoint = path / "checkpoint"  # the quantized checkpoint, ready for the Hub
@@ -46,5 +46,5 @@ def existing_run(path: Path) -> RunDir:
 
 
 def is_card(name: str) -> bool:
-    """Return whether a checkpoint's path is its card or scores, which convert does not write."""
+    """Return whether a file in a checkpoint is the card or scores, which convert does not write."""
     return name == README or name.startswith(f"{RESULTS}/")

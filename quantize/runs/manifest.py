@@ -36,7 +36,7 @@ HASHED_AT_ONCE = 1 << 24
 
 
 def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
-    """Return the manifest of a run that starts now; `model` None means the bundled model."""
+    """Return a new run's manifest; `digest`: fingerprint of `source`; `model` None: bundled."""
     return {
         "recipe": recipe,
         "began": now(),
@@ -56,7 +56,7 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 
 def tool() -> dict[str, Any]:
-    """Return this code's version, git commit and whether files are modified, None if unknown."""
+    """Return this code's `version`, its git `commit`, whether it is `modified`; None if unknown."""
     found = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
@@ -119,7 +119,7 @@ def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
 
     It covers config.json, tokenizer, chat template, processor, generation settings and shards.
     Above 2 GB in all, only samples of large files are read, so that 52 GB take a second. The folder
-    `settings_of`, if given, has the generation settings instead: answers were scored under them.
+    `settings_of`, if given, supplies the generation settings under which answers were scored.
     """
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}
@@ -162,7 +162,7 @@ def hashed(files: Mapping[str, Path]) -> str:
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return relative path -> sha256 for every file of a checkpoint but the card and its scores.
 
-    The sha256 covers all bytes, like the Hub's. Files with a checksum in `known` are not read.
+    A sha256 covers all bytes, like the Hub's. Checksums in `known` are kept without reading files.
     """
     found = dict(known or {})
     files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())

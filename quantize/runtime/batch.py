@@ -5,7 +5,7 @@
                       rows that met an EOS or their budget leave; other rows encode their canvas
 
 A row is one prompt of the batch. The loop runs an engine's `passes`, which observers can watch;
-`engine.complete` answers the same requests faster. A row whose canvas has stopped is not computed
+`engine.complete` answers the same prompts faster. A row whose canvas has stopped is not computed
 while other rows go on, so most steps of a batch compute only its slowest rows.
 """
 
@@ -35,8 +35,8 @@ class StepRecord:
     argmax: Tensor  # int64 [B, L], the most probable tokens
     accepted: Tensor  # bool [B, L], whether the step accepted a token at the position
     entropy: Tensor  # float32 [B, L] in nats, of softmax(logits / temperature)
-    finished: Tensor  # bool [B], whether the row stops by its own criterion
-    ends: Tensor  # bool [B], whether the row's canvas ends: if finished, or at the last step
+    finished: Tensor  # bool [B], whether the canvas meets the sampler's criterion for stopping
+    ends: Tensor  # bool [B], whether the canvas ends: it is finished, or took all allowed steps
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
         """Return the rows whose canvas ends with this step, and for each row the L committed tokens."""
@@ -57,12 +57,12 @@ def generate(
     on_step: OnStep | None = None,
     images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
-    """Generate one batch and return one sample per prompt, in order; all slots must be free.
+    """Generate one batch, with all slots free at first; return one sample per prompt, in order.
 
     `prompts` are token ids of any lengths, `seeds` int64: equal (prompt, seed) give equal samples in
     any batch, except for rounding on a GPU. Whole canvases are generated until `max_new_tokens` are
     reached. `on_step` is called after every denoising step. `images` has pictures or None per prompt.
-    Raise InputError if prompts or seeds are missing, or a prompt is refused or leaves no room.
+    Raise InputError if prompts or seeds are missing, a prompt is refused, or no token fits after it.
     """
     if not prompts or len(seeds) != len(prompts):
         raise InputError(f"generate: {len(prompts)} prompts and {len(seeds)} seeds")

@@ -1,7 +1,7 @@
 """Turns chats into token ids with the model's own chat template and its thinking switch.
 
 Without thinking, DiffusionGemma's prompts end in an empty thought channel. With `enable_thinking`, the
-model opens a real one. The template ships with the checkpoint; nothing of it is written here.
+model opens a real one. The template comes with the checkpoint, not with this module.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -51,7 +51,7 @@ def encode_chat(
             return_dict=True,
         )
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # Messages and schemas of tools may have any shape, but a template assumes those it knows.
+        # Messages and schemas of tools may have any shape; a template assumes the shapes it knows.
         raise InputError(f"messages: the chat template refuses them: {error}") from error
     return list(encoded["input_ids"])
 
@@ -61,7 +61,7 @@ def split_thoughts(
 ) -> tuple[str, str]:
     """Return (thoughts, answer): the text of the model's thinking channel, and all other text.
 
-    Both omit special tokens. The answer keeps those with ids in `keep`, but never a channel marker.
+    Both omit the channel's markers and header. Special tokens stay only in the answer, if in `keep`.
     """
     channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
     special = set(tokenizer.all_special_ids if keep else ()) - set(keep)

@@ -35,7 +35,7 @@ OnCanvas = Callable[[int, Sample], object]
 Observer = Callable[[str, Tensor, Tensor | None], None]
 # called with logits [m, V] that a step draws from, and each row's 1 / T [m] and step [m], from 1
 OnLogits = Callable[[Tensor, Tensor, Tensor], object]
-PIECE = 1 << 26  # logits made at once: 268 MB in float32, and temporaries of a few times that
+PIECE = 1 << 26  # logits made at once: 268 MB in float32, and temporaries a few times as large
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Decoded:
     experts: Tensor  # int [B, layers, L, k], the experts that the routers chose, in any order
     rows: Tensor  # [B, ...], from which `head` computes the logits
     # Returns the logits float32 [b, L, V] of some `rows`, soft-capped, not divided by the
-    # temperature. Of the model, it refers only to the vocabulary's weights.
+    # temperature. It holds no weights of the model except the vocabulary's.
     head: Callable[[Tensor], Tensor]
 
     def logits(self, piece: slice) -> Tensor:
@@ -58,7 +58,7 @@ class Decoded:
         return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
-        """Yield slices that cover the B canvases; each has at most PIECE logits, or is one canvas."""
+        """Yield slices of the B canvases, each of one canvas or of several with up to PIECE logits."""
         B, L, V = self.shape
         step = max(1, PIECE // (L * V))
         for start in range(0, B, step):
@@ -68,8 +68,8 @@ class Decoded:
 class Passes(Protocol):
     """Encoder and decoder passes over one batch of sequences; the caller chooses their order.
 
-    `rows` are indices into the batch, in ascending order. `decode` may leave rows out. A row that
-    `encode` leaves out takes no part in later passes. L is `canvas_length`, V is `vocabulary`.
+    A row is one sequence; `rows` are ascending indices into the batch. `decode` may leave rows out. A
+    row left out of `encode` takes no part in later passes. L is `canvas_length`, V is `vocabulary`.
     """
 
     canvas_length: int
@@ -83,10 +83,10 @@ class Passes(Protocol):
         """Encode `tokens` int64 [B, L] and append them to the sequences of `rows`."""
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] after `rows`' text; `conditioning` [B, ...], None at step 1."""
+        """Decode `canvas` int64 [B, L] after the text of `rows`; `conditioning` is None at step 1."""
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
-        """Return the next step's conditioning [b, ...], made of logits [b, L, V] / `temperature`."""
+        """Return the next step's conditioning [b, ...] from logits [b, L, V] and one `temperature`."""
 
 
 class DrawingPasses(Passes, Protocol):
@@ -130,25 +130,24 @@ class BatchEngine(Protocol):
         on_pass: Callable[[Any], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> AbstractContextManager[None]:
-        """Call `observers` with every Linear's input rows, without padding, inside a `with` block.
+        """Return a context in which `observers` see the input rows of every Linear, without padding.
 
-        `on_pass` is called with every `passes.Pass` before it enters the first layer, `on_logits` with
-        the logits that `draw` draws from. On a CPU, several threads make these calls.
+        `on_pass` is called with every `passes.Pass` before the pass enters the first layer, `on_logits`
+        with the logits that `draw` draws from. On a CPU, several threads make these calls.
         """
 
 
 class Engine(BatchEngine, Protocol):
     """A model that denoises canvases of up to `slots` samples, at most `capacity` samples per pass.
 
-    Each sample has a slot, and one canvas at a time. `denoise` takes distinct, admitted slots at any
-    canvas, with any settings. It returns, in the same order, each slot's finished canvas, or None if
-    the next call will continue the canvas. A canvas is encoded just before the slot's next canvas, so a
-    sample's last canvas is never encoded. Except for rounding, a canvas depends only on `admit`'s
-    arguments and the sample's earlier canvases. Of a `sampler`, only denoising settings are read. Slots
-    may be released between calls. `prefixes` caches encoded beginnings of prompts, or is None.
-
+    Each sample has a slot, and one canvas at a time. `denoise` takes distinct, admitted slots, with any
+    settings, at any of their canvases. It returns, in the same order, each slot's finished canvas, or
+    None if the next call will continue the canvas. A canvas is encoded just before the slot's next
+    canvas, so a sample's last canvas is never encoded. Except for rounding, a canvas depends only on
+    `admit`'s arguments and the sample's earlier canvases. Of a `sampler`, only denoising settings are
+    read. Slots may be released between calls. `prefixes`, if not None, caches beginnings of prompts.
     The caller looks for EOS, counts tokens, and calls from one thread only. Other threads may call
-    `on_draft`. `meanwhile` is called on the caller's thread while the device works, at most once.
+    `on_draft`. `meanwhile` is called on the caller's thread while the device works, once at most.
     """
 
     prefixes: PrefixCache[Any] | None

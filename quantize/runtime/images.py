@@ -2,8 +2,8 @@
 
 Gemma 4's own image processor resizes a picture to at most `soft_tokens` tokens (70, 140, 280, 560 or
 1120; the model's default is 280), keeps its proportions, and cuts it into patches. The processor's PIL
-version is used, which needs no torchvision. The chat template writes one placeholder per picture. In
-the prompt, `place` turns it into a begin token, one placeholder per soft token, and an end token.
+version is used, which needs no torchvision. The chat template writes one placeholder per picture.
+`place` turns this placeholder into a begin token, one placeholder per soft token, and an end token.
 """
 
 from collections.abc import Sequence

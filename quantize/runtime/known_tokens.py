@@ -1,6 +1,6 @@
 """Known tokens of an answer, pinned (infilling) or initial, and a guide that decides on its canvases.
 
-The decoder reads a pinned token in every step, and the token is committed. It counts with entropy 0, so
+The decoder reads a pinned token in every step, and the token is committed. Its entropy counts as 0, so
 it uses up nothing of the entropy bound. An initial token replaces noise before the first step, and is
 then denoised like any other token. A guide sees every finished canvas and the logits of its last step.
 It may commit other tokens, or keep the beginning of the canvas and have the rest denoised again.
@@ -36,7 +36,7 @@ class Guide(Protocol):
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Return the verdict on a finished canvas, whose `tokens` [L] would be committed.
 
-        `logits` [L, V] are its last step's, soft-capped, not divided by the temperature.
+        `logits` [L, V] are those of the canvas' last step, soft-capped, not divided by the temperature.
         """
 
 
@@ -58,9 +58,9 @@ class Given:
                 )
 
     def rows(self, canvas: int, length: int, begun: Sequence[int]) -> list[list[int]]:
-        """Return two rows of tokens of a canvas, [2][length]: all known tokens, and only pinned tokens.
+        """Return two rows of a canvas' tokens, [2][length]: all known tokens, and only pinned tokens.
 
-        Both begin with `begun`, which a guide fixed, and have FREE wherever no such token is known.
+        Both rows begin with `begun`, which a guide fixed, and have FREE at all other positions.
         """
         places = range(canvas * length + len(begun), (canvas + 1) * length)
         known = {**self.initial, **self.pinned}, self.pinned

@@ -1,12 +1,12 @@
 """Generates samples whose logits llama.cpp computes; this runtime does everything else.
 
 `llama-diffusion-gemma-server` of unslothai/llama.cpp loads a GGUF file once. For each denoising step it
-reads one line on stdin, the name of a request file:
+reads one line on stdin, the name FILE of a request file:
 
-    request     int32 prompt length P, canvas length C, whether the step is self-conditioned; float32
-                temperature of the step; int32 ids of the P prompt and C canvas tokens
-    answer      FILE.resp: float32 logits [C, vocabulary], soft-capped, not divided by the temperature;
-                then the line "OK C"
+    FILE        int32: prompt length P, canvas length C, whether the step is self-conditioned; float32:
+                the step's temperature; int32: ids of the P prompt tokens and C canvas tokens
+    FILE.resp   the answer: float32 logits [C, vocabulary], soft-capped, not divided by the temperature.
+                Once the file is written, the line "OK C" follows on stdout
 
 The server keeps a step's logits and temperature for the next step's self-conditioning. Sampler, noise,
 chat template and EOS are those of the engines, so an answer differs from transformers' only by how
@@ -35,7 +35,7 @@ from quantize.runtime.sampler import Sampler
 MAGIC = b"GGUF"
 FINGERPRINT = "quantize.fingerprint"  # the key that says which checkpoint a file was made from
 BEGINNING = 4096  # bytes at the start of a file, which contain that key
-MAX_LENGTH = 2048  # tokens of a sample; the program's buffers grow with its square
+MAX_LENGTH = 2048  # tokens of a sample; the program's buffers grow with the square of this
 SETTINGS = {"DG_KVCACHE": "1"}  # the prompt is computed once for all steps of a canvas
 
 
@@ -98,10 +98,10 @@ class LlamaCpp:
     def answer(
         self, prompt: Sequence[int], seed: int, *, max_new_tokens: int, sampler: Sampler
     ) -> Sample:
-        """Return one sample, generated as `generate` does for a batch of one.
+        """Return one sample, generated as `batch.generate` generates a batch of one.
 
-        Raise InputError if no token fits after the prompt within MAX_LENGTH, and ResourceError if the
-        program refuses the request or ends.
+        Raise InputError if no token fits after the prompt within MAX_LENGTH or the sampler's limit, and
+        ResourceError if the program refuses the request or ends.
         """
         (budget,) = canvas_budgets(
             [prompt], max_new_tokens, sampler, MAX_LENGTH, self.canvas_length
@@ -137,7 +137,7 @@ class LlamaCpp:
         """Return the logits float32 [C, vocabulary] of one step of `canvas` after `prompt`, on the CPU.
 
         If `conditioned`, the canvas' previous step conditions this step. The program keeps this step's
-        `temperature` to condition the next. Raise ResourceError if it refuses the request or ends.
+        `temperature` for the next step. Raise ResourceError if it refuses the request or ends.
         """
         ids = np.asarray([*prompt, *canvas], dtype="<i4").tobytes()
         head = struct.pack("<iiif", len(prompt), len(canvas), conditioned, temperature)

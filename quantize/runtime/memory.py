@@ -2,9 +2,9 @@
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       weights of the Linears and experts of layers that stay
-    streaming    two slots, each as large as the largest layer, and temporary memory to pack a layer
-    cache        keys and values of all slots; if the host holds them, of two batches in two layers
-    lanes        rows of batches in lockstep between layers; a lane is one batch and its slots
+    streaming    two buffers, each as large as the largest layer, and temporary memory to pack a layer
+    cache        keys and values of all slots; if on the host, of two batches in one layer of each kind
+    lanes        rows that batches in lockstep hold between layers; a lane is one batch and its slots
     vocabulary   bf16 logits and probabilities of a few canvases, and partial soft embeddings
     activations  tensors of the rows of one pass
     comparison   float32 logits of one canvas, if models are compared
@@ -30,8 +30,8 @@ from quantize.errors import ResourceError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import CODES, OnDisk, Scheme
 
-# The CUDA context, graphs and compiled kernels: a process that ran every stage still had 2.6 GB when it
-# ended, its models gone (H200, torch 2.11), and 0.55 GB when it began.
+# The CUDA context, graphs and compiled kernels: a process that ran every stage held 0.55 GB when it
+# began, and 2.6 GB when it ended, after its models were freed (H200, torch 2.11).
 CONTEXT_BYTES, BEGUN_BYTES = 2.6e9, 0.5e9
 CHUNK = 1152  # prompt tokens of one encoder pass; a picture of 1,120 tokens must fit
 SHORT = 256  # prompts of up to this length, or a canvas, share passes of this length
@@ -59,7 +59,7 @@ class Stack:
 
     @classmethod
     def of(cls, name: str, sizes: Mapping[str, int], *, quantized: bool) -> "Stack":
-        """Return the stack of `sizes`: name on disk -> packed bytes. `quantized` doubles `packing`."""
+        """Return the stack of `sizes` (name on disk -> packed bytes); `quantized` doubles `packing`."""
         layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
             if found := PRODUCT.match(tensor):
@@ -86,7 +86,7 @@ class Need:
     batch: int  # canvases denoised at once
     context: int  # positions that a sample takes, prompt and answer
     compares: bool = False  # whether its logits are compared with another model's
-    caches: int = 1  # engines that share the weights, each with keys and values of its own
+    caches: int = 1  # number of engines that share the weights, each with its own keys and values
     beside: float = 0.0  # bytes that the stage itself holds on the GPU
     batches: int = 1  # number of batches to run, which may go in lockstep
     host: float = HOST_BYTES  # bytes of host memory that keys and values may take
@@ -129,7 +129,7 @@ class Plan:
 def packed_sizes(
     checkpoint: Checkpoint, mode: ActivationMode | None, *, hopper: bool
 ) -> dict[str, int]:
-    """Return the bytes that a checkpoint's tensors take once packed for an activation mode, by name.
+    """Return name on disk -> bytes of a checkpoint's tensors, once packed for an activation mode.
 
     Only the mode `fp8` changes the size of weights. Even then, experts on a `hopper` GPU keep 4 bits.
     """
@@ -158,7 +158,7 @@ def repacked(
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     """Return how a stage fits `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
 
-    Raise ResourceError, with advice, if one canvas (or a fixed batch) over streamed layers is too much.
+    Raise ResourceError, with advice, if one canvas (or fixed batch) over streamed layers needs more.
     """
     batch = need.batch
     while batch >= 1:
@@ -237,13 +237,13 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def cache_bytes(config: Mapping[str, Any], context: int) -> int:
-    """Return the bytes of one slot's keys and values in all layers, as `Cache.allocate` does."""
+    """Return the bytes of one slot's keys and values in all layers, as `Cache.allocate` makes them."""
     return sum(layer_cache_bytes(config, context))
 
 
 def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
-    """Return the bytes of one slot's keys and values, layer by layer."""
-    from fused_dequant import CELLS  # here: who only imports this module does not want triton
+    """Return the bytes of one slot's keys and values in each layer."""
+    from fused_dequant import CELLS  # here, so that this module imports no triton
 
     full = rounded_up(context, CELLS)
     window: int = config["text_config"]["sliding_window"]

@@ -28,7 +28,7 @@ class RandomModel:
     """Random weights in place of a checkpoint, to measure speed and memory."""
 
     config: dict[str, Any]  # config.json of a BF16 model
-    schemes: Mapping[str, str]  # kernel scheme of "experts", "attention" and "mlp"
+    schemes: Mapping[str, str]  # "experts", "attention", "mlp" -> scheme, see `random_weights`
 
 
 def open(
@@ -44,10 +44,10 @@ def open(
 
     If `place` is None, `room` gives the fields of a `Placement`. If `place.resident` is None, `sized`
     fits a checkpoint to the device, with `prefix_bytes` left free. `beside` is an engine of the same
-    checkpoint; both share its weights, unless only one has an activation mode that packs them in its
-    own way (`fp8`, or `per_layer` on FP4 units). Other arguments are as in `FusedEngine`. Raise
-    InputError if the checkpoint cannot be loaded, or its weights do not support the activation mode,
-    and ResourceError if the model does not fit, or the device lacks what the kernels need.
+    checkpoint; both share its weights, if their activation modes pack weights in the same way: `fp8` in
+    one way, `per_layer` on FP4 units in another, all other modes in a third. Other arguments are as in
+    `FusedEngine`. Raise InputError if the checkpoint cannot be loaded, or does not support the mode.
+    Raise ResourceError if the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint

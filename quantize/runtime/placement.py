@@ -51,7 +51,7 @@ class Placement:
     compares: bool = False
     beside: float = 0.0
     capacity: int = 4  # samples per pass; fewer if they do not fit, unless `fixed_batch`
-    # number of layers that stay; others are streamed in every pass. None: `sized` decides, or all
+    # layers that stay, others are streamed in every pass; None: `sized` decides, without it all stay
     resident: int | None = None
     lanes: int = 1
     on_host: bool = False
@@ -76,7 +76,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     """Return `place` changed so that a checkpoint fits the device; no weights are read.
 
     Raise ResourceError if one slot, or the fixed batch, does not fit a GPU even with all layers
-    streamed, or if a CPU's memory cannot hold the weights.
+    streamed, if less than `gpu_memory` is free, or if a CPU's memory cannot hold the weights.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -121,14 +121,14 @@ def is_hopper(device: str) -> bool:
 def budget_of(place: Placement) -> float | None:
     """Return how many bytes of a GPU may be used: `gpu_memory`, or all free bytes if that is None.
 
-    On a CPU, `gpu_memory` is returned as it is. On a GPU, torch's allocator is limited to it, minus
-    CONTEXT_BYTES. Raise ResourceError if less than `gpu_memory` is free.
+    On a CPU, return `gpu_memory` unchanged. On a GPU, limit torch's allocator to `gpu_memory` minus
+    CONTEXT_BYTES, unless it is None. Raise ResourceError if less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":
         return asked
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)  # ours to use again
+    free += torch.cuda.memory_reserved(device)  # which this process can use again
     if asked is None:
         return free + BEGUN_BYTES  # this process' own context, which has been taken already
     if asked > free + BEGUN_BYTES:
@@ -137,14 +137,14 @@ def budget_of(place: Placement) -> float | None:
             f"{free / 1e9:.1f} GB are free; end what else runs there, or ask for less"
         )
     share = max(0.0, asked - CONTEXT_BYTES) / total
-    # The allocator does not take "cuda" alone.
+    # The allocator does not take "cuda" without an index.
     index = torch.device(device).index if ":" in device else torch.cuda.current_device()
     torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
     return asked
 
 
 def free_unused(device: str) -> None:
-    """Return unused memory to the host and the device, such as that of the last stage's model."""
+    """Release unused memory of host and device, such as that of the previous stage's model."""
     gc.unfreeze()  # what was there before the stage
     gc.collect()
     if device != "cpu":

@@ -20,7 +20,7 @@ Kept = TypeVar("Kept")
 class PrefixCache(Generic[Kept]):
     """Keeps encoded blocks of `block` tokens, up to `budget` bytes, for one engine and one thread.
 
-    `asked` counts the tokens of all prompts looked up, `reused` those found; `nbytes` is the size now.
+    `asked` counts the tokens of all prompts looked up, `reused` the tokens found; `nbytes` are kept.
     """
 
     def __init__(self, budget: int, block: int) -> None:
@@ -31,14 +31,14 @@ class PrefixCache(Generic[Kept]):
     def find(self, prompt: Sequence[int]) -> list[Kept]:
         """Return the kept blocks of `prompt`, in order, up to the first block that is missing."""
         found = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
-        for key in reversed(found):  # a block is worth nothing without those before it
+        for key in reversed(found):  # a block is worth nothing without the blocks before it
             self._blocks.move_to_end(key)
         self.asked += len(prompt)
         self.reused += len(found) * self.block
         return [self._blocks[key][0] for key in found]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
-        """Keep `kept`, the last block of `prompt` (whole blocks), unless `nbytes` exceed the budget."""
+        """Keep `kept`, the last of `prompt`'s whole blocks, unless its `nbytes` exceed the budget."""
         *before, key = self._keys(prompt)
         if key in self._blocks or nbytes > self.budget:
             return

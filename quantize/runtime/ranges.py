@@ -21,7 +21,7 @@ class Ranges:
         self._largest = torch.empty(0)
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note rows [..., in] that enter `name`, by the `experts` [n, k] of each row; None if dense."""
+        """Note rows [..., in] that enter `name` and their `experts` [n, k], None for a dense Linear."""
         if experts is None:
             if rows is not self._rows:  # q, k and v, or gate and up, read one input
                 self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)
@@ -39,13 +39,13 @@ class Ranges:
         torch.maximum(before, found.to(before.device), out=before)
 
     def pool(self, processes: Processes) -> None:
-        """Merge the ranges of all processes in each process; maxima round nothing, so this is exact."""
+        """Merge all processes' ranges, in every process. Maxima do not round, so the merge is exact."""
         for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
             for name, found in amax.items():
                 self._keep(name, found)
 
     def amax(self, module: str) -> float:
-        """Return the largest |x| that entered a module, by name on disk; 0 if nothing entered it."""
+        """Return the largest |x| that entered `module` (a name on disk); 0 if nothing entered it."""
         match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj", module)
         if match is None:
             return self._value(module, 0)

@@ -7,8 +7,8 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
     accept the positions of lowest H while the sum of all LOWER entropies is <= entropy_bound
     next canvas = y where accepted, uniformly random tokens elsewhere, whatever the canvas held
 
-A canvas stops when a is unchanged over `stability_threshold` steps and mean(H) < confidence_threshold,
-and commits a, not y. The next step is conditioned on l, the logits already divided by the temperature.
+A canvas stops when mean(H) < confidence_threshold and the `stability_threshold` steps before had the
+same a. It commits a, not y. The next step is conditioned on l, the logits already divided by T.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
 `generation_diffusion_gemma.py`.
 """
@@ -41,10 +41,10 @@ WITHOUT_EFFECT = frozenset(
         "_from_model_config",
     }
 )
-# The bounds that a checkpoint's settings are held to.
+# Kinds of lower bounds of settings: name -> (test, words for the error).
 LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
 
-# Settings of a sampler that every stored score has noted.
+# Settings of a sampler that are stored with every score.
 ALWAYS_NOTED = frozenset({
     "max_new_tokens", "max_length", "max_denoising_steps", "entropy_bound", "t_min", "t_max",
     "stability_threshold", "confidence_threshold", "eos_token_ids", "pad_token_id",
@@ -96,7 +96,7 @@ class Sampler(Controls):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> "Sampler":
-        """Return the sampler of `folder`/generation_config.json; without it, transformers' defaults."""
+        """Return the sampler of `folder`/generation_config.json; if missing, transformers' defaults."""
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
@@ -130,7 +130,7 @@ class Sampler(Controls):
     def decide(
         self, draw: Draw, state: CanvasState, schedule: Tensor, pinned: Tensor | None = None
     ) -> None:
-        """Update `state` in place by a step's `draw`; known tokens in `pinned` int64 [B, L] are kept.
+        """Update `state` in place by a step's `draw`; `pinned` int64 [B, L] replaces drawn tokens.
 
         The call never waits for the device, so it can be captured in a CUDA graph.
         """

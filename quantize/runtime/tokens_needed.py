@@ -1,6 +1,6 @@
-"""Counts, by step, how many tokens hold 0.999 of a row's probability; for an engine's `on_logits`.
+"""Counts, by step, how many tokens hold 0.999 of a row's probability; `see` is an `engine.OnLogits`.
 
-`sparse_soft_embedding` reads the embeddings of only these tokens: the counts tell what it saves.
+`sparse_soft_embedding` reads the embeddings of only these tokens; the counts tell how much that saves.
 """
 
 import torch
@@ -33,7 +33,7 @@ class TokensNeeded:
             self._found.append((kind[:, None] == each).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
-        """Return numbers of rows by step ("first step") and tokens ("at most 8"), of all processes."""
+        """Return step ("first step") -> tokens ("at most 8") -> number of rows of all processes."""
         own = torch.stack([found.cpu() for found in self._found]).sum(0)
         rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]

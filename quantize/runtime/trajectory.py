@@ -7,8 +7,8 @@ logits and self-conditioning are recomputed. A folder on disk has two files:
     trajectories.safetensors   <index>.prompt [n], <index>.steps [all steps, L], <index>.committed
                                [canvases, L]; all int32. For a prompt with pictures also
                                <index>.pixels and <index>.positions, as in `Images`
-    trajectories.json          sampler settings; for each trajectory seed, thinking, held_out and
-                               steps_per_canvas
+    trajectories.json          the sampler's settings; seed, thinking, held_out and steps_per_canvas
+                               of each trajectory
 """
 
 from collections.abc import Callable, Sequence
@@ -117,10 +117,10 @@ def record_all(
     """Record `prompts` in batches; return all trajectories, in the order of the prompts.
 
     `settings` has the number of canvases, the seed and the batch size. The seed of a prompt's noise
-    follows from its index. `processes` share the batches that one process would make alone; each one
-    returns all trajectories. `watching` is called with a batch's engine and the index of its first
-    prompt, and returns the context manager in which the batch runs. The last `held_out` prompts have
-    batches of their own, which are not watched.
+    follows from the prompt's index. `processes` share the batches that one process would make alone;
+    each process returns all trajectories. `watching` is called with a batch's engine and the index of
+    the batch's first prompt, and returns the context manager in which the batch runs. The last
+    `held_out` prompts have batches of their own, which are not watched.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

@@ -14,8 +14,8 @@ With fixed scales, rounding to nearest minimises this loss only if H is diagonal
      loss under the damped H, while all others stay. It never raises that loss.
 
 Weights are [experts, out, in], batched over experts, with one Hessian per expert. Arithmetic is
-float32; H is factored and inverted in float64. H is damped: `DAMPING` times its mean diagonal is added.
-The NVFP4 global scale stays as given, since q/k/v and gate/up share it (`rounding.global_scale`).
+float32; H is factored and inverted in float64. H is damped: `DAMPING` times its mean diagonal is added
+to the diagonal. The NVFP4 global scale stays as given: q/k/v and gate/up share it (`global_scale`).
 
 Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
 and GPTAQ's asymmetric loss, which was worse here.
@@ -47,10 +47,10 @@ SMALLEST_SCALE = 2.0**-9  # e4m3's least positive number
 class Rounded:
     """The tensors that `gptq` made of weights [E, out, in], and how well they fit."""
 
-    tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize`'s
-    loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T over tr W H W^T
+    tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize` returns them
+    loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T divided by tr W H W^T
     nearest: Tensor  # [E] f32, the same ratio for rounding to nearest
-    fell_back: Tensor  # bool [E], whether it was rounded to nearest since its H had no factor
+    fell_back: Tensor  # bool [E], whether an expert was rounded to nearest as its H had no factor
 
 
 def shrunk(
@@ -58,11 +58,11 @@ def shrunk(
 ) -> Tensor:
     """Return the mean Hessians [E', in, in] of the experts `at`, drawn towards the mean of all experts.
 
-    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] the tokens that each expert saw. For
-    n tokens the result is n / (n + in) of the expert's mean plus in / (n + in) of the mean of all: few
-    tokens make a Hessian of low rank, which GPTQ would trust too much. A dense Linear (E = 1) keeps its
-    mean. If `inputs` is given, sums and results are tiles of [inputs, inputs] matrices (`hessians`).
-    Raise QuantizeError if no expert saw a token, or if a Hessian of `at` is not finite.
+    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] counts the tokens that each expert
+    saw. For n tokens the result is n / (n + in) times the expert's mean plus in / (n + in) times the
+    mean of all: few tokens make a Hessian of low rank, which GPTQ would trust too much. A dense Linear
+    (E = 1) keeps its mean. If `inputs` is given, sums and results are tiles (`hessians`) of [inputs,
+    inputs] matrices. Raise QuantizeError if no expert saw a token, or a Hessian of `at` is not finite.
     """
     if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
@@ -82,8 +82,8 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
     """Return weights rounded to a scheme's tensors by the three steps of the module's docstring.
 
     `weight` is BF16 [E, out, in], finite, `in` a multiple of 16. `hessian` is float32 [E, in, in], as
-    `shrunk` returns it; while this runs, it is damped in place, and it is restored at the end. `shared`
-    are the FP32 global scales [E, 1], None if the scheme has no global scale.
+    `shrunk` returns it; it is damped in place at first and restored at the end. `shared` are the FP32
+    global scales [E, 1], None if the scheme has no global scale.
     """
     grid, ranges, wide = scheme.codes, scheme.observe(weight, "memoryless_minmax"), weight.float()
     if shared is None:  # the BF16 scales of rounding to nearest stay: one per row or per group
@@ -149,7 +149,7 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Damp H [E, in, in] in place; return the upper factor U of its inverse, and which [E] lack U.
+    """Damp H [E, in, in] in place; return the upper factors U of H^-1, and bool [E]: which lack U.
 
     With the inputs in reverse order, H = L L^T, and H^-1 = U^T U where U is L^-1, reversed again.
     Matrices are factored singly, since libraries' batched factorisations are made for small matrices.
@@ -236,9 +236,9 @@ def round_block(
     """Round a block of 16 inputs under each candidate scale, and keep the result of least loss.
 
     `weight` [E, out, 16] includes the errors spread from earlier inputs. `factor` [E, 16, 16] is a
-    diagonal block of U (H^-1 = U^T U), `shared` [E] the global scale. This writes `codes` [E, out, 16]
-    (the values that codes stand for) and `errors` [E, out, 16] (each divided by U_ii). It also writes
-    the chosen `scales` [E, out]; if `grid.neighbours` is 0, `scales` are only read.
+    diagonal block of U (H^-1 = U^T U), `shared` [E] the global scale. Results are written to `codes`
+    [E, out, 16] (the values that codes stand for) and `errors` [E, out, 16] (each divided by U_ii). The
+    chosen scales are written to `scales` [E, out]; if `grid.neighbours` is 0, `scales` is only read.
     """
     if launches(weight.device):
         from fused_dequant import gptq

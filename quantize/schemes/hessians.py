@@ -1,10 +1,10 @@
 """Hessians of Linears: sums of x x^T over their inputs x; only the upper triangle is stored.
 
-A Hessian is cut into tiles of 128 x 128. Tile t = j (j + 1) / 2 + i holds the products of input blocks
-i <= j. Tiles below the diagonal are not stored: they are transposes of these. So the Hessians of one
-layer of the 26B model take 2.4 GB. On a GPU a kernel adds bf16 rows to the stored tiles
-(`fused_dequant/gram.py`). It adds the rows of several forward passes at once, since reading and writing
-2.4 GB takes as long as summing the 2,048 rows of one pass.
+A Hessian is cut into tiles of 128 x 128. Tile t = j (j + 1) / 2 + i, with i <= j, has the products of
+the i-th 128 inputs with the j-th 128. A tile below the diagonal is the transpose of a stored one, and
+not stored. So the Hessians of one layer of the 26B model take 2.4 GB. On a GPU a kernel adds bf16 rows
+to the stored tiles (`fused_dequant/gram.py`). It adds the rows of several forward passes at once, since
+reading and writing 2.4 GB takes as long as summing the 2,048 rows of one pass.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def tiles_of(inputs: int) -> int:
 
 
 class Hessians:
-    """Sums x x^T over the rows x of each input in `names`, and counts the rows, for each expert."""
+    """For each input in `names` and each expert, sums x x^T over the rows x, and counts the rows."""
 
     def __init__(self, names: Sequence[str], experts: int) -> None:
         self.names, self._experts = frozenset(names), experts
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add rows [..., in] of input `name`; `experts` [rows, topk] are theirs, None if dense."""
+        """Add rows [..., in] of a listed `name`; `experts` [rows, topk] are theirs, None if dense."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -89,7 +89,7 @@ class Hessians:
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
         """Return input `name`'s mean Hessians [E', in, in] of the experts `at`, by `gptq.shrunk`.
 
-        Raise KeyError if the input was never seen, QuantizeError if it had no rows or non-finite ones.
+        Raise KeyError if the input was never seen, QuantizeError if it had no rows or a non-finite row.
         """
         sums, tokens, inputs = self.sums(name), self.tokens(name), self._inputs[name]
         return whole(shrunk(sums, tokens, at, inputs), inputs)
@@ -133,8 +133,7 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def whole(tiles: Tensor, inputs: int) -> Tensor:
     """Return whole matrices [E, in, in], symmetric to the bit, from their tiles [E, tiles, 128, 128].
 
-    Only the upper triangle of a diagonal tile is used: a BLAS may sum its elements (i, j) and (j, i) in
-    different orders.
+    Of a diagonal tile only the upper triangle is used: BLAS may sum (i, j) and (j, i) in other orders.
     """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)

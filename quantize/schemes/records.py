@@ -13,7 +13,7 @@ may change what a product multiplies (`Scheme.as_multiplied`).
 
 For NVFP4, ModelOpt stores SMALL numbers that multiply: `weight_scale_2` = amax / (6 * 448), the inverse
 of compressed-tensors' `weight_global_scale`, and `input_scale`, the inverse of `input_global_scale`.
-Codes, nibble order and block scales are the same. ModelOpt's FP8 has one scale per weight matrix and
+Codes, nibble order and block scales do not differ. ModelOpt's FP8 has one scale per weight matrix and
 one fixed scale (amax / 448) for a Linear's activations; here activations get one scale per token.
 """
 
@@ -45,9 +45,9 @@ GPTQ_ERRS = 1.5  # limit on GPTQ's error, as a multiple of the limit for roundin
 
 @dataclass(frozen=True)
 class OnDisk:
-    """How one library stores a scheme; `name` is its `format`, or in ModelOpt its `quant_algo`.
+    """How one library stores a scheme; `name` is the `format` in its config, in ModelOpt `quant_algo`.
 
-    `tensors(out, in)` returns suffix -> (dtype, shape) of a Linear in writing order, codes first.
+    `tensors(out, in)` returns suffix -> (dtype, shape) of a Linear's tensors as written, codes first.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Scheme:
     """One quantization scheme: its name, its layouts on disk and in memory, and its arithmetic."""
 
     name: str  # the scheme's name in recipes and in everything we write
-    compressed: OnDisk  # compressed-tensors' way to write it, which is ours
+    compressed: OnDisk  # the layout of compressed-tensors, which we write
     packed: OnDisk  # the kernels' layout in memory, except the dtype of a row's scale
     config_weights: tuple[str, int, str]  # type, num_bits and strategy of weights in a config group
     codes: Codes  # the number format of the weights
@@ -67,12 +67,12 @@ class Scheme:
     quantize: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], dict[str, Tensor]]
     # Tensors by suffix, in either library's layout -> BF16 weight [..., out, in].
     dequantize: Callable[[Mapping[str, Tensor]], Tensor]
-    kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]  # the kernels' name for weights like these
+    kernel: Literal["fp8", "int8", "nvfp4", "mxfp4"]  # the kernels' name for this format of weights
     max_relative_error: float  # limit on |W - W'| / |W| of a matrix rounded to nearest
-    modelopt: OnDisk | None = None  # ModelOpt's way to write it, None where it has none
-    # `dynamic` of the activations in a config group, None for BF16 ones.
+    modelopt: OnDisk | None = None  # the layout of ModelOpt; None if ModelOpt lacks the scheme
+    # `dynamic` of the activations in a config group; None if activations stay BF16.
     config_activations: Literal[True, "local"] | None = None
-    # (x [..., K], input global scale or None) -> x as the product reads it; None where x stays BF16.
+    # (x [..., K], input global scale or None) -> x as the product reads it; None if x stays BF16.
     round_activations: Callable[[Tensor, float | None], Tensor] | None = None
     calibrated: bool = False  # whether every Linear has an `input_global_scale` from calibration
 
@@ -81,23 +81,23 @@ class Scheme:
 
     @property
     def group_size(self) -> int:
-        """How many inputs share a scale (a divisor of in-features); 1 if a whole row shares one."""
+        """How many inputs share a scale; this number divides in-features. 1 if a row has one scale."""
         return self.codes.group or 1
 
     @property
     def shares_global_scale(self) -> bool:
-        """Whether Linears that a server fuses into one matrix must share a global scale."""
+        """Whether weights have a global scale, which Linears that a server fuses must share."""
         return "weight_global_scale" in self.compressed.tensors(1, GROUP)
 
     def largest_error(self, rounding: str) -> float:
-        """Return the limit on |W - W'| / |W| for `rounding`: `nearest`, or `gptq`, which may err more.
+        """Return the limit on |W - W'| / |W| for `rounding`: `nearest`, or `gptq` with a larger limit.
 
         GPTQ's largest error on the bundled model with 64 prompts was 0.113 in NVFP4 and 0.044 in FP8.
         """
         return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
 
     def as_multiplied(self, mode: str) -> "Scheme":
-        """Return this scheme, or for NVFP4 weights in activation mode `fp8` its W4A8 variant."""
+        """Return this scheme, or its W4A8 variant if `mode` is `fp8` and the weights are NVFP4."""
         if mode != "fp8" or self.kernel != "nvfp4":
             return self
         return replace(
@@ -111,7 +111,7 @@ class Scheme:
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
         """Return the compressed-tensors config group that gives this scheme to the modules `targets`.
 
-        It equals the preset in compressed-tensors, a library that takes seconds to import.
+        The group equals the preset in compressed-tensors, a library that takes seconds to import.
         """
         kind, bits, strategy = self.config_weights
         group = self.codes.group
@@ -141,7 +141,7 @@ class Scheme:
         }
 
     def observe(self, weight: Tensor, observer: Observer) -> Tensor:
-        """Return the ranges that scales of a weight [..., out, in] cover: BF16 [..., out, groups]."""
+        """Return the range of each group of a weight [..., out, in]: BF16 [..., out, groups]."""
         return rounding.observe(weight, self.codes, observer)
 
 
@@ -205,7 +205,7 @@ _ALL = (
         max_relative_error=0.04,
     ),
     _NVFP4,
-    # The same weights under BF16 activations: nothing to calibrate.
+    # The same weights with BF16 activations: nothing to calibrate.
     replace(
         _NVFP4,
         name="NVFP4A16",
@@ -261,14 +261,14 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return bool [n]: whether Linears [n, ...] are finite, with global and input scales above 0."""
+    """Return bool [n]: whether each of n Linears is finite and its global and input scales above 0."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)
 
 
 def refusal(mode: str, kernels: Iterable[str]) -> str | None:
-    """Return why an activation mode cannot be used with weights of these `kernels`, else None."""
+    """Return why `mode` does not suit weights of these `kernels` (`Scheme.kernel`); None if it does."""
     if mode != "fp8" or "nvfp4" in kernels:
         return None
     return "activations fp8 are for NVFP4 weights, of which there are none: leave `fp8` out"

@@ -3,19 +3,19 @@
 Weights are [..., out, in] in BF16; leading dimensions (experts) are quantized together.
 
   codes        scale                                             weight =
-  e4m3, int8   BF16 per output row = amax / 448 (/ 127.5)        code * scale
+  e4m3, int8   BF16 per output row = amax / 448 (int8: 127.5)    code * scale
   e2m1, two    e8m0 per 32 inputs (MXFP4): a power of two        code * scale
   per byte
   e2m1, two    e4m3 per 16 inputs = global * amax / 6;           code * (scale / global)
   per byte     global FP32 = 448 * 6 / amax of the tensor
 
-`formats` has the codes. The global scale is a large number: the inverse of ModelOpt's `weight_scale_2`.
-Linears that a server fuses into one matrix (q/k/v, gate/up) must share it.
+`formats` lists the codes. The global scale is a large number: the inverse of ModelOpt's
+`weight_scale_2`. Linears that a server fuses into one matrix (q/k/v, gate/up) must share this scale.
 
 Quantized weights have the bits that compressed-tensors 0.19 makes with llm-compressor 0.14's observers,
 since every step uses their dtypes: scales are BF16 quotients; FP8 codes are rounded twice (to BF16,
 then e4m3); a global scale is rounded to BF16 before it is stored as FP32; NVFP4 codes come from FP32.
-Activations are rounded in FP32 throughout, as serving kernels do, with 127 instead of 127.5 for INT8.
+Activations are rounded in FP32 throughout, as in serving kernels, with 127 instead of 127.5 for INT8.
 
 Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest scale (2^-7 per row,
 0.125 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no
@@ -63,17 +63,17 @@ MSE_NORM = 2.4
 class Codes:
     """A number format of weights: its codes, and how ranges of weights become scales."""
 
-    name: str  # what the kernels call it
+    name: str  # the format's name in the kernels
     scale: Callable[[Tensor], Tensor]  # ranges -> scales of the same dtype, never 0
-    group: int | None  # the inputs that share a scale; None for all inputs of a row
-    # Clamps weights / scale to the codes' range; rounds them, unless `cast` does; may overwrite them.
+    group: int | None  # how many inputs share a scale; None: all inputs of a row
+    # Weights / scale -> clamped to the codes' range, and rounded unless `cast` rounds; may overwrite.
     fit: Callable[[Tensor], Tensor]
     cast: torch.dtype  # the dtype whose cast ends the rounding
     store: Callable[[Tensor], Tensor]  # FP32 values of codes -> codes as on disk
-    neighbours: int = 0  # e4m3 codes that GPTQ tries below and above a block scale; 0: it is fixed
+    neighbours: int = 0  # how many e4m3 codes GPTQ tries on each side of a block scale; 0: none
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return the FP32 values of the nearest codes; `scaled`, weights / scale, may be changed."""
+        """Return FP32 values of the codes nearest to weights / scale, `scaled`, which may change."""
         return self.fit(scaled).to(self.cast).float()
 
 
@@ -81,8 +81,7 @@ def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
     """Return the range that the scale of each group of weights covers: BF16 [..., out, groups].
 
     `weight` is BF16 [..., out, in]. For `memoryless_minmax` a range is the largest magnitude of its
-    group; `memoryless_mse` shrinks the range if that lowers the sum of |W - W'|^2.4. A group that holds
-    NaN or infinity has a range of NaN or infinity.
+    group, be it NaN or infinity; `memoryless_mse` shrinks it if that lowers the sum of |W - W'|^2.4.
     """
     *leading, inputs = weight.shape
     groups = inputs // (codes.group or inputs)
@@ -100,7 +99,7 @@ def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
 def global_scale(ranges: Sequence[Tensor]) -> Tensor:
     """Return the FP32 global scale [..., 1] that Linears with these ranges [..., out, groups] share.
 
-    It is 448 * 6 / the largest range, rounded to BF16 as compressed-tensors does; 1 if that overflows.
+    It is 448 * 6 / the largest range, rounded to BF16 as in compressed-tensors; 1 if that overflows.
     """
     amax = torch.stack([r.flatten(-2).amax(-1) for r in ranges]).amax(0)
     amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
@@ -114,7 +113,7 @@ def quantize_rows(
     """Quantize BF16 weights [..., out, in] to e4m3 or int8, one scale per row; return suffix -> tensor.
 
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. Codes are written to
-    `out`, of the weight's shape and any strides; None allocates it.
+    `out`, of the weight's shape and any strides, or to a new tensor if `out` is None.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = codes.scale(ranges)
@@ -126,11 +125,11 @@ def quantize_rows(
 def quantize_groups(
     weight: Tensor, ranges: Tensor, shared: Tensor | None = None, out: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Quantize BF16 weights [..., out, in] to NVFP4, in groups of 16; return tensors by on-disk suffix.
+    """Quantize BF16 weights [..., out, in] to NVFP4, in groups of 16; return suffix -> tensor.
 
     The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` returned. `shared` is the
-    global scale [..., 1]; None makes it from `ranges`. The packed codes are written to `out`, uint8
-    [..., out, in / 2] of any strides; None allocates it.
+    global scale [..., 1], made from `ranges` if None. The packed codes are written to `out`, uint8
+    [..., out, in / 2] of any strides, or to a new tensor if `out` is None.
     """
     shared = global_scale([ranges]) if shared is None else shared
     scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
@@ -159,16 +158,16 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize as `quantize_groups` does, but to MXFP4: groups of 32, and no global scale."""
+    """Quantize to MXFP4 as `quantize_groups` does to NVFP4: groups of 32, without a global scale."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] of 8-bit codes and scales, given by on-disk suffix."""
+    """Return BF16 weights [..., out, in] from FP8 or INT8; `tensors` maps on-disk suffix -> tensor."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
-    scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one for the whole matrix
+    scale = scale.expand(*codes.shape[:-1], 1)  # ModelOpt has one scale for the whole matrix
     table = _values(codes.dtype, scale.dtype, codes.device)
     weight = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
     for block in blocks(codes):
@@ -185,11 +184,11 @@ def _values(codes: torch.dtype, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def dequantize_groups(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] of NVFP4 or MXFP4 tensors, given by on-disk suffix."""
+    """Return BF16 weights [..., out, in] from NVFP4 or MXFP4; `tensors` maps suffix -> tensor."""
     if tensors["weight_scale"].dtype == torch.uint8:
         return _values_of(tensors["weight_packed"], formats.e8m0_values(tensors["weight_scale"]))
     scale = tensors["weight_scale"].float()
-    if "weight_scale_2" in tensors:  # ModelOpt's: a small number that is multiplied with
+    if "weight_scale_2" in tensors:  # ModelOpt's: a small number, a factor
         packed, scale = tensors["weight"], scale * tensors["weight_scale_2"]
     else:  # [..., out, in / 16] over [..., 1, 1]
         shared = tensors["weight_global_scale"].unsqueeze(-1)
@@ -208,7 +207,7 @@ def _values_of(packed: Tensor, steps: Tensor) -> Tensor:
 
 
 def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] that W4A8 makes of NVFP4 tensors (keys: on-disk suffixes).
+    """Return the BF16 weights [..., out, in] that W4A8 makes of NVFP4; `tensors` maps suffix -> tensor.
 
     They are `formats.nvfp4_as_e4m3` * 8 / global scale. Their relative error to the NVFP4 values is at
     most 1/17, but blocks with a scale below `formats.E4M3_LEAST_SCALE` become 0.
@@ -222,16 +221,15 @@ def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
-    """Return activations x [..., K] rounded to e4m3 or int8, one scale per token, in x's dtype."""
+    """Return x [..., K] in its dtype, after rounding to e4m3 or int8 (`dtype`), one scale per token."""
     codes, scale = formats.quantize_rows(x, dtype)
     return (codes.float() * scale[..., None]).to(x.dtype)
 
 
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
-    """Return activations x [..., K] rounded to e2m1, one e4m3 scale per 16 values, in x's dtype.
+    """Return x [..., K] in its dtype, rounded in FP32 to e2m1 with one e4m3 scale per 16 values.
 
-    `global_scale` is 448 * 6 / the calibrated amax; raise ValueError if it is None. Values beyond that
-    amax saturate. Arithmetic is FP32.
+    `global_scale` is 448 * 6 / the calibrated amax, beyond which values saturate; None: ValueError.
     """
     if global_scale is None:
         raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
@@ -307,7 +305,7 @@ def _error(groups: Tensor, ranges: Tensor, codes: Codes) -> Tensor:
 
 
 def all_finite(tensor: Tensor) -> bool:
-    """Return whether every value is finite; for BF16 it compares bits, 10 times as fast as isfinite."""
+    """Return whether every value is finite; BF16 bits are compared, 10 times as fast as isfinite."""
     if tensor.dtype == torch.bfloat16:
         step = BLOCK_VALUES if tensor.device.type == "cpu" else 64 * BLOCK_VALUES  # each waits
         bits = tensor.view(torch.int16).flatten().split(step)
@@ -316,7 +314,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
-    """Return which of n stacked tensors [n, ...] are finite, bool [n]; if `scale`, uint8 means e8m0."""
+    """Return bool [n]: whether each of n stacked tensors is finite; if `scale`, uint8 means e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F

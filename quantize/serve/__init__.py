@@ -8,5 +8,5 @@
 Diffusion commits one canvas at a time (256 tokens in the 26B model), so the canvas is the unit of
 streaming, batching and cancelling. Parameters of token-by-token sampling (temperature, top_p,
 penalties) have no meaning here: the server ignores them and names them in a header. With `--strict`
-it refuses them. Other requests that it cannot honour are refused, with the way out (`unsupported`).
+it refuses them. It refuses other unsupported fields, and says what to do instead (`unsupported`).
 """

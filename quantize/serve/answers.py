@@ -2,7 +2,7 @@
 
 Fields that OpenAI lacks: `reasoning_content` beside `content`; in `usage` the numbers `canvases`,
 `denoising_steps` (decoder forwards of all choices) and `tokens_per_forward`; in each choice the
-`seed` that makes it again. Streams that ask for drafts also have chunks with a `draft`, no choices.
+`seed` that makes it again. If a request asks for drafts, some chunks have a `draft` and no choices.
 """
 
 import json
@@ -55,7 +55,7 @@ async def _lines(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
 
 @dataclass
 class Shape:
-    """Makes the JSON of one request: its whole answer, or the chunks of its stream.
+    """Makes the JSON that answers one request: one object, or the chunks of a stream.
 
     Each of `jobs` makes one choice; `chats` is False for a plain completion. `prompt_tokens` counts
     each prompt once, whatever its number of choices. `include_usage` adds a last chunk with usage.

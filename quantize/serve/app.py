@@ -47,7 +47,7 @@ def page(schema: dict[str, Any]) -> str:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the ASGI app: the guard around all routes; its lifespan runs the scheduler."""
+    """Return the ASGI app: all routes in the guard; its lifespan starts and stops the scheduler."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
@@ -71,7 +71,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         responses=schemas.streamed("a chat.completion.chunk per canvas, then [DONE]"),
     )
     async def chat(body: ChatRequest) -> Response:
-        """Answer a chat; with `stream`, by server-sent events, one delta per finished canvas."""
+        """Answer a chat; with `stream`, send server-sent events: one delta per finished canvas."""
         return (await service.answer(body)).response
 
     @app.post(
@@ -116,7 +116,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         responses={403: schemas.REFUSED[403], 503: {"model": schemas.Health}},
     )
     async def health() -> Response:
-        """Return whether new requests are taken, and how many samples run and wait."""
+        """Return the server's health, how many samples run and wait, and whether it needs a key."""
         running, waiting = service.scheduler.load
         healthy, needs_key = service.scheduler.healthy, service.options.api_key is not None
         state = {"status": "ok" if healthy else "unavailable"}

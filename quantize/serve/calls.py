@@ -3,9 +3,9 @@
     <|tool_call>call:NAME{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],deep:{x:true}}<tool_call|>
 
 Keys are bare words, strings are between <|"|> markers without escapes, everything else looks like
-JSON. Calls follow each other without a separator. Quoted keys, JSON's strings, unquoted words (as
-strings) and blanks are read too, though the template does not write them. A call that cannot be
-read, or that names a tool that the request does not have, stays text.
+JSON. Calls follow each other without a separator. Quoted keys, strings in JSON's quotes, unquoted
+words (read as strings) and blanks are accepted too, though the template does not write them. A call
+that cannot be read, or that names a tool that the request does not have, stays text.
 """
 
 import json
@@ -39,7 +39,7 @@ class Call:
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
     """Return an answer's text without its calls, and its calls to the tools in `names`.
 
-    As `text` grows, both only grow: a call without an end is held back, or is text if `whole`.
+    A call without an end is text if `whole`, else held back: as `text` grows, results only grow.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
@@ -55,7 +55,7 @@ def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, 
 
 
 def read_call(body: str, names: Collection[str]) -> Call | None:
-    """Return the call in `body`, the text between its markers; None: malformed or unknown."""
+    """Return the call in `body`, the text between markers; None: malformed, or not in `names`."""
     head = _HEAD.match(body)
     if head is None or head[1] not in names:
         return None

@@ -2,14 +2,14 @@
 
 A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
 token on. A token that the grammar forbids is replaced by the allowed token that is most probable
-under the last step's logits. The tokens after it were denoised beside the forbidden token, so the
-canvas is denoised again, with everything up to the new token, and the tokens that must follow it,
-pinned. A canvas is denoised again at most ROUNDS times; after that, tokens are only replaced.
+under the last step's logits. All later tokens were denoised beside the forbidden token, so the
+canvas is denoised again. The tokens up to the new token are then pinned, and so are all tokens that
+must follow it. This happens at most ROUNDS times per canvas; after that, tokens are only replaced.
 
 The answer always ends where the grammar accepts an end: room is kept for known tokens that lead
 there. If a canvas would leave too little room, it is read again, and the room is checked at every
-token. Thoughts are free, but closed early enough for the form to fit after them. JSON has no blanks
-between its parts, so many of its tokens are certain; these are pinned before the first step.
+token. Thoughts are free, but closed early enough for the form to fit after them. JSON is written
+without blanks, so many of its tokens are certain; these are pinned before the first step.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ from quantize.serve.calls import CLOSE, QUOTE
 
 ROUNDS = 8  # most times that a canvas is denoised again
 SHORTLIST = 64  # most probable tokens of a position that are tried before all of them
-LONGEST = 4096  # most tokens of a way to an accepted end, beyond which none is searched
+LONGEST = 4096  # most tokens on a way to an accepted end; longer ways are not tried
 TAKEN = 1 << 32  # weighs more than the shape of any token
 ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
 THEN = ",:{[0tfn"
-MARKERS = (CLOSE, QUOTE)  # the tokens that end a call, and a string in it; no others do
+MARKERS = (CLOSE, QUOTE)  # the only tokens that end a call, and a string in a call
 Matcher = Any  # llguidance's class, which has no types
 
 
 class Grammars:
-    """Makes matchers for a fast transformers tokenizer; the token ids `ends` end an answer."""
+    """Makes llguidance's matchers for a fast transformers tokenizer; tokens `ends` end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self.ends = list(ends)
@@ -60,7 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Return the matcher of `form`, a "json" schema, "regex" or "lark"; InputError: invalid."""
+        """Return a matcher of a "json" schema, a "regex" or "lark" grammar; InputError: invalid."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
@@ -83,7 +83,7 @@ class Grammars:
     def _walk(self, matcher: Matcher, order: Sequence[int], room: int) -> list[int] | None:
         """Take the tokens that must follow, else the first of `order` that may, else the least used.
 
-        Of several the shortest is taken, and punctuation before letters: it may end something.
+        Of equally used tokens the shortest is taken, and punctuation rather than letters or digits.
         """
         way: list[int] = []
         taken = np.zeros_like(self._shapes)
@@ -116,7 +116,7 @@ class Constraint:
     """Makes one answer follow a form; `matcher` is at the start of the form, and is copied.
 
     The answer has at most `room` tokens, thoughts included and EOS excluded. `closes` is the token that
-    ends the thoughts, None for an answer without thoughts. InputError: no text is found that fits.
+    ends the thoughts, None for an answer without thoughts. InputError: no text of the form fits.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class Constraint:
         return self._closes is None and bool(self._matcher.is_accepting())
 
     def lead(self, length: int) -> list[int]:
-        """Return the tokens that the next canvas, of `length` tokens, must begin with."""
+        """Return what the next canvas (`length` tokens) must begin with; [] in thoughts or on error."""
         if self._closes is not None or self.error is not None:
             return []
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Return a canvas' tokens to commit, or how many to pin while it is denoised again."""
+        """Return the verdict on a canvas: tokens to commit, or how many to pin for a new round."""
         start, tokens, closed = self._thoughts(tokens)
         shortlist = logits.float().topk(min(SHORTLIST, logits.shape[-1])).indices.tolist()
         line = _Line(self._grammars, logits, shortlist, tokens, start, self._room)

@@ -1,7 +1,7 @@
 """One HTTP request: reserves places in the queue, submits its jobs, and collects their events.
 
-When the task of the request ends (by an answer, by a refusal, or because the client hung up), its
-places in the queue and its slots are freed. Time counts from the moment the body was read.
+When the asyncio task of the request ends (answered, refused, or because the client hung up), the
+request's places and slots are freed. The time limit runs from the moment the body was read.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """One HTTP request for `count` choices, one job each; the current task has `seconds` for it."""
+    """One HTTP request: `count` choices, one job each, in `seconds`; raises as `reserve` does."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)
@@ -30,7 +30,7 @@ class Exchange:
         task.add_done_callback(lambda _: self._close())
 
     def post(self, index: int, event: Event) -> None:
-        """Queue an event of job `index`, from any thread; a long queue drops drafts."""
+        """Queue an event of job `index`, from any thread; drop a draft if the queue is long."""
         self._loop.call_soon_threadsafe(self._put, index, event)
 
     def _put(self, index: int, event: Event) -> None:

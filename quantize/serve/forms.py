@@ -1,7 +1,7 @@
 """Compiles the form that a request demands of its answer: JSON, a regular expression, or calls.
 
-Calls have Gemma 4's syntax (`calls`). Arguments keep to the names, types, enums and required fields
-of a tool's parameters, in the template's order (by name); no other keyword of a schema is enforced.
+Calls have Gemma 4's syntax (`calls`), with arguments sorted by name, as the template writes them.
+Of a tool's schema, only names, types, enums of strings and required fields are enforced.
 """
 
 import json
@@ -29,18 +29,18 @@ DEEPEST = 8  # levels of a parameter's schema that are enforced; deeper, any val
 
 
 class Forms:
-    """Compiles forms (JSON, regex, calls) for a tokenizer; the ids `ends` end an answer."""
+    """Compiles forms (JSON, regex, calls) for a tokenizer; the token ids `ends` end an answer."""
 
     def __init__(self, tokenizer: Any, ends: Sequence[int]) -> None:
         self._tokenizer, self._ends = tokenizer, ends
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The `Grammars` that make the tokenizer's matchers; built on first use."""
+        """The `Grammars` of the tokenizer, which make matchers; built on first use."""
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher of the form in `body`, or None; RequestError 400: an invalid form."""
+        """Return the matcher of the form in `body`, or None without one; RequestError 400: invalid."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms

@@ -22,7 +22,7 @@ from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
-DRAINED = 8  # times the limit up to which an oversized body is read, so the client hears why
+DRAINED = 8  # a too large body is read up to this many times the limit, so the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {
     "X-DiffusionGemma-Commit-Pass": "plain",  # finished canvases are encoded as transformers does it
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return `app` in the guard; if origins are set, in CORS middleware (for preflights) too."""
+    """Return `app` in the guard and, if origins are set, CORS middleware (preflights) around it."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard

@@ -1,8 +1,8 @@
-"""The server's guide of an answer: holds it to a form, and records log-probabilities.
+"""Guides an answer of the server: holds it to a form, and records log-probabilities.
 
-They are those of the committed tokens and of the most probable tokens at their positions, at
-temperature 1, under the logits of the step at which the canvas was committed. They do not condition
-on the text to the left only: each depends on the whole canvas as it was before that step.
+At each position, the committed token and the most probable tokens are recorded, at temperature 1,
+under the logits of the step at which the canvas was committed. A log-probability is not conditioned
+on the text to the left only: it depends on the whole canvas as it was before that step.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Scored:
 class AnswerGuide:
     """Guides one answer, in canvases of `length` tokens; `constraint` None allows any text.
 
-    It records each committed token and the `top` most probable tokens there, nothing if None.
+    It records each committed token with the `top` most probable at its position; None: nothing.
     """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
@@ -37,7 +37,7 @@ class AnswerGuide:
         self.scored: list[Scored] = []
 
     def lead(self) -> Sequence[int]:
-        """Return the tokens that the next canvas must begin with, if any."""
+        """Return the tokens that the next canvas must begin with; [] if it may begin freely."""
         return [] if self.constraint is None else self.constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
@@ -50,7 +50,7 @@ class AnswerGuide:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
-    """Return a `Scored` per token, under logits [L, V], with the `top` best tokens there."""
+    """Return one `Scored` per token, from logits [L, V], with the `top` most probable tokens."""
     found: list[Scored] = []
     for start in range(0, len(tokens), ROWS):
         own = torch.tensor(tokens[start : start + ROWS], device=logits.device)

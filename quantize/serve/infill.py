@@ -1,9 +1,9 @@
-"""Turns what a request knows of its answer into tokens: pinned text, initial text, a suffix.
+"""Turns the texts that a request gives for its answer into tokens: pinned, initial, suffix.
 
 initial_text    fills the answer's beginning before the first step, and is denoised like noise
 pinned          [{position, text}]: the text's tokens are committed unchanged from that position on
-suffix          text after the answer: its tokens are pinned after max_tokens positions, in the same
-                canvas, so that the decoder sees them from the first step; not part of the answer
+suffix          text after the answer, not part of it: pinned after max_tokens positions (default:
+                at the canvas' end), in the same canvas, so the decoder sees it from the first step
 """
 
 from collections.abc import Callable

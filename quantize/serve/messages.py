@@ -90,7 +90,7 @@ class _Turn(Strict):
 
 
 class Instruction(_Turn):
-    """An instruction for the whole chat; the role developer becomes system."""
+    """An instruction for the whole chat; the role `developer` becomes `system`."""
 
     role: Annotated[Literal["system", "developer"], AfterValidator(lambda _: "system")]
     content: TextContent
@@ -104,7 +104,7 @@ class Question(_Turn):
 
 
 class Reply(_Turn):
-    """A message of the model, with its calls; its thoughts are dropped if it made no call."""
+    """A message of the model, with its calls; thoughts of a message without calls are dropped."""
 
     role: Literal["assistant"]
     content: TextContent | None = None
@@ -120,13 +120,13 @@ class Reply(_Turn):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """Return the message for the chat template, with thoughts only if it made calls."""
+        """Return the message for the chat template, with its thoughts only if it has calls."""
         kept = None if self.tool_calls else {"role", "content"}
         return self.model_dump(include=kept) | {"content": self.content or ""}
 
 
 class Result(_Turn):
-    """A tool's result for a call in the assistant's message before this one."""
+    """A tool's result for a call in the assistant's message before it."""
 
     role: Literal["tool"]
     content: TextContent
@@ -138,7 +138,7 @@ Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return a chat's first `name` and first `detail` other than auto, or None; both are unused."""
+    """Return a chat's ignored fields: its first `name` and first `detail` other than auto, or None."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))

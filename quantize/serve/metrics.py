@@ -16,7 +16,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own."""
+    """The metrics of one server, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -41,7 +41,7 @@ class Metrics:
         self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
     def watch(self, prefixes: PrefixCache[Any] | None, device: torch.device) -> None:
-        """Add gauges of a prefix cache (None: there is none) and a GPU, read at each GET."""
+        """Add gauges, read at each GET, for a prefix cache (if any) and a GPU that NVML finds."""
         if prefixes is not None:
             says = "Tokens of prompts that were looked for."
             self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)

@@ -1,4 +1,4 @@
-"""The settings that a server takes from its command line."""
+"""A server's settings, from its command line, the environment (API key) and the checkpoint."""
 
 import ipaddress
 import re
@@ -28,8 +28,8 @@ def _setting(
 class Options:
     """Settings of one server; the help of `quantize serve` describes most of them.
 
-    Raise InputError if other machines can reach the server and there is no key, if the key is empty
-    or not ASCII, or if an origin is not written as browsers send it.
+    InputError: other machines can reach the server and there is no key; the key is empty or not
+    ASCII; or an origin is not written as browsers send it.
     """
 
     model_name: str
@@ -38,7 +38,7 @@ class Options:
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free port.", click.IntRange(0, 65535))
     max_num_seqs: int = _setting(4, "Most samples denoised at once.", click.IntRange(1, 64))
-    max_queue: int = _setting(64, "Samples that may wait; others get 429 and Retry-After.", COUNT)
+    max_queue: int = _setting(64, "Most samples that wait; others get 429 and Retry-After.", COUNT)
     max_context: int | None = _setting(
         None,
         "Most tokens of prompt and answer; by default the model's limit, on a GPU at most 8192.",
@@ -46,7 +46,7 @@ class Options:
     )
     batch_invariant: bool = _setting(
         False,
-        "On a GPU: a seeded sample's text does not depend on the batch; steps cost a full batch.",
+        "On a GPU: seeded text does not depend on the batch; a step takes a full batch's time.",
     )
     max_body_bytes: int = _setting(8 << 20, "Most bytes of a request body.", COUNT)
     request_timeout: float = _setting(
@@ -63,7 +63,7 @@ class Options:
     prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
     origins: Sequence[str] = ()  # of web pages that may send requests
     fingerprint: str | None = None  # of the checkpoint, for /v1/models
-    activations: str = "none"  # how they are rounded, for /v1/models
+    activations: str = "none"  # how activations are rounded, for /v1/models
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):

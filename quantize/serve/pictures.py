@@ -28,7 +28,7 @@ DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
 def put(
     config: Any, prompt: list[int], urls: Sequence[tuple[str, str]], soft_tokens: int
 ) -> tuple[list[int], Images | None]:
-    """Return the prompt with room for the pictures' tokens, and the prepared pictures, if any.
+    """Return the prompt with room for the pictures' tokens, and the prepared pictures or None.
 
     `prompt` is token ids with one placeholder per picture. `urls` has (parameter, data URL) of each
     picture. `soft_tokens` is the most tokens that one picture takes. RequestError: a picture is

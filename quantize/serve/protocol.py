@@ -1,8 +1,7 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and fields of our own.
 
-Any other field is refused, by its name. A field that is null counts as absent, because clients send
-whole messages back with nulls. `unsupported` says which fields are refused and which are ignored;
-the value of an ignored field must still be in OpenAI's range.
+Other fields are refused by name, or ignored (`unsupported`). Ignored values must be in OpenAI's
+range. A field that is null counts as absent: clients send whole messages back with nulls.
 
 Our own fields (`extra_body` in OpenAI's client) include the sampler's controls (`recipe.controls`),
 known text of an answer (`infill`), `guided_json`, `guided_regex`, and a chat's `image_tokens`: the
@@ -137,14 +136,14 @@ class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS
 
     @property
     def forms(self) -> list[Form]:
-        """Return (parameter, kind, definition) of each form to keep to; kind: "json" or "regex"."""
+        """Return (parameter, kind, definition) of each form asked for; kind: "json" or "regex"."""
         guides = ("guided_json", "json"), ("guided_regex", "regex")
         given = ((name, kind, getattr(self, name)) for name, kind in guides)
         return [form for form in given if form[2] is not None]
 
     @property
     def top(self) -> int | None:
-        """Return how many of the best tokens to list per position; None: no log-probabilities."""
+        """Return how many most probable tokens to list per position; None: no log-probabilities."""
         return None
 
     @property
@@ -234,7 +233,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[Form]:
-        """Return (parameter, kind, definition) of each form; kind: "json", "regex" or "calls"."""
+        """Return (parameter, kind, definition) of each form asked for; kind may also be "calls"."""
         given = super().forms
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))
@@ -247,7 +246,7 @@ class ChatRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return how many of the best tokens to list per position; None: no log-probabilities."""
+        """Return how many most probable tokens to list per position; None: no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
@@ -267,7 +266,7 @@ class ChatRequest(_Generation):
 
     @property
     def pictures(self) -> list[tuple[str, str]]:
-        """Return (path of its parameter, data URL) of each picture, in the messages' order."""
+        """Return (parameter's path, data URL) of each picture, in the messages' order."""
         return [
             (f"messages.{turn}.content.{n}.image_url", part.image_url.url)
             for turn, message in enumerate(self.messages)
@@ -292,7 +291,7 @@ class CompletionRequest(_Generation):
 
     @property
     def top(self) -> int | None:
-        """Return how many of the best tokens to list per position; None: no log-probabilities."""
+        """Return how many most probable tokens to list per position; None: no log-probabilities."""
         return self.logprobs
 
     @field_validator("prompt")

@@ -124,7 +124,7 @@ class Format(Strict):
 
 
 class TextOptions(Strict):
-    """The form of the answer's text; verbosity has no effect."""
+    """The form of the answer's text; verbosity is ignored, or refused with --strict."""
 
     format: Format = Format(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None

@@ -4,7 +4,7 @@
         drop cancelled jobs -> admit waiting jobs to free slots -> denoise until a canvas is finished,
         and meanwhile send what the previous canvas added -> release the slots of finished jobs
 
-This thread also makes the text of answers, because a stop string must free its slot before the next
+This thread also makes the text of answers, because a stop string must free a slot before the next
 canvas begins. Without stop strings, only EOS and length end an answer: its text is made and sent
 while the engine denoises the next canvas, so the GPU never waits for text. If the engine fails,
 only the jobs in its slots fail. If the text of a job cannot be made, only that job fails.
@@ -56,7 +56,7 @@ class Job:
     seed: int
     sampler: Sampler
     answer: Answer  # the growing answer, to be read only after the last event
-    emit: Callable[[Event], None]  # called on the scheduler's thread, or an engine's for drafts
+    emit: Callable[[Event], None]  # called on the scheduler's thread; for drafts, on an engine's
     drafts: bool = False  # whether every denoising step is emitted
     images: Images | None = None  # for the prompt's placeholders
     given: Given | None = None  # the known tokens
@@ -66,7 +66,7 @@ class Job:
 
 
 class Scheduler:
-    """Runs jobs on an engine that only its thread uses; at most `max_queue` jobs may wait."""
+    """Runs jobs on `engine`, used only by the scheduler's thread; at most `max_queue` jobs wait."""
 
     def __init__(self, engine: Engine, *, max_queue: int, metrics: Metrics) -> None:
         self.engine, self.max_queue, self.metrics = engine, max_queue, metrics
@@ -98,7 +98,7 @@ class Scheduler:
     def reserve(self, count: int) -> None:
         """Reserve `count` places in the queue for a request's jobs, before its prompt is encoded.
 
-        RequestError: 503 during shutdown; 429: fewer places are free; 400: the queue is too small.
+        RequestError: 503 during shutdown; 429: fewer places are free; 400: `count` exceeds `max_queue`.
         """
         if count > self.max_queue:
             raise RequestError(400, f"n: {count} choices, and the queue holds {self.max_queue}")
@@ -113,7 +113,7 @@ class Scheduler:
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in reserved places; RequestError 503 in a shutdown, which frees the places."""
+        """Queue jobs in reserved places; in a shutdown free these, and raise RequestError 503."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
@@ -122,7 +122,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
-        """Free `reserved` places; end jobs without more events, running ones after their canvas."""
+        """Free `reserved` places; end jobs without more events, running jobs after their canvas."""
         with self._changed:
             self._reserved -= reserved
             for job in jobs:

@@ -27,7 +27,7 @@ from quantize.serve.service import Service
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 
-EVEN = 16  # requests from which one token at a time is as fast; H200 only: docs/serve.md
+EVEN = 16  # requests at once from which one token at a time is as fast (H200): docs/serve.md
 
 
 class Server(uvicorn.Server):
@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; print the address and the ignored or refused fields (a worker prints nothing)."""
+        """Listen; then print the address and the ignored or refused fields, except in a worker."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
         if address.family == AF_UNIX:  # a worker's: the front prints the address
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return a line: slots, token limit; on a GPU also the load at which canvases save no time."""
+    """Return a line: slots, token limit, and on a GPU the load from which canvases save no time."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -90,7 +90,7 @@ def held(engine: Engine) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket:
-    """Return a socket bound to host and port; ResourceError: in use, or not this machine's."""
+    """Return a socket bound to `host` and `port`; ResourceError: in use, or not of this machine."""
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         found = socket(family, kind, protocol)
@@ -111,7 +111,7 @@ def run(server: Server, sock: socket) -> None:
 
 
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
-    """Serve on a new Unix socket `path`, as a worker process; on an error print a line and exit."""
+    """Serve on a new Unix socket `path`, as a worker process; print a QuantizeError and exit."""
     found = socket(AF_UNIX)
     found.bind(str(path))
     try:

@@ -1,4 +1,4 @@
-"""Turns a validated request into jobs, and their events into an answer or a stream."""
+"""Turns a validated request into jobs, and the jobs' events into an answer or a stream."""
 
 import asyncio
 import logging
@@ -76,7 +76,7 @@ class Service:
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:
-        """Return a request's answer; RequestError: refused, or failed before the answer began."""
+        """Return the answer; RequestError or InputError: refused, or failed before it began."""
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)

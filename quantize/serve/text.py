@@ -1,7 +1,7 @@
 """Turns tokens into text that never changes, and finds thoughts, calls and stop strings in it.
 
-A committed canvas is final, but the end of its text may not be: it may be half a character, or the
-beginning of a stop string or a call. Such an end is held back until the next canvas.
+A committed canvas is final, but its text may end in half a character, or in the beginning of a stop
+string or a call. Such an end is held back until the next canvas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,7 +59,7 @@ class Delta:
     content: str
     finish: Literal["stop", "length"] | None  # why the answer ended; None: it goes on
     calls: Sequence[Call] = ()
-    called: int = 0  # calls before these
+    called: int = 0  # number of calls in earlier deltas
     span: tuple[int, int] = (0, 0)  # start and stop of the tokens that it covers
 
 
@@ -67,9 +67,9 @@ class Delta:
 class Answer:
     """One choice of a response, which grows canvas by canvas.
 
-    `split` turns tokens into (thoughts, answer). The answer ends before the first of the strings
-    `stops`; in thoughts these end nothing. `tools` names the functions that may be called; if it is
-    empty, calls stay text. With `one_call` only the first call is kept.
+    `split` turns tokens into (thoughts, answer). The answer ends before the first stop string of
+    `stops`; a stop string in thoughts has no effect. `tools` names functions that may be called;
+    if it is empty, calls stay text. With `one_call` only the first call is kept.
     """
 
     split: Split
@@ -89,8 +89,8 @@ class Answer:
     def commit(self, canvas: Canvas, complete: bool = False) -> None:
         """Take a finished canvas, and set `finish` if EOS, a limit or a stop string ends the answer.
 
-        `complete` says that the text so far is a whole text of the form asked for (JSON, regex,
-        calls). If a limit then ends the answer, `finish` is still "stop": only EOS had no room.
+        `complete`: whether the text so far is complete in the form asked for (JSON, regex, calls).
+        If it is, and a limit ends the answer, `finish` is still "stop": only EOS had no room.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         length = len(self.sample.tokens)
@@ -103,7 +103,7 @@ class Answer:
             self.finish = "length"
 
     def delta(self) -> Delta:
-        """Return what the last canvas added, except an end held back; call it once per canvas."""
+        """Return what the last canvas added; its end may be held back. Call this once per canvas."""
         reasoning, content = self._read()
         content, _ = cut(content, self.stops)
         if self.finish is None:
@@ -138,7 +138,7 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return (`text` before the stop string that ends first, True), or (`text`, False) if none."""
+    """Return (`text` before the stop string that ends first, True); (`text`, False) without one."""
     # Which stop string begins first could depend on where a canvas ends.
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)

@@ -1,9 +1,9 @@
-"""OpenAI's fields that block diffusion lacks; `serve` ignores or refuses them, with a way out.
+"""OpenAI's fields that block diffusion lacks; `serve` ignores or refuses each, and says what to do.
 
-IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. Without
-them the question is the same. Most clients send one, so they are ignored, and named in a header;
+IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer; without
+them the question is the same. Most clients send some, so these are ignored, and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
-unless the value is neutral. REFUSED parameters would change its shape; they are always refused.
+unless the value is neutral. REFUSED parameters would change the answer's shape; all are refused.
 """
 
 from collections.abc import Iterator, Mapping

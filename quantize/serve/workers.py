@@ -33,7 +33,7 @@ spawning = multiprocessing.get_context("spawn")  # a fork would copy a parent's 
 
 
 class Worker:
-    """One server on a Unix socket in `folder`: a process on GPU `gpus[index]`, or without a GPU."""
+    """One server process on a Unix socket in `folder`, on GPU `gpus[index]`; `gpus` []: no GPU."""
 
     def __init__(
         self, index: int, folder: Path, checkpoint: Path, options: Options, place: Placement,
@@ -78,7 +78,7 @@ class Worker:
         self.process.terminate()
 
     async def keep_alive(self) -> None:
-        """Restart the process when it ends before `stop`, after a pause that grows up to 60 s."""
+        """Until `stop`, restart the process when it ends, after a pause that grows up to 60 s."""
         pause = 1.0
         while True:
             begun = time.monotonic()
@@ -95,7 +95,7 @@ class Worker:
                 log.info("worker %d serves again", self.index)
 
     async def relay(self, request: Request, send: Send) -> None:
-        """Pass a request on and its answer back; RequestError 503: the process ended first."""
+        """Relay a request and its answer; RequestError 503: the process ended before answering."""
         url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
         headers, body = _end_to_end(request.headers.raw), await request.body()
         asked = self.client.build_request(request.method, url, headers=headers, content=body)

@@ -2,8 +2,8 @@
 
 If the recipe rounds with GPTQ, calibrate records in a scratch folder what enters the first layer
 (`fused.recording`). Round makes a missing or damaged recording again, and removes the folder at its
-end. Results depend on the batch size, so memory never changes it: a batch that does not fit is refused.
-If weights are streamed, batches denoise in lockstep.
+end. Results depend on the batch size, so memory never changes the size: if a batch does not fit, an
+error is raised. If weights are streamed, batches denoise in lockstep.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SCRATCH = "scratch"  # folder beside a stage's result
 class Denoising:
     """Denoises the calibration prompts with the BF16 checkpoint in the folder `source`.
 
-    If `held_out` is set, HELD_OUT more prompts are denoised for the replay, unseen by observers.
+    If `held_out` is set, HELD_OUT more prompts are denoised for the replay; observers do not see them.
 
     Raises:
         InputError, ResourceError: the prompts or the checkpoint are wrong or missing.
@@ -76,7 +76,7 @@ class Denoising:
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
-        """Denoise all prompts, in batches that `processes` share; return their trajectories.
+        """Denoise all prompts, in batches that `processes` share; return each prompt's trajectory.
 
         `observers`, `on_logits` (as in `BatchEngine.watching`) and `recorder` see no held-out prompt.
 
@@ -111,7 +111,7 @@ class Denoising:
         return open(self._source, place)
 
     def recording(self, folder: Path) -> Recording:
-        """Return the recording of these prompts in `folder`; if missing or damaged, make it again.
+        """Return the recording of these prompts in `folder`; make it again if it is missing or damaged.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.

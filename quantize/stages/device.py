@@ -3,7 +3,7 @@
 Many threads read a checkpoint; for a GPU they read it into pinned memory. Only TURNS threads at a time
 copy what they read to the GPU, compute there and copy the result back. So the GPU holds temporaries of
 few threads; more threads would launch kernels no faster. A GPU gets several experts of the 26B model at
-a time, which saves launches; a CPU gets one.
+a time, which saves launches; a CPU gets one expert.
 """
 
 import os
@@ -26,8 +26,7 @@ class Device:
     Attributes:
         turn: the context in which a thread uses the device; a GPU admits TURNS threads, a CPU all.
         pinned: whether data for the device should be read into pinned memory.
-        makers: how many threads read and compute; other threads write and hash. It is the number of
-            cores, or half of it if a GPU computes.
+        makers: how many threads read and compute (others write and hash): one per core, half for a GPU.
     """
 
     def __init__(self, name: str = "cpu") -> None:
@@ -40,7 +39,7 @@ class Device:
         self.turn: AbstractContextManager[Any] = Semaphore(TURNS) if self.pinned else nullcontext()
 
     def runs(self, rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of rows, about PIECE_BYTES each; `rows` have `nbytes` in all."""
+        """Yield ranges (start, stop) of rows, about PIECE_BYTES each; all `rows` rows have `nbytes`."""
         step = max(1, rows * PIECE_BYTES[self._device.type] // nbytes)
         for start in range(0, rows, step):
             yield start, min(start + step, rows)

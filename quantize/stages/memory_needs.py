@@ -37,7 +37,7 @@ def needs(
     *,
     hopper: bool,
 ) -> list[Need]:
-    """Return the needs of all stages; in mode `fp8`, experts take 4 bits if `hopper`, else 8 bits."""
+    """Return the `Need`s of all stages; in mode `fp8`, experts take 4 bits if `hopper`, else 8 bits."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
@@ -72,20 +72,20 @@ def needs(
 
 
 def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:
-    """Return the bytes that the BF16 model takes on a GPU."""
+    """Return the `Stack` of the BF16 model: the bytes that it takes on a GPU."""
     return Stack.of("BF16", {name: info.nbytes for name, info in tensors.items()}, quantized=False)
 
 
 def quantized_stack(
     name: str, targets: Sequence[Target], mode: ActivationMode = "none", *, hopper: bool
 ) -> Stack:
-    """Return the bytes that a plan packed for `mode` takes on a GPU (a Hopper if `hopper`)."""
+    """Return the `Stack` of a plan's model, packed for `mode` on a GPU (a Hopper if `hopper`)."""
     sizes = {target.name: _packed(target, mode, hopper) for target in targets}
     return Stack.of(name, sizes, quantized=True)
 
 
 def scored_positions(config: Mapping[str, Any], longest: int) -> int:
-    """Return the positions that a question and an answer of `longest` tokens (whole canvases) take."""
+    """Return the positions for a question and an answer of `longest` tokens, rounded up to canvases."""
     canvas = config["canvas_length"]
     room = QUESTION_TOKENS + -(-longest // canvas) * canvas
     return min(room, config["text_config"]["max_position_embeddings"])
@@ -110,8 +110,8 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
     """Return (bytes that GPTQ takes once, bytes for each expert [out, inputs]).
 
-    Once, it takes seven float64 matrices [inputs, inputs] while a Hessian is factored. For an expert it
-    takes the Hessian, the factor and six copies of the weight in float32, and the weight in BF16.
+    Once, GPTQ takes seven float64 matrices [inputs, inputs] while a Hessian is factored. For an expert
+    it takes the Hessian, the factor and six copies of the weight in float32, and the weight in BF16.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 

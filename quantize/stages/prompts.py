@@ -1,10 +1,10 @@
 """Loads calibration prompts: bundled word problems, a local jsonl of chats, or Hub datasets.
 
-A row becomes a chat that ends with its last user message, so that the model answers that message.
-Chats of a local file may show pictures: {"type": "image", "path": "a.png"} is then one part of a
-message, with a path relative to the file. Rows are taken from the recipe's datasets in turn. The recipe
-says for which share of chats, spread evenly, the thinking channel is on. The same recipe gives the same
-prompts: its seed shuffles local files, and Hub datasets are read from their first row on.
+A row becomes a chat that ends with the row's last user message, which the model then answers. Chats of
+a local file may show pictures: {"type": "image", "path": "a.png"} is then one part of a message, with a
+path relative to the file. Rows are taken from the recipe's datasets in turn. The recipe says for which
+share of chats, spread evenly, the thinking channel is on. The same recipe gives the same prompts: its
+seed shuffles local files, and Hub datasets are read from their first row on.
 """
 
 import json
@@ -29,8 +29,8 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     """Return `count` prompts, tokenized with the checkpoint's own chat template.
 
     Raises:
-        InputError: a local dataset is unreadable or too small, or there is no tokenizer.
-        ResourceError: a Hub dataset cannot be reached.
+        InputError: a file is unreadable, a row is no chat, chats are too few, or there is no tokenizer.
+        ResourceError: a Hub dataset cannot be read.
     """
     tokenizer = load_tokenizer(checkpoint)
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]

@@ -19,6 +19,7 @@ when it serves again. With --gpus 1 there are no two workers, and one part follo
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -124,7 +125,7 @@ def loaded(server: Served, clients: int, length: int) -> dict[str, Any]:
     firsts, wholes, tokens = zip(*found, strict=True)
     row: dict[str, Any] = {"clients": clients, "tokens_s": sum(tokens) / seconds}
     for name, values in (("first_s", firsts), ("whole_s", wholes)):
-        row[name] = [statistics.median(values), sorted(values)[int(0.95 * (len(values) - 1))]]
+        row[name] = [statistics.median(values), sorted(values)[math.ceil(0.95 * len(values)) - 1]]
     print(json.dumps(row), flush=True)
     return row
 

@@ -1,10 +1,10 @@
 """Encodes and decodes one batch with the kernels (`Passes`), in slots of the engine's cache.
 
-While observers watch that only launch GPU work, a canvas' second step is captured as a CUDA graph, and
-later steps with as many canvases replay the graph. All other passes launch kernel by kernel.
+Inside `watching`, if every observer only launches GPU work, a canvas' second step is captured as a CUDA
+graph, and later steps with as many canvases replay the graph. All other passes launch kernel by kernel.
 
-Rows of unequal lengths are padded to share a pass, so that streamed weights are read once for all rows.
-Keys and values of the padding come after a row's tokens, and are overwritten before anything reads
+Sequences of unequal lengths are padded to share a pass, so that streamed weights are read once for all.
+The padding's keys and values come after a sequence's tokens, and are overwritten before anything reads
 them. Observers see no padding. Logits are computed when they are read; on a CPU, canvas by canvas.
 """
 
@@ -27,8 +27,8 @@ from quantize.runtime.memory import CANVASES_A_PIECE
 class FusedPasses:
     """The passes of one batch; the constructor encodes the prompts.
 
-    `lane` selects the batch's slots in the engine (`lockstep`). A pass encodes up to `chunk` tokens per
-    row. `encoded` has the number of tokens per row that are encoded already: 0, or all of a prompt with
+    `lane` selects the batch's slots (`lockstep`). A pass encodes up to `chunk` tokens of each prompt.
+    `encoded` has how many tokens of each prompt are encoded already: 0, or all of a prompt with
     pictures. `run` takes a pass through the layers and returns its rows. `pool` None: no CUDA graphs.
     """
 
@@ -71,7 +71,7 @@ class FusedPasses:
             self._context[row] += len(own)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
-        """Decode `canvas` int64 [B, L] after `rows`; `conditioning` bf16 [B, L, H], None at step 1."""
+        """Decode `canvas` int64 [B, L] after `rows`' text; `conditioning` is bf16 [B, L, H] or None."""
         model, (B, L) = self._model, canvas.shape
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context
@@ -80,7 +80,7 @@ class FusedPasses:
         elif self._pool is None or model.inputs is None or not model.inputs.replayable:
             _, h, experts = self._decoded(*given, conditioning.flatten(0, 1))
         else:
-            replayed = B in self._steps  # the first call is kernel by kernel: that shows its pass
+            replayed = B in self._steps  # the first call launches each kernel, and calls `on_pass`
             step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
             entered, *found = step(*given, conditioning.flatten(0, 1))
             h, experts = (own.clone() for own in found)  # or the next step would overwrite them

@@ -2,8 +2,8 @@
 
 A cell holds one position. A chunk is the most tokens that a pass adds to a sequence; a lane has the
 slots of one batch. Cells are on the device, or on the host if many lanes go in lockstep (`HostCells`).
-Then the device has two places, each for one lane at one layer. While it works in one place, the next
-cells arrive in the other:
+For cells on the host, the device has two places, each with room for one lane's cells of one layer.
+While the device works in one place, the next lane's cells arrive in the other:
 
     place 0   lane 0, layer 0 | lane 2, layer 0 | ...
     place 1                   | lane 1, layer 0 | lane 0, layer 1 | ...
@@ -25,7 +25,7 @@ from quantize.runtime.fused.passes import Added
 from quantize.runtime.fused.transfer import pinned_until
 from quantize.runtime.memory import rounded_up
 
-Event = Any  # torch.cuda.Event, of which torch's stubs have two
+Event = Any  # torch.cuda.Event, which torch's stubs define twice
 # (keys, values) of one lane's slots at one layer, lane after lane and layer after layer
 Visits = Iterator[tuple[Tensor, Tensor]]
 
@@ -82,7 +82,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return slices of layer `index`'s cells: what later tokens see of positions [start, end)."""
+        """Return slices of layer `index`'s cells: the part of [start, end) that later tokens see."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -92,7 +92,7 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Return copies: [start, end) of full layers, the window before `end` of sliding layers."""
+        """Return copies: [start, end) in full layers, in sliding layers the window before `end`."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
@@ -148,14 +148,14 @@ class HostCells:
     def visits(self, layers: int, added: Mapping[int, Sequence[Added]]) -> Visits:
         """For each layer, yield (keys, values) of each lane in `added` (lane -> its new tokens).
 
-        A pair is valid until the next pair is taken: then the cells of new tokens go to the host.
+        A pair is valid until the next pair is taken. Then the new tokens' cells are copied to the host.
         """
         tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
         for slot, start, _ in tokens:
             self._encoded[slot] = start
         order = [(index, lane) for index in range(layers) for lane in added]
         visits = [(*at, place) for at, place in zip(order, cycle(self._places), strict=False)]
-        if self._stream is not None:  # a run that broke off may still be at work in a place
+        if self._stream is not None:  # a pass that broke off may still work in a place
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         arrived = deque([self._fetch(*visits[0])])
         for number, (index, lane, place) in enumerate(visits):

@@ -33,14 +33,14 @@ class Cores:
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Return `count` sequences in at most one slice per thread, all but the last equally long."""
+        """Return slices of `count` sequences, at most one per thread, all but the last equally long."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return what `work` returns for each item, in order; threads compute items side by side.
 
-        A thread of a pool that calls this computes all items, so that it never waits for its pool.
+        If the caller is itself a thread of a pool, it computes all items: it never waits for its pool.
         """
         return list(map(work, items) if _HERE.core else self._pool.map(work, items))
 
@@ -59,4 +59,4 @@ def cores_of(device: torch.device) -> Cores | None:
     return None if launches(device) else cores(torch.get_num_threads())
 
 
-cores = cache(Cores)  # which all engines share
+cores = cache(Cores)  # all engines share the threads

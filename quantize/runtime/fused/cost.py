@@ -2,10 +2,10 @@
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
-A pass reads each weight once, except experts that get no token, and each sequence's keys and values
-once. 8-bit weights, and NVFP4 in the activation mode `fp8`, count at the rate of FP8 tensor cores;
-other NVFP4 weights at the rate of bf16 tensor cores (W4A16) or FP4 units (W4A4). Norms, routing and the
-sampler's reads of logits are left out, so a real pass takes longer.
+A pass reads each weight once, except those of experts without a token, and each sequence's keys and
+values once. 8-bit weights, and NVFP4 in the mode `fp8`, count at the rate of FP8 tensor cores. Other
+NVFP4 weights count at the rate of bf16 tensor cores (W4A16) or of FP4 units (W4A4). Norms, routing and
+the sampler's reads of logits are left out, so a real pass takes longer.
 """
 
 from fused_dequant import Weight

@@ -9,13 +9,13 @@ are captured for some batch sizes (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and sample
 decides which. A batch between two of these sizes is filled up with copies of its first sequence, which
 write the same values to the same cells. While the GPU makes the soft embedding, the host learns which
 canvases are finished. Each sequence has its own step number; `denoise` returns as soon as one canvas is
-finished. Its slot may begin the next canvas, or another prompt, in the next step of the other slots.
+finished. That slot may begin its next canvas, or another prompt, in the next step of the other slots.
 
-The first step of the next canvas also encodes the canvas before it, in one pass of 512 rows, so that
-weights are read once for both. With `batch_invariant`, no sample depends on its batch: all steps have
-one shape, and canvases and prompts of up to SHORT tokens are encoded before a step, at most TOGETHER in
-a pass, each rounded as it would be alone. Longer prompts are encoded in chunks when admitted; a chunk
-without pictures is a graph. On a CPU, calls run without graphs, on the kernels' torch references.
+A canvas' first step also encodes the canvas before it, in one pass of 512 rows, so that weights are
+read once for both. With `batch_invariant`, no sample depends on its batch: all steps have one shape,
+and canvases and prompts of up to SHORT tokens are encoded before a step, at most TOGETHER in a pass,
+each rounded as if it were alone. Longer prompts are encoded in chunks when admitted; a chunk without
+pictures replays a graph. On a CPU, calls run without graphs, on the kernels' torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -55,8 +55,8 @@ from quantize.runtime.prefixes import PrefixCache
 from quantize.runtime.sampler import Sampler
 
 T = TypeVar("T")
-Row = tuple[int, int, list[int]]  # slot, context, tokens behind it
-TOGETHER = 8  # sequences that launches configured for one encode at once: more would hardly gain
+Row = tuple[int, int, list[int]]  # slot, number of encoded positions, tokens after these
+TOGETHER = 8  # sequences encoded at once by launches configured for one; more would hardly gain
 
 
 @dataclass
@@ -102,13 +102,13 @@ class FusedEngine:
         weights: from `load_packed` or `random_weights`.
         capacity: the most sequences per pass; a power of two, 3, 6 or 12 wastes no rows.
         max_context: positions that a sequence may take, prompt and answer; None for 8,192 or the
-            model's limit, whichever is less. The cache of full layers has room for all of them.
+            model's limit, whichever is less. Full layers' caches have room for all these positions.
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
-            depend on the other samples. If False, the tokens may depend on them on a GPU, where
-            kernels round differently for other numbers of rows; on a CPU they never do.
-        graphs: replay CUDA graphs; ignored on a CPU, `on_host`, with streamed weights or several lanes.
+            depend on the other samples. If False, tokens on a GPU may depend on them, since kernels
+            round differently for other numbers of rows. On a CPU, tokens never depend on them.
+        graphs: replay CUDA graphs, except on a CPU, `on_host`, with streamed weights or several lanes.
         inputs: rounds the inputs of products, or shows them to observers; None: only kernels round.
-        prefix_bytes: memory of the prefix cache, the encoded beginnings of prompts; 0 for no cache.
+        prefix_bytes: bytes for the cache of encoded beginnings of prompts; no cache if 0, or `on_host`.
         lanes: number of batches, each in `capacity` slots of its own, that go through the layers
             together. With several lanes, a finished canvas is encoded by a pass of its own.
         on_host: keep keys and values on the host; the device has room for two lanes at one layer.
@@ -279,7 +279,7 @@ class FusedEngine:
     ) -> FusedPasses:
         """Encode prompts and return their passes; all slots must be free.
 
-        Raise InputError as `admit` does, or if slots are taken, or if there are too few.
+        Raise InputError as `admit` does, or if a slot is taken, or for more than `capacity` prompts.
         """
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
@@ -290,7 +290,10 @@ class FusedEngine:
         prompts: Sequence[Sequence[int]],
         images: Sequence[Images | None] | None,
     ) -> FusedPasses:
-        """Do as `passes` does in the slots of `lane`; `run` takes a pass through the layers."""
+        """Encode prompts in the slots of `lane`, and return their passes, as `passes` does.
+
+        `run` takes one pass through all layers and returns its rows, as `FusedModel.run` does.
+        """
         if self._slots or len(prompts) > self.capacity:
             raise InputError(f"{len(prompts)} prompts for {self.capacity} slots that must be free")
         encoded = [0] * len(prompts)
@@ -305,7 +308,7 @@ class FusedEngine:
         return FusedPasses(self.model, prompts, self._chunk, encoded, lane, run, self.pool)
 
     def each(self, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-        """Call each of `works` with an engine, at most `lanes` side by side; return their results."""
+        """Call each of `works` with an engine, up to `lanes` at once; return the results in order."""
         return in_lockstep(self, works) if self.lanes > 1 else [work(self) for work in works]
 
     @contextmanager
@@ -315,7 +318,7 @@ class FusedEngine:
         on_pass: Callable[[Pass], object] | None = None,
         on_logits: OnLogits | None = None,
     ) -> Generator[None]:
-        """Let `passes` call observers as in `BatchEngine.watching`; the weights must be BF16."""
+        """Let `passes` call observers, as `BatchEngine.watching` says; the weights must be BF16."""
         model, own = self.model, self.model.inputs
         model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
         model.on_pass, model.on_logits = on_pass or _nothing, on_logits or _nothing
@@ -364,7 +367,7 @@ class FusedEngine:
         return self._slots[slot].context
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
-        """Undo a slot's last canvas, and the encoding of `before`, the tokens of the canvas before."""
+        """Undo a slot's last canvas, and the encoding of the previous canvas (tokens `before`)."""
         sequence = self._slots[slot]
         sequence.canvases -= 1
         sequence.context -= len(before)
@@ -508,7 +511,7 @@ class FusedEngine:
 
     @property
     def _resident(self) -> Cache:
-        assert isinstance(self.model.cache, Cache)  # or no prefixes are kept
+        assert isinstance(self.model.cache, Cache)  # else no prefixes are kept
         return self.model.cache
 
     def _denoise(

@@ -2,7 +2,7 @@
 
 A kernel runs on GPUs that have its instructions (`fused_dequant.layouts.KERNELS`). Kernels that Hopper
 can run have run on an H200. For other targets (`fused_dequant.targets`), tests compile and check the
-kernels, but nobody has run them. On a GPU newer than all targets, a kernel is compiled at first launch.
+kernels, but nobody has run them. On a GPU that is no target, a kernel is compiled at its first launch.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ class Gpu:
     name: str
     capability: Capability
     memory: float = 0  # bytes, 0 where it is not known
-    # of dense products summed in float32; one rate stands for FP8 and INT8
+    # for dense products summed in float32, one rate for both FP8 and INT8; None if not known
     rates: Rates | None = None
     link: float = 0  # bytes/s from the host to the GPU, one way; 0 if not known
 
@@ -88,7 +88,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a GPU runs a scheme: `kernels` is the module that does, or None; `note` says why."""
+    """Whether a GPU runs a scheme: `kernels` is the module that runs it, or None; `note` explains."""
 
     scheme: str
     kernels: str | None
@@ -112,7 +112,7 @@ def named(name: str, memory: float | None = None) -> Gpu:
 
 
 def at_hand(device: torch.device) -> Gpu:
-    """Return a device's GPU; rates and link are known if the device's name contains a key of GPUS."""
+    """Return a device's GPU; rates and link are known if its name and capability are in GPUS."""
     name = torch.cuda.get_device_name(device)
     own = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
@@ -123,7 +123,7 @@ def at_hand(device: torch.device) -> Gpu:
 
 
 def verdict(scheme: str, gpu: Gpu) -> Verdict:
-    """Return whether a GPU runs a scheme (bf16, fp8, int8, nvfp4), and if not, what to use instead."""
+    """Return whether a GPU runs a scheme (a key of KERNELS), and if not, what to use instead."""
     own, target = gpu.capability, gpu.target
     if own < OLDEST:
         need = "sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
@@ -170,8 +170,8 @@ def launches_digest(device: torch.device) -> str | None:
 def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
     """Raise ResourceError if a GPU cannot run the kernels of all `schemes`, or is missing.
 
-    The message says what to use instead. A CPU runs all schemes, in torch. On a GPU, the user's tuned
-    launch tables are loaded too, for later launches.
+    The message says what to use instead. A CPU runs all schemes, in torch. On a GPU, also load the
+    user's tuned launch tables, for later launches.
     """
     if device.type != "cuda":
         return

@@ -1,8 +1,8 @@
 """Captures passes of a fixed shape as CUDA graphs: denoising steps, and encoding of new tokens.
 
 Everything that changes between replays is in device memory. A graph is captured when its pass first
-runs. It is for one number of sequences and, if it is a denoising step, for the settings of one sampler.
-Requests choose these settings freely, so `Steps` limits how many graphs are captured.
+runs. A graph serves one number of sequences; a denoising step's graph also serves only one sampler's
+settings. Requests choose these settings freely, so `Steps` limits how many graphs are captured.
 """
 
 from collections import OrderedDict
@@ -24,11 +24,11 @@ from quantize.runtime.known_tokens import FREE, put
 from quantize.runtime.memory import CANVASES_A_PIECE  # 1.1 GB of the real vocabulary's logits
 from quantize.runtime.sampler import Sampler
 
-CAPTURED = 8  # (rows, settings) whose graphs are kept, beside those of the warm-up
+CAPTURED = 8  # pairs (rows, settings) whose graphs are kept, besides those of the warm-up
 WORTH = 8  # canvases after which further settings are worth a capture
 BETWEEN = (3, 6, 12)  # numbers of rows that steps have besides the powers of two
 
-# A graph of a step: its name, or (canvases encoded with the step, whether any token is known).
+# Key of a step's graph: a name, or (canvases encoded with the step, whether any token is known).
 Name = str | tuple[int, bool]
 Pool = Any  # torch's handle of CUDA graphs' memory; None where nothing is captured
 Told = tuple[list[int], int, bool]  # a row's tokens, steps taken, whether its canvas is finished
@@ -47,9 +47,9 @@ def _power(count: int) -> int:
 class Replayed:
     """A function of tensors of fixed shapes that replays a CUDA graph from its second call on.
 
-    The first call runs kernel by kernel, which compiles the kernels, and then captures the graph. A
+    The first call runs kernel by kernel, which compiles the kernels, and then captures the graph. Every
     replay returns the same tensors, with new values. Graphs share the memory `pool`, since no two run
-    at once and none leaves data there for another.
+    at once and none leaves data there for another graph.
     """
 
     def __init__(self, work: Callable[..., Any], pool: Pool) -> None:
@@ -59,11 +59,11 @@ class Replayed:
         self._found: Any = None
 
     def __call__(self, *given: Tensor) -> Any:
-        """Return what the function returns."""
+        """Return what `work` returns for the tensors `given`."""
         if self._graph is None:
             self._given = [own.clone() for own in given]
             found, self._graph = self._work(*given), torch.cuda.CUDAGraph()
-            # rows leave on another thread meanwhile
+            # another thread may copy rows to the host meanwhile
             with capturing(self._graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._found = self._work(*self._given)
             return found
@@ -76,12 +76,11 @@ class Replayed:
 class Step:
     """The denoising steps of `rows` sequences under one sampler; each sequence is at its own step.
 
-    A step is two graphs. The first decodes, draws and accepts; its pass may also encode just committed
-    canvases. It ends with a report, which is copied to the host while the second graph, `condition`,
-    makes the next step's soft embedding: the host learns who has finished while the GPU works.
-
-    With `keep`, rows are kept from which `last_logits` can make the logits of each sequence's last
-    step; in the 26B model they take 1.4 MB per canvas.
+    A step is two graphs. The first graph decodes, draws and accepts; its pass may also encode canvases
+    that were just committed. The graph ends with a report, from which the host learns which canvases
+    are finished. Meanwhile the second graph, `condition`, makes the next step's soft embedding.
+    With `keep`, the rows of each sequence's last step are kept, from which `last_logits` makes logits;
+    in the 26B model these rows take 1.4 MB per canvas.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Step:
     def commit(self, runs: list[tuple[int, int, list[int]]]) -> int:
         """Let the next step encode canvases (slot, first position, tokens); return how many it encodes.
 
-        That number is a power of two, or `rows`; it is filled up with copies of the first canvas.
+        That number is 0, a power of two, or `rows`; copies of the first canvas are added to reach it.
         """
         if not runs:
             return 0
@@ -158,7 +157,7 @@ class Step:
         """Set the sequence of each row, and fill new canvases with noise and known tokens.
 
         A sequence is (slot, context, seed, canvas index, whether the canvas begins). `known` has the
-        `Given.rows` of each sequence, or is None where no token is known.
+        `Given.rows` of each sequence, or is None if no token is known.
         """
         if known is not None:
             self._known.copy_(torch.tensor(known).transpose(0, 1))
@@ -265,7 +264,7 @@ class Step:
         state, rows, logits = self._piece(start)
         draw = self._draw(h[rows], state, logits)
         with part("sampler"):
-            # where no token is known, putting them in would be six launches for nothing
+            # without known tokens, putting them in would be six launches for nothing
             pinned = self._known[1][start : start + self._at_once] if self._knows else None
             self._sampler.decide(draw, state, self._schedule, pinned)
 
@@ -299,14 +298,14 @@ class Step:
 class Running:
     """The canvases of one batch while they are denoised."""
 
-    step: Step  # takes them on
+    step: Step  # takes the canvases' steps
     taken: list[int]  # steps that the canvas of each row has taken
-    most: list[int]  # the most steps that it may take, by the sampler or fewer
+    most: list[int]  # the most steps that each canvas may take: the sampler's limit, or fewer
     committed: int  # what `Step.commit` returned
     graphs: bool  # replay graphs
 
     def launch(self, h: Tensor | None, count: int) -> Any:
-        """Take step number `count` and send its report; return the event of the arrival, or None."""
+        """Take step `count` and send its report; return the event of the report's arrival, or None."""
         self.step.take_on(h, self.committed, self.graphs)
         self.committed = 0
         rows = zip(self.taken, self.most, strict=True)
@@ -328,7 +327,7 @@ def until_finished(
     """Take steps of all batches until a canvas is finished; return the last report of each batch.
 
     In a step, all batches that do not use graphs go through the layers together; in the first step, the
-    passes `entering` do too. `launched` is called after the first step's launch, `show` after each.
+    passes `entering` do too. `launched` is called after the first launch, `show` after every launch.
     """
     count = 0
     while True:
@@ -352,8 +351,8 @@ class Steps:
     """Keeps a `Step` for each (rows, sampler) in use, and decides which of them are captured.
 
     The first CAPTURED pairs are captured at once. Each further pair first runs WORTH canvases without a
-    graph, so n canvases cause at most CAPTURED + n / WORTH captures. The CAPTURED pairs used last keep
-    their graphs, and so do all pairs of the warm-up (`hold`). `make(rows, sampler)` returns a new step.
+    graph, so n canvases cause at most CAPTURED + n / WORTH captures. The CAPTURED pairs used most
+    recently keep graphs; so do all pairs of the warm-up (`hold`). `make(rows, sampler)` returns a step.
     """
 
     def __init__(self, make: Callable[[int, Sampler], Step]) -> None:

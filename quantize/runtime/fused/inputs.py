@@ -4,12 +4,12 @@ Kernels multiply 8-bit weights with rows that they quantize to 8 bits, and NVFP4
 What an activation mode asks for beyond that is done before the kernel runs:
 
     per_expert, per_layer   Rows for NVFP4 weights are rounded under calibrated global scales: one per
-                            expert, or one per layer, that of the experts' widest range. For per_layer
+                            expert, or per layer the scale of the experts' widest range. For per_layer
                             on FP4 units, weights are packed so that the kernels round
     none                    FP8 and INT8 weights are dequantized to bf16, layer by layer, in every pass
     fp8                     NVFP4 weights are packed so that kernels quantize rows; nothing is done here
 
-Linears that share an input have one scale, that of the widest range among them, as servers choose it.
+Linears that share an input get the scale of the widest range among them, as in servers.
 """
 
 from collections.abc import Generator, Sequence
@@ -53,7 +53,7 @@ class Inputs:
         self._kinds: list[str] = config.layer_types
         self._observers: tuple[Observer, ...] = ()
         self.replayable = False  # whether a CUDA graph may hold the work of observers (`shown_to`)
-        self.real: Tensor | None = None  # int64, rows of this pass that are not padding
+        self.real: Tensor | None = None  # int64, rows that are no padding; None for all
 
     @property
     def shown(self) -> bool:
@@ -78,9 +78,9 @@ class Inputs:
     def dense(
         self, index: int, kind: str, x: Tensor, rows: Sequence[Weight]
     ) -> tuple[Tensor, tuple[Weight, ...]]:
-        """Return the operands of a product in layer `index`: x bf16 [M, K] rounded, and its weights.
+        """Return the operands of layer `index`'s product `kind`: x bf16 [M, K], rounded, and weights.
 
-        `kind` is in DENSE. Observers see x unrounded. Raise InputError if they watch quantized `rows`.
+        `kind` is in DENSE. Observers see x unrounded; InputError if they watch quantized `rows`.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")
@@ -98,7 +98,7 @@ class Inputs:
     def experts(
         self, index: int, x: Tensor, ids: Tensor, routing: Tensor, gate_up: Weight, down: Weight
     ) -> Tensor:
-        """Return `routed_experts` of rows x bf16 [M, H] and experts `ids` [M, topk]: [M, topk, H]."""
+        """Return `routed_experts`' output [M, topk, H] for rows x bf16 [M, H] and experts `ids`."""
         chosen = ids.long() if self._observers else ids  # once: observers know it by its memory
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
         own = self.scales[index]
@@ -136,7 +136,7 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
 def read_scales(
     checkpoint: Checkpoint, config: Any, mode: ActivationMode, device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """Return every layer's `Scales` of NVFP4 inputs; raise InputError if some experts have none."""
+    """Return every layer's `Scales` of NVFP4 inputs; InputError if only some experts have scales."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
     found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}

@@ -3,11 +3,10 @@
     recording --h of layer 0--> [layer 0: pass 0, pass 1, ...] --h of layer 1--> [layer 1: ...] -->
 
 Every pass has the rows, the launches and the order that it had when it was recorded, so observers see
-the same bits as in that run. Keys and values of only one batch and one layer are held. Logits and the
+the same bits as in that run. Keys and values are held only for one batch and one layer. Logits and the
 sampler are not needed.
-
 Between two layers, the rows of all batches are in host memory, or in scratch files if memory is short.
-While a GPU computes, the rows of the passes before and after, and the next layer's weights, are copied.
+While a GPU computes, the previous and the next passes' rows and the next layer's weights are copied.
 
 Only h is stored, the rows that layers add to. The normed rows x, which products read, are made again
 from h: for layer 0 by `begin`, for later layers by `after_experts` with both branches zero. Denoising

@@ -1,7 +1,7 @@
 """Runs several batches side by side, so that a streamed layer serves one pass of each batch.
 
-    batch 0   denoises until it needs a pass ---.            .--- goes on with what came out
-    batch 1   denoises until it needs a pass ---+-- layers --+--- goes on with what came out
+    batch 0   denoises until it needs a pass ---.            .--- goes on with the pass' rows
+    batch 1   denoises until it needs a pass ---+-- layers --+--- goes on with the pass' rows
 
 Each batch has a thread and slots of its own, and one thread works at a time. A batch that needs a pass
 hands the pass over and waits. Once all batches wait, their passes go through the layers together. Each
@@ -35,11 +35,11 @@ class LaneEngine(BatchEngine, Protocol):
 
     @property
     def passes_from(self) -> Callable[..., DrawingPasses]:
-        """A function of (lane, run, prompts, images) that makes passes in the slots of `lane`."""
+        """`FusedEngine.passes_from`, a function of (lane, run, prompts, images)."""
 
 
 def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-    """Call each of `works` with a `Lane`, up to `engine.lanes` at once; return results in order."""
+    """Call each of `works` with a `Lane`, up to `engine.lanes` at once; return the results in order."""
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
@@ -81,7 +81,7 @@ class _Ended(Generic[T]):
 class Lane(Generic[T]):
     """The `BatchEngine` with which a function `work` is called, on a thread of its own.
 
-    It uses the `capacity` slots of lane `index`; `number` is the index of `work` among all functions.
+    Its slots are the `capacity` slots of lane `index`. `number` is the index of `work` among all works.
     """
 
     def __init__(
@@ -109,7 +109,10 @@ class Lane(Generic[T]):
         return self._engine.watching(*observers, **how)
 
     def resume(self, answer: Tensor | None) -> Pass | _Ended[T]:
-        """Send `work` the rows of its last pass, None at first; return its next pass or its result."""
+        """Send `work` the rows of its last pass, None at first; return its next pass.
+
+        Once `work` has returned, return an `_Ended` with its result. Raise what `work` raises.
+        """
         model, others = self._engine.model, _watch_of(self._engine)
         model.inputs, model.on_pass, model.on_logits = self._watch
         self._given.put(answer)
@@ -133,7 +136,7 @@ class Lane(Generic[T]):
         return answer
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # it holds for this thread
+        torch.set_num_threads(self._threads)  # this setting is per thread
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self._given.get() is _Stopped:

@@ -5,7 +5,6 @@ one matrix each, gate and up rows of experts are interleaved, and on Hopper NVFP
 tensor cores' fragments (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights.
 What is BF16 on disk stays BF16. NVFP4 is packed for FP8 products in the activation mode `fp8`, and for
 FP4 units in `per_layer` on a GPU with such units. The same code packs resident and streamed layers.
-
 When a tensor is first read, it is checked: all values must be finite, scales of whole tensors above 0,
 scales of blocks not negative. Input scales are not read here, but by `inputs.read_scales`.
 """
@@ -34,14 +33,14 @@ NORMS = {
     "post_experts": "post_feedforward_layernorm_2",
     "post": "post_feedforward_layernorm",
 }
-Rows = tuple[Weight, ...]  # one matrix, or several where their scales cannot be joined
-# How an input is read: the scheme of its quantization, and the global scale f32 [1] if that is NVFP4.
+Rows = tuple[Weight, ...]  # one matrix, or several if their schemes or scales differ
+# How a product reads its input: the scheme that quantizes it, and for NVFP4 the global scale f32 [1].
 Read = tuple[str, Tensor | None]
 Entrance = tuple[Tensor, Read]  # a layer's input norm, and how the normed input is read
-# Kind of product -> f32 [1], or [E] for experts; inputs of absent kinds are not rounded.
+# Kind of product -> global scales f32 [1], or [E] for experts; inputs of other kinds are not rounded.
 Scales = Mapping[str, Tensor]
 BF16: Read = ("bf16", None)
-Keep = Callable[[Weight], Weight]  # called with each product as it is made; returns it in place
+Keep = Callable[[Weight], Weight]  # called with each packed weight; returns it in its final memory
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,14 @@ class LayerWeights:
     def entrance(self) -> Entrance:
         """The input norm's weight, and how the normed input is quantized.
 
-        The layer before applies both. They stay on the device even if this layer is streamed.
+        The preceding layer applies both. Both stay on the device even if this layer is streamed.
         """
         scheme, shared = how_read(self.qkv)
         return self.norms["input"], (scheme, None if shared is None else shared.clone())
 
 
 def how_read(rows: Rows) -> Read:
-    """Return how the input of `rows` is quantized; BF16 if it is not, or if their schemes differ."""
+    """Return how the input of `rows` is quantized; BF16 if it is not, or if `rows` differ in scheme."""
     schemes = {weight.scheme for weight in rows}
     if len(schemes) > 1 or not schemes <= {*formats.EIGHT_BIT, formats.FOUR_BIT}:
         return BF16
@@ -89,11 +88,11 @@ def how_read(rows: Rows) -> Read:
 
 
 class Packer:
-    """Reads modules of a checkpoint, whose layout has been checked, to one device.
+    """Reads modules of a checkpoint to one device; the caller has checked the checkpoint's layout.
 
     `text` is transformers' configuration of the text stack. With `in_fp8`, NVFP4 weights are packed for
     FP8 products (activation mode `fp8`). If `scales` is not empty, NVFP4 weights are packed for FP4
-    units under these global input scales; it has one mapping per layer.
+    units under these global input scales, one mapping per layer.
     """
 
     def __init__(
@@ -122,14 +121,14 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Return Linears that share an input as one matrix, or several if schemes or scales differ.
+        """Return Linears that share an input as one matrix; if schemes or scales differ, as several.
 
         `shared` is the input's global scale f32 [1] for products on FP4 units, else None.
         """
         fetched = self._fetch([name for module in modules for name in self._names(module)])
         parts = [self._linear(fetched, module) for module in modules]
         key = modules[0]
-        if key not in self._joinable:  # asked once per module: the answer waits for the device
+        if key not in self._joinable:  # once per module: comparing waits for the device
             schemes = {self.scheme(module) for module in modules}
             self._joinable[key] = len(schemes) == 1 and _joinable(parts)
         groups = [parts] if self._joinable[key] else [[part] for part in parts]

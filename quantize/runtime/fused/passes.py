@@ -31,7 +31,7 @@ class PassRows:
             own.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
-        """Return the placement of these rows and then the other's; both have n rows per sequence."""
+        """Return the placement of these rows followed by `other`'s; both have n rows per sequence."""
         pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
         return self._with([torch.cat(pair) for pair in pairs])
 
@@ -109,7 +109,7 @@ class Pass:
         return self.inputs is not None and self.inputs.shown
 
     def of(self, sequences: slice) -> "Pass":
-        """Return the part of this pass that has `sequences`; no observer may watch the pass."""
+        """Return the part of this pass with the rows of `sequences`; no observer may watch the pass."""
         n = self.rows.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
         x, scale = self.x

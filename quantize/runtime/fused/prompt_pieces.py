@@ -41,7 +41,7 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 
 
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
-    """Return the soft tokens of the pictures in a piece of a prompt; None if it has no picture.
+    """Return the soft tokens of the pictures in a prompt's piece; None if the piece has no picture.
 
     The piece cuts no picture. `seen` has the spans of all pictures in the prompt, and `embeddings`
     [tokens, H] the soft tokens of all pictures.

@@ -1,8 +1,8 @@
 """Makes random weights of a config's exact shapes on the device, to measure speed and memory.
 
-Weights of a Linear with K inputs have a standard deviation of 1/sqrt(K), the router's logits one of 1.
-Random attention gives all tokens nearly the same output. Its branch is scaled to a tenth of the others:
-otherwise tokens would become more alike in every layer, and a dozen experts would get all tokens.
+Standard deviations are 1/sqrt(K) for the weights of a Linear with K inputs, and 1 for router logits.
+Random attention gives all tokens nearly the same output. So attention's branch is scaled to a tenth of
+the others: otherwise tokens would become ever more alike, and a dozen experts would get all of them.
 """
 
 import itertools
@@ -29,7 +29,7 @@ def random_weights(
     in_fp8: bool = False,
     in_fp4: bool = False,
 ) -> TextWeights:
-    """Return random weights for the text stack of a BF16 config.json; on "meta", without values.
+    """Return random weights for the text stack of a BF16 config.json; on "meta", they have no values.
 
     `schemes` maps "experts", "attention" and "mlp" to kernel schemes ("bf16", "fp8", "int8", "nvfp4").
     `in_fp8` packs NVFP4 weights for FP8 products, `in_fp4` for FP4 units. Raise InputError if either is

@@ -1,4 +1,4 @@
-"""Rates at which a device copies and multiplies, stated by its maker or measured now."""
+"""Rates at which a device copies and multiplies, as its maker states or as measured now."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Rates:
     copy: float  # bytes/s
     bf16: float  # FLOP/s of products
     fp8: float  # FLOP/s of 8-bit products
-    fp4: float = 0  # FLOP/s of NVFP4 products (W4A4); 0 if unknown: then only bytes limit them
+    fp4: float = 0  # FLOP/s of NVFP4 products (W4A4); 0 if unknown, then only bytes count
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
         """Return the least seconds of a product, given bytes read, FLOP and the weights' `scheme`."""
@@ -26,13 +26,13 @@ class Rates:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Return rates: bytes/s by negating 2 GB into another tensor, FLOP/s by 8192 x 8192 products."""
+    """Return measured rates: of negating 2 GB into another tensor, and of 8192 x 8192 products."""
     source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = 4 * source.numel() / seconds_of(lambda: torch.neg(source, out=target))
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     bf16 = 2 * 8192**3 / seconds_of(lambda: a @ a.T)
-    fp8 = bf16
+    fp8 = bf16  # also the rate of a GPU without FP8, before sm_89
     if torch.cuda.get_device_capability(device) >= (8, 9):
         q = a.to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)

@@ -5,7 +5,7 @@
     recording.json       what the run depended on, and a CRC32 of every file; written last
 
 h is the hidden state that layers add to, one row per token. In the 26B model a row takes 5,632 bytes,
-and a canvas 1.44 MB per step. `layer_by_layer` recomputes normed rows from h, angles from positions.
+and a canvas 1.44 MB per step. `layer_by_layer` makes normed rows from h, and angles from positions.
 """
 
 import os
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A pass on the host: `rows` in the batch's file; other fields as in `Pass` and `PassRows`."""
+    """A pass on the host: its `rows` in the batch's file, and fields of `Pass` and `PassRows`."""
 
     rows: slice
     decoded: int
@@ -106,7 +106,7 @@ class Recorder:
         self._entries[path.name] = entry
 
     def finish(self, identity: str, shape: Shape) -> None:
-        """End the recording: the first process writes recording.json. All processes must call this."""
+        """End the recording; all processes must call this. The first process writes recording.json."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
         if self._processes.rank > 0:
@@ -194,9 +194,9 @@ class Recording:
 
     @classmethod
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
-        """Return the recording in a folder, or None; print why, if one there cannot be used.
+        """Return a folder's recording; None if there is none, or if it is unusable (then print why).
 
-        It must have been made with `identity`, and each of its rows must take `row_bytes` bytes.
+        It must be undamaged and made with `identity`, and its rows must take `row_bytes` bytes each.
         """
         if not (folder / INDEX).exists():
             return None

@@ -2,9 +2,9 @@
 
     host --thread--> pinned --copy--> slot on the device, worked on --copy--> pinned --thread--> host
 
-A piece is some consecutive passes of one batch. While the device works on one piece, the next arrives
-and the one before leaves. So there are three slots on the device, and two pinned buffers in each
-direction. On a CPU, the work is done on a copy in host memory.
+A piece is some consecutive passes of one batch. While the device works on one piece, the next piece
+arrives and the previous piece leaves. So there are three slots on the device, and two pinned buffers
+in each direction. On a CPU, the work is done on a copy in host memory.
 """
 
 import os
@@ -23,7 +23,7 @@ from quantize.host.progress import say
 from quantize.host.resources import free_memory
 from quantize.runtime.fused.recording import RecordedPass, Recording
 
-Event = Any  # torch.cuda.Event, of which torch's stubs have two
+Event = Any  # torch.cuda.Event, which torch's stubs define twice
 PIECE_BYTES = 64 << 20  # of the rows of a piece, which has at least one pass
 LEFT_BYTES = 6 << 30  # of host memory that stay free beside rows
 SLOTS = 3

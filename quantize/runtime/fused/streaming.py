@@ -1,4 +1,4 @@
-"""Streams layers that do not fit: while one layer computes, the next arrives in the other slot.
+"""Streams layers that do not fit: while one layer computes, the next arrives in the other of two slots.
 
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
@@ -7,7 +7,6 @@ Layers are copied on a thread and a CUDA stream of their own. A slot is filled a
 device has done what was launched while the slot's layer was in use. The device computes with a layer
 only after the layer has arrived. The order is a circle: after the last streamed layer, the first two
 are copied for the next pass while logits are made and read. One pass copies each streamed layer once.
-
 A slot's memory is fixed, so the memory of streaming is known beforehand: two slots, and the largest
 module in flight, once as on disk and once as packed.
 """
@@ -27,20 +26,19 @@ from quantize.runtime.fused.packing import Entrance, Keep, LayerWeights
 from quantize.runtime.fused.transfer import ALIGNED
 from quantize.runtime.memory import rounded_up
 
-Event = Any  # torch.cuda.Event, of which torch's stubs have two
+Event = Any  # torch.cuda.Event, which torch's stubs define twice
 # A layer in a slot, and on a GPU the event after which it is complete.
 Arrival = tuple[LayerWeights, Event | None]
-Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index, its products where `Keep` says
+Pack = Callable[[int, Keep], LayerWeights]  # packs a layer by index; `Keep` places its products
 
 
 class StreamedLayers:
     """Iterates over all layers of a text stack in order; some are resident, the others streamed.
 
     A streamed layer's tensors are valid until the next layer is taken. Only one thread may iterate.
-
     `entrances` has each layer's input norm and the normed input's quantization; the preceding layer
-    applies both. `pack` reads and packs a layer on another thread; an error of it is raised when the
-    iteration reaches that layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
+    applies both. `pack` reads and packs a layer on another thread; what `pack` raises is raised when
+    the iteration reaches that layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
     """
 
     def __init__(
@@ -164,7 +162,7 @@ def kept_bytes(weights: Sequence[Weight]) -> int:
 
 
 def spread(count: int, chosen: int) -> list[int]:
-    """Return the indices of the `chosen` layers to stream, spread evenly over all `count` layers."""
+    """Return the indices of `chosen` layers to stream, spread evenly over all `count` layers."""
     return [index * count // chosen for index in range(chosen)]
 
 

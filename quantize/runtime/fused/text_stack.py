@@ -2,19 +2,19 @@
 
 Both run the same layers. The encoder is causal, and its keys and values stay in the cache. The decoder
 denoises a canvas of L tokens after `context` encoded positions, and writes the canvas' keys and values
-into the next cells, where the next pass overwrites them. A row at position p sees a run of positions:
+into the next cells, where the next pass overwrites them. A row (token) at position p sees positions:
 
     encoder, full   0 .. p                 encoder, sliding   p - window + 1 .. p
     decoder, full   0 .. context + L - 1   decoder, sliding   context - window + 1 .. context + L - 1
 
-A picture's soft tokens also see all of their picture: still one run (`fused_dequant.attention`).
+A picture's soft tokens also see all of their picture: still one range (`fused_dequant.attention`).
 
 One pass may do both: it encodes canvases that were just committed, and the canvases after them take a
 step. A layer writes all keys and values before it attends, so the decoder's rows see the encoder's rows
-as if an earlier pass had encoded them. The decoder's rows come first, `decoded` of them. Only they get
-self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
+as if an earlier pass had encoded them. The decoder's rows come first; `decoded` is their number. Only
+they get self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
 
-The host never waits for a number that is on the device, so a pass of fixed shape is one CUDA graph.
+The host never waits for a number that is on the device, so a pass of fixed shape can be one CUDA graph.
 `part` names the blocks in profiles. Activations are bf16, rounded where transformers' bf16 model
 rounds; logits are bf16 after their softcap, where transformers keeps float32.
 """
@@ -91,7 +91,7 @@ class FusedModel:
         on_logits: called with logits [m, V] from which tokens are drawn, each row's 1 / T and step.
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the CPU threads that share the sequences of a pass; None on a GPU.
-        encodes_alike: whether a sequence is encoded to the same bits whatever others share its pass.
+        encodes_alike: whether a sequence is encoded to the same bits whatever sequences share its pass.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class FusedModel:
         """Return a pass of the decoder over canvases [B, L], before it enters the first layer.
 
         `rows`, made by `behind`, are the canvases' places in the cache. `signal` bf16 [B * L, H] is the
-        soft embedding of the step before; at a first step it is zeros or None. `committed` has (tokens
-        [C, L], slots [C], starts [C]) of canvases that were just committed. The pass encodes these
-        canvases too, and the canvases that it decodes may follow them in the same slots.
+        soft embedding of the previous step; at a first step it is zeros or None. `committed` has
+        (tokens [C, L], slots [C], starts [C]) of canvases that were just committed. The pass encodes
+        these canvases too, and the canvases that it decodes may follow them in the same slots.
         """
         update = None
         if signal is not None:
@@ -229,7 +229,7 @@ class FusedModel:
             self.cores.each(through, parts)
 
     def alone(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, computed on one core of a CPU."""
+        """Return what `work` returns; on a CPU, one core computes it."""
         return work() if self.cores is None else self.cores.one(work)
 
     def _parts(self, own: Pass) -> list[Pass]:
@@ -277,8 +277,8 @@ class FusedModel:
     ) -> Tensor:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
-        Unlike embedded tokens, it is not multiplied by sqrt(H). `left` has the probabilities that
-        `fused_dequant.look` stored with these logits, None if `look` did not make the logits.
+        Unlike embedded tokens, it is not multiplied by sqrt(H). `inverse_temperature` [M] is 1 / T.
+        `left` has the probabilities that `fused_dequant.look` stored with these logits, or is None.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):

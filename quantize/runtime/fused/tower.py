@@ -1,7 +1,7 @@
 """The model's own vision tower, without its text stack: pictures to soft tokens.
 
 The modules are transformers' own, in BF16 in every checkpoint: no recipe quantizes them. They are
-loaded with the first picture, so that text without pictures costs neither their 1.1 GB nor the time.
+loaded with the first picture, so that text without pictures costs neither 1.1 GB nor time to load.
 """
 
 from functools import cached_property
@@ -28,8 +28,8 @@ class Tower:
     def __call__(self, images: Images) -> Tensor:
         """Return the soft tokens bf16 [tokens, H] of all images, one image after the other.
 
-        Raise InputError if the patches do not have this tower's shape, or its weights are not finite,
-        and ResourceError if the tower does not fit beside what the device holds.
+        Raise InputError if the patches do not have this tower's shape, or if weights are missing or
+        not finite. Raise ResourceError if the tower does not fit beside what the device holds.
         """
         _check(images, self._config.vision_config.patch_size)
         try:

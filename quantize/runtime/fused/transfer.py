@@ -2,11 +2,11 @@
 
 Tensors that are adjacent in a file, or nearly, are copied as one run. There are two ways to a GPU:
 
-    pinned       16 threads read the file into two pinned buffers in turn. This works for any file, and
-                 is for what is read once
-    registered   the file, mapped read-only, is registered with the driver, which then reads it itself.
-                 This is for files in memory (tmpfs) that are read again and again. Registering pins
-                 every page, so it is not done for files on a disk
+    pinned       16 threads read the file into two pinned buffers in turn. This way works for any file;
+                 it is taken for tensors that are read once, and for files on a disk
+    registered   the file, mapped read-only, is registered with the driver, which then reads the file
+                 itself. This way is for files in memory (tmpfs) that are read again and again, not for
+                 files on a disk, since registering pins every page
 
 On a CPU, the threads read straight into the tensors' memory.
 """
@@ -33,7 +33,7 @@ from quantize.runtime.memory import rounded_up
 THREADS = 16
 PIECE = 1 << 20  # bytes that a thread reads at once, at least
 PINNED = 128 << 20  # bytes of each of the two pinned buffers
-GAP = 64 << 10  # bytes between two tensors that are copied too: a second run would take longer
+GAP = 64 << 10  # bytes that may lie between tensors of one run: a second run would take longer
 ALIGNED = 256  # bytes; alignment of runs in the buffer, and what kernels may expect of a tensor
 MEMORY_FILES = ("tmpfs", "ramfs", "hugetlbfs")
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +61,7 @@ class Layout:
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "Layout":
-        """Return a layout: tensors close together in a file form a run, aligned to ALIGNED bytes."""
+        """Return a layout: nearby tensors of a file form a run; runs begin at multiples of ALIGNED."""
         runs: list[_Run] = []
         starts: dict[str, int] = {}
         size = 0
@@ -130,7 +130,7 @@ class Transfer:
         weakref.finalize(self, _close, self._files)
 
     def fetch(self, layout: Layout) -> Fetched:
-        """Copy tensors to the device; on a GPU, later work of the current stream finds them complete.
+        """Copy tensors to the device; on a GPU, later work of the current stream sees all their bytes.
 
         Raise ResourceError if a file cannot be read, and InputError if it ends inside a tensor.
         """

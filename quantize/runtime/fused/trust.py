@@ -2,8 +2,8 @@
 
     kernel with wrong results        what is done instead
     W4A4 on FP4 units                rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
-    Hopper's own for NVFP4           the plain kernel for NVFP4 multiplies
-    W4A8 (the mode `fp8`)            the kernel for FP8 multiplies
+    Hopper's own kernel for NVFP4    the plain kernel for NVFP4 is used
+    W4A8 (the mode `fp8`)            the kernel for FP8 is used
     any other kernel                 the GPU is refused
 
 Results stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
@@ -42,8 +42,8 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
     """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
     `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
-    NVFP4 products run on FP4 units, which needs the mode `per_layer`; False on a CPU, untested. Raise
-    ResourceError if the GPU cannot run a scheme, or if even its plain kernel computes wrong numbers.
+    NVFP4 products run on FP4 units, which needs the mode `per_layer`; on a CPU, without a test, False.
+    Raise ResourceError if the GPU cannot run a scheme, or even its plain kernel computes wrong numbers.
     """
     if device.type != "cuda":
         return False
@@ -72,7 +72,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return facts on which scores depend, to store with them: FP4 units in use, failed kernels."""
+    """Return facts to store with scores, which depend on them: FP4 units in use, failed kernels."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}

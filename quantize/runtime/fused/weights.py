@@ -1,8 +1,7 @@
 """Loads a checkpoint as the weights that the fused kernels read, on their device, still quantized.
 
 Nothing is dequantized: a 17 GB checkpoint takes 17 GB of GPU memory (`packing`). If that is too much,
-some layers stay there and the others are streamed from the files in every pass (`streaming`).
-
+some layers stay on the GPU, and the others are streamed from the files in every pass (`streaming`).
 Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be what config.json calls for,
 and every value finite. To check this, loading reads streamed layers once.
 """
@@ -31,7 +30,7 @@ OnLayer = Callable[[Sequence[int]], Iterator[int]]  # wraps an iteration over la
 
 @dataclass(frozen=True)
 class SelfConditioning:
-    """The decoder's feed-forward block that takes the soft embedding of the step before, in bf16."""
+    """The decoder's feed-forward block that takes the previous step's soft embedding, in bf16."""
 
     pre_norm: Tensor
     gate_up: Weight
@@ -96,8 +95,8 @@ def load_packed(
     The layout on disk may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are
     their torch references. `resident` layers stay on the device, the others are streamed; None keeps
     all. `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. The device must run the schemes: test that first, with `trust`. Raise InputError if a
-    tensor is missing, unexpected, misshapen or not finite.
+    progress. First call `trust`, to test that the device runs the schemes. Raise InputError if a tensor
+    is missing, unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -117,7 +116,7 @@ def load_packed(
 
 
 def load_in_turns(folder: Path, device: str) -> TextWeights:
-    """Return a BF16 text stack of only layers and norm; two layers at a time are on the device.
+    """Return a BF16 text stack of only layers and final norm; the device holds two layers at a time.
 
     Errors are as in `load_packed`, but layers are not read beforehand: a value that is not finite is an
     error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
@@ -141,7 +140,7 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
 def with_layers_of(
     base: TextWeights, checkpoint: Checkpoint, layers: Collection[int], *, in_fp8: bool = False
 ) -> TextWeights:
-    """Return a copy of resident `base` with the `layers` (indices) of `checkpoint`; see `Packer`."""
+    """Return resident `base` with its `layers` (indices) replaced by `checkpoint`'s; see `Packer`."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
     found = list(base.layers)
     for index in layers:
@@ -189,7 +188,7 @@ def _streamed(
 def in_memory_of_its_own(weight: Weight) -> Weight:
     """Return experts' weights on a GPU in a memory block of their own, and other weights as they are.
 
-    On an H200 an FP8 layer's experts took 225 us inside a larger block and 210 us in one of their own.
+    On an H200 an FP8 layer's experts took 225 us inside a larger block, and 210 us in their own block.
     """
     if weight.data.is_cuda and weight.shape[0] > 1:
         torch.cuda.empty_cache()

@@ -3,20 +3,20 @@
 An NVFP4 module's activations share one calibrated number, input_global_scale = 448 * 6 / amax (FP32
 [1]), amax being the largest |x| that ever enters the module. The causal encoder reads clean text, the
 decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
-loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping.
+loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping rule.
 
 Observers of an engine (`watching`) see every module's inputs. Encoder and decoder share module names,
-as both are one backbone in vLLM. An expert sees only the tokens routed to it. If fewer than
-`min_tokens_per_expert` reach it, it takes the largest amax of its layer, and coverage.json lists it.
+as both are one backbone in vLLM. An expert sees only the tokens routed to it. An expert with fewer
+tokens than `min_tokens_per_expert` takes the largest amax of its layer, and coverage.json lists it.
 
 llm-compressor's oneshot, with which the tests compare, lacks this loop. Its `basic` pipeline shows the
 decoder only one random canvas; its `sequential` pipeline never finishes the encoder (scales stay
-uninitialised, without an error). It runs every expert as a separate Linear: 11,520 calls per forward
-pass of the 26B model. From the same maxima, oneshot and this stage make the same scales, FP32 quotients
-(on a GPU oneshot divides in BF16).
+uninitialised, without an error). Oneshot runs every expert as a separate Linear: 11,520 calls per
+forward pass of the 26B model. From equal maxima, oneshot on a CPU and this stage make equal scales, as
+FP32 quotients; on a GPU oneshot divides in BF16.
 
-Under `torchrun --nproc-per-node N` the processes share the batches, one GPU each; maxima are pooled
-exactly, so the files equal those of one process.
+Under `torchrun --nproc-per-node N` the N processes share the batches, with one GPU each. Maxima are
+pooled exactly, so the files equal those of one process.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,7 @@ def calibrated_modules(source: Path, quantization: Quantization) -> list[str]:
 
 
 def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
-    """Return module -> input_global_scale [1] FP32, infinite if nothing entered the module."""
+    """Return module -> input_global_scale, FP32 [1]; it is infinite if nothing entered the module."""
     amax = torch.tensor([ranges.amax(module) for module in modules], dtype=torch.float32)
     scales = (FP8_MAX * E2M1_MAX) / amax
     return {module: scale.clone() for module, scale in zip(modules, scales.split(1), strict=True)}
@@ -113,10 +113,10 @@ def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
 def fall_back(
     scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Give experts with fewer than `minimum` tokens their layer's smallest scale (the largest amax).
+    """Give experts with under `minimum` tokens their layer's least scale (largest amax) per projection.
 
-    `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> tokens of each expert. Return all
-    scales, and the names `<layer>.experts.<expert>` of experts whose scales were replaced.
+    `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> how many tokens each expert saw.
+    Return all scales, and the names `<layer>.experts.<expert>` of experts whose scales were replaced.
 
     Raises:
         QuantizeError: no expert of a layer has seen a token.
@@ -138,7 +138,7 @@ def fall_back(
 
 
 def check_scales(scales: Mapping[str, Tensor]) -> None:
-    """Check that scales are finite and above 0, and equal among modules that a server fuses.
+    """Check that scales are finite and above 0, and equal for modules that a server fuses.
 
     Raises:
         QuantizeError: a scale breaks one of these rules; the message names the module.

@@ -17,7 +17,7 @@ class Coverage:
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """The tokens that reached each expert; keys are layers (`model.decoder.layers.N.experts`)."""
+        """Layer (`model.decoder.layers.N.experts`) -> how many tokens reached each of its experts."""
         return {name: counts.tolist() for name, counts in self._counts.items()}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
@@ -33,7 +33,7 @@ class Coverage:
         before += found.to(before.device)
 
     def pool(self, processes: Processes) -> None:
-        """Add the counts of the other processes."""
+        """Add the counts of the other processes; all processes must call this."""
         for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
             for layer, found in counts.items():
                 self._add(layer, found)

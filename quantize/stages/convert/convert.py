@@ -44,7 +44,7 @@ LAYERS = "layer-*.safetensors"  # the files that `round_weights` writes
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written: shard -> sha256; counts of tensors and quantized Linears; bytes in and out."""
+    """What was written: shard -> sha256; numbers of tensors and quantized Linears; bytes in and out."""
 
     shards: dict[str, str]
     tensors: int
@@ -78,8 +78,9 @@ def convert(
     `look`, with each part of a tensor after it is encoded and before it is written.
 
     Raises:
-        InputError: `out` exists; an input scale is missing, extra or not above 0; a weight is NaN or
-            infinite; the plan fuses Linears of different schemes.
+        InputError: `out` exists; `source` has a wrong layout, changes meanwhile, or has a weight that
+            is NaN, infinite or above 1e38; an input scale is missing, extra or not above 0; `rounded`
+            is empty; the plan fuses Linears of different schemes.
         ResourceError: the disk is too small, or fails.
     """
     if out.exists() and not overwrite:
@@ -168,7 +169,7 @@ def _carry_files(source: Path, folder: Path) -> None:
 def quantized_config(
     config: dict[str, Any], targets: list[Target], recipe: Recipe
 ) -> dict[str, Any]:
-    """Return the artifact's config.json: the source's, with one config group for each scheme."""
+    """Return config.json of the artifact: the source's, plus one config group for each scheme."""
     quantization = recipe.quantization
     groups = [
         SCHEMES[name].config_group(patterns, quantization.observer)

@@ -2,13 +2,13 @@
 
 The tensors of the plan become pieces, in source order, of a size that suits the device:
 
-  kept tensors     one piece with the tensor's bytes, copied some rows at a time
-  fused experts    pieces of some experts, one Linear after the other; gate and up of an expert, which
-                   are adjacent in the source, share their global scale
+  kept in BF16     one piece per tensor, copied some rows at a time
+  fused experts    pieces of a few experts each, one Linear after the other; gate and up of an expert,
+                   which are adjacent in the source, share one global scale
   other Linears    one piece for all Linears that servers fuse into one matrix (q/k/v, gate/up), since
                    their global scale depends on all of them; a full-attention layer has no v
 
-The tensors of one Linear are adjacent: codes, scale, global scales.
+The tensors of one Linear are adjacent in its piece: codes, scale, global scales.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import Observer, all_finite, global_scale
 from quantize.stages.device import Device
 
-# Limit on a weight to quantize: larger ones, rounded up, exceed BF16's largest number, 3.39e38.
+# Limit on a weight to quantize: larger weights, rounded up, exceed BF16's largest number, 3.39e38.
 LARGEST = 1e38
 Layout = dict[str, TensorSpec]
-# Called with a target, its rows (experts) start:stop and their encoded bytes, uint8 [n].
+# Called with a target, start and stop of a part's rows (experts), and the part's bytes, uint8 [n].
 Look = Callable[[Target, int, int, torch.Tensor], object]
 
 
@@ -43,8 +43,7 @@ class Quantizer:
     rounded: Checkpoint | None = None
     # Where weights are quantized; every device makes the same bytes (see `convert`).
     device: Device = field(default_factory=Device)
-    # Called with each part of a tensor when it is encoded, by many threads.
-    look: Look = lambda *_: None
+    look: Look = lambda *_: None  # called by many threads, with each part once it is encoded
 
     def plan(self, targets: Sequence[Target]) -> list[Piece]:
         """Return the pieces of a plan, in the order of `targets`, without reading any weights.
@@ -131,7 +130,7 @@ class Quantizer:
     def _read_rounded(
         self, target: Target, scheme: Scheme, modules: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """Return suffix -> codes or scales by `round_weights`, [len(modules), ...]; {} without them."""
+        """Return suffix -> codes or scales of `rounded`, [len(modules), ...]; {} if it is None."""
         if self.rounded is None:
             return {}
         shape, pinned = linear_shape(target.shape, target.modules), self.device.pinned

@@ -56,7 +56,10 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Write `done` (task -> looks taken), move scores to evaluation/, remove sample files."""
+        """Write done.json from `done` (task -> looks taken), and move the scores to evaluation/.
+
+        Sample files are removed once they are complete, except BF16's.
+        """
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
         left = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": left, "looks": looks}
@@ -107,7 +110,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many looks both `judged` models finished, and their comparison or None."""
+        """Return how many looks both `judged` models finished, and their comparison or else None."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -122,8 +125,8 @@ class Answers:
     ) -> None:
         """Let models answer the questions of each task's first `looks[task]` interim looks.
 
-        Existing answers are not asked for again. If a task has none yet, all its questions up to
-        that look are asked at once, so that slots need not wait at every look. `title` is shown.
+        Existing answers are not asked for again. If a task has no answers yet, all its questions
+        up to that look are asked at once, so that no slot idles after each look. `title` is shown.
         """
         for model in self.there_first(models):
             for task, number in looks.items():
@@ -219,7 +222,7 @@ class Rates:
         self.by_model: dict[str, Any] = {}
 
     def hours(self, samples: int) -> float:
-        """Return the hours that `samples` would take at the rate so far, 0 if there is none yet."""
+        """Return the hours that `samples` would take at the rate so far, 0 before the first sample."""
         counted = sum(each["samples"] for each in self.by_model.values())
         seconds = sum(each["seconds"] for each in self.by_model.values())
         return samples * seconds / counted / 3600 if counted else 0.0
@@ -232,7 +235,7 @@ class Rates:
         task: Task,
         look: str,
     ) -> Iterator[Finished]:
-        """Yield `finished` and show how many of `samples` are done; `look` is part of the title."""
+        """Yield all of `finished` and show how many of `samples` are done; the title names `look`."""
         facts = self.by_model.setdefault(model.name, {"samples": 0, "tokens": 0, "seconds": 0.0})
         began, before = time.monotonic() - model.backend.loading_seconds, facts["seconds"]
         title = ", ".join(filter(None, (task.name, look, model.name)))

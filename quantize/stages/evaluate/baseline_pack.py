@@ -1,14 +1,14 @@
 """A baseline that travels: BF16's answers in one file, made on one machine and used on others.
 
-BF16's answers do not depend on the recipe, and they cost most if its weights are streamed. A pack
+BF16's answers do not depend on the recipe, and cost most where BF16's weights are streamed. A pack
 holds the answers to a run's tasks as JSON lines, like the store `.bf16/`, in gzip. Its first line
 has the origin, the conditions of each task's answers, and a sha256 over everything. An answer is
 found by the hash of its request. No pack holds questions, and of a private task only the extracted
 answers are kept.
 
-A run uses an answer only if everything that the answer depends on is equal, except MAY_DIFFER: what
-only changes the order of sums, packages that only read files, and how much was planned. Trust a
-pack only as far as its giver: the sha256 finds damage, not forgery.
+A run uses a pack only if everything that its answers depend on is equal, except MAY_DIFFER: what
+only changes the order of sums, versions of four packages, and how much was planned. Trust a pack
+only as far as its giver: the sha256 finds damage, not forgery.
 """
 
 import gzip
@@ -76,7 +76,7 @@ class Pack:
 
 
 class ImportedBaseline:
-    """Stands in for BF16 if its answers come from an imported pack; it cannot make further answers.
+    """Takes BF16's place if an imported pack has BF16's answers; it cannot make further answers.
 
     The argument `made_with` has the conditions that answers made on this machine would have.
     """
@@ -110,7 +110,7 @@ def key_of(made_with: Mapping[str, Any]) -> str:
 
 
 def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
-    """Return the file of a local BF16's samples of a task, which all runs in one folder share."""
+    """Return the path of a local BF16's samples of a task; all runs in one folder share this file."""
     return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
 
 
@@ -138,8 +138,7 @@ def imports(runs: Path) -> Path:
 def export_pack(run: RunDir, out: Path) -> Pack:
     """Write BF16's answers to a run's tasks, with their conditions, to `out`; return the pack.
 
-    Raises:
-        InputError: the run has no scores, or BF16's answers were served, imported or removed.
+    Raise InputError if the run has no scores, or BF16's answers were served, imported or removed.
     """
     tasks: dict[str, Any] = {}
     lines: list[str] = []
@@ -191,7 +190,7 @@ def read_pack(path: Path) -> Pack:
 
 
 def import_pack(path: Path, runs: Path) -> Pack:
-    """Check a pack, copy it to `imports(runs)` for the runs in `runs`, and return the copy."""
+    """Check a pack, copy it to `imports(runs)` for all runs in the folder `runs`; return the copy."""
     pack = read_pack(path)
     place = imports(runs) / f"{pack.sha256[:12]}.jsonl.gz"
     write_bytes(place, path.read_bytes())
@@ -204,7 +203,8 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
     `weights` is the model's fingerprint; `here` is task -> conditions of answers made here.
 
     Raises:
-        InputError: packs of this model exist, but none fits; the message says why the first does not.
+        InputError: a pack is damaged, or packs of this model exist, but none fits; the message says
+            why the first does not.
     """
     refused: list[str] = []
     for path in sorted(folder.glob("*.jsonl.gz")):

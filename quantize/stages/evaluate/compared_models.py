@@ -32,11 +32,11 @@ class Backend(Protocol):
     loading_seconds: float  # seconds spent so far on loading the model
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Yield each request with its answer once it is answered; an answer depends on no other."""
+        """Yield each request with its answer once answered; no answer depends on other requests."""
         ...
 
     def release(self) -> None:
-        """Free the model's memory once its jobs are done."""
+        """Free the model's memory after its last request."""
         ...
 
 
@@ -48,7 +48,7 @@ class ServedModel:
 
     Raises:
         InputError: a server has other weights than `digest` or than the first server, or neither the
-            server nor `revision` says which weights it serves.
+            server nor `revision` says which weights it serves. ServerError: as in `Servers`.
     """
 
     loading_seconds = 0.0
@@ -104,7 +104,7 @@ class ComparedModel:
 def candidates(
     judged: ActivationMode, more: Sequence[ActivationMode]
 ) -> list[tuple[str, ActivationMode]]:
-    """Return (folder name, activation mode) of each candidate; the gate reads the first."""
+    """Return (folder name, activation mode) of each candidate; the gate judges the first."""
     modes = dict.fromkeys((judged, *more))
     return [(CANDIDATE if mode == judged else in_mode(mode), mode) for mode in modes]
 
@@ -147,14 +147,14 @@ def open_models(
 ) -> list[ComparedModel]:
     """Return the models, first the baseline, second the candidate; no weights are loaded.
 
-    `digest` is the fingerprint of the BF16 checkpoint `source`, `context` the positions of the longest
-    prompt with its answer. `imported` is called with the first candidate's backend; it returns a
-    backend of imported answers for the baseline, or None if there are none.
+    `digest` is the fingerprint of the BF16 checkpoint `source`; `context` is the number of positions
+    of the longest prompt with its answer. `imported` is called with the first candidate's backend; it
+    returns a backend of imported answers for the baseline, or None if there are none.
 
     Raises:
         InputError: a server or GGUF file has another model, a mode does not fit the checkpoint, or
             an operating point allows more denoising steps than the baseline's sampler.
-        ResourceError: not one sample fits the GPU.
+        ResourceError: not one sample fits the GPU. ServerError: as in `ServedModel`.
     """
     sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
     named = candidates(settings.activations, options.modes)

@@ -6,10 +6,10 @@ asked further, and a run that fails ends. The plan is fixed before the first ans
 every score. Models that the gate does not judge answer the same questions.
 
 A model skips a part whose answers it has already given under this run's conditions. If an
-evaluation is finished, new scores go to a copy, which replaces it once complete. Scores made under
-other conditions move to evaluation-earlier/. BF16's samples do not depend on the recipe, so the
-runs in one folder share them in its `.bf16/`. One model is in memory at a time; it answers a whole
-part before another model is loaded.
+evaluation was finished before, new scores go to a copy, which replaces it once complete. Scores
+made under other conditions move to evaluation-earlier/. BF16's samples do not depend on the recipe,
+so all runs in one folder share the samples in that folder's `.bf16/`. One model is in memory at a
+time; it answers a whole part before another model is loaded.
 
 Under `torchrun --nproc-per-node N` the processes share each part's samples, one GPU each; the
 scores are as with one process (recovery.samples.Share). The first process writes and compares them.
@@ -63,11 +63,12 @@ def evaluate(
     files in place of data sets on the Hub. `go_on` asks all planned questions whatever the verdict.
 
     Returns:
-        Model -> its samples, tokens and seconds in this process, without loading.
+        Model -> how many "samples" and "tokens" this process made, and the "seconds" that this took,
+        loading not counted.
 
     Raises:
-        InputError: a task's own file cannot be read, options do not go together, the GGUF file is
-            of another checkpoint, or an imported baseline does not fit or lacks answers.
+        InputError: a task's own file cannot be read or has one question, options do not go together,
+            an imported baseline does not fit or lacks answers, or as in `open_models`.
         ResourceError: a data set or server cannot be reached, or not one sample fits the GPU.
     """
     options = options or ModelOptions()

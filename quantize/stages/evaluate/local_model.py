@@ -36,7 +36,7 @@ class Answerer:
     `place` says where it runs and how activations are rounded. `place.max_context` is the number of
     positions of the longest prompt with its answer, None if unknown. `capacity` is the most samples
     of a pass; None means AT_ONCE (16). If weights are streamed, a loaded layer serves several
-    passes. For each committed canvas `announce` is called with (0, number of tokens but padding).
+    passes. For each committed canvas `announce(0, tokens)` is called; padding is not counted.
 
     Raises:
         ResourceError: not one sample fits the GPU.
@@ -84,7 +84,7 @@ class Answerer:
 
     @property
     def capacity(self) -> int:
-        """The most samples of a pass: as many as were asked for, or fewer if those do not fit."""
+        """The most samples of a pass: as many as were asked for, or fewer if so many do not fit."""
         return self._place.capacity
 
     def engine(self, context: int) -> Engine:
@@ -147,7 +147,7 @@ class Answerer:
         Returns:
             For the report's viewer: `vocabulary`, id -> text of every token that occurs, and
             `samples`, each request's `prompt`, final `text` and `steps`. A step has its `canvas`'
-            index, the most probable `ids` by position ("7 105 9"), and the `accepted` ones ("101").
+            index, and by position the most probable `ids` ("7 105 9") and whether `accepted` ("101").
         """
         requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]

@@ -1,8 +1,8 @@
 """Writes questions, and canvases of answers that differ, for the report's table and viewer.
 
 To record a question's canvases, both models answer it once more, from the scored answer's seed.
-Recorded prompts are padded, so sums may round to another answer. So each recording holds its own
-answer, and the report says whether it is the scored one. Of a private task nothing is written.
+These prompts are padded, so sums may round to another answer. So each recording holds its own
+answer, and the report says whether this is the scored one. Of a private task nothing is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return up to RECORDED of `base`'s rows that differ, changed scores first; or else one row."""
+    """Return up to RECORDED of `base`'s rows that differ, changed scores first; one row if none do."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -72,7 +72,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     """Return a task's local data file, None if the data is on the Hub or generated.
 
     Raises:
-        ResourceError: `data_dir` has no such file.
+        ResourceError: `data_dir` lacks the file of a shipped task.
     """
     own = settings.own_tasks.get(task)
     if own is not None and own.data is not None:
@@ -88,7 +88,7 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
 
 
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
-    """Return what a task's samples depend on: the `backend`'s conditions and the task's own."""
+    """Return what a task's samples depend on: `backend`'s conditions, the seed, and the task's own."""
     found = dict(backend) | {
         "task": task.name,
         "data": sha256_of(task.data)[:16] if task.data else None,

@@ -11,8 +11,8 @@ itself. So a step's distance has no sampling noise and no errors of earlier step
     commit  share of equal argmax at the last step of a canvas: tokens that would be committed
     routing share of the top-k experts that both routers choose, by layer
 
-Every quantized Linear is also compared by itself, on the inputs that BF16 gives it, and every
-router's tensors bit for bit (`linear_checks`). Routing has no limit, since no limit would tell
+`linear_checks` also compares every quantized Linear by itself, on the inputs that BF16 gives it,
+and compares every router's tensors bit for bit. Routing has no limit, since no limit would tell
 sound models from damaged ones. In the bundled model's worst layer, routing's share is 0.90 for
 sound NVFP4 (0.93 with BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a
 router swapped.
@@ -23,9 +23,9 @@ errors then add up over the steps of a canvas, as they do while serving.
 BF16 runs first, by itself, and its results stay on the host (`reference_cache`), so the models need
 not fit a GPU together. Modes that share weights are replayed side by side, other modes one by one.
 
-Intervals are percentile bootstraps over trajectories, since positions and steps of one sample are
-not independent; their seed is fixed. Faults end a run before anything is scored: a mean KL above
-the recipe's `gate.max_kl_nats` for its mode, and whatever `linear_checks` finds.
+Intervals are percentile bootstraps with a fixed seed, over trajectories, since positions and steps
+of one sample are not independent. Faults end a run before anything is scored: a mean KL above the
+recipe's `gate.max_kl_nats` for the activation mode, and whatever `linear_checks` finds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,12 +83,12 @@ def fidelity(
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
     The folder `calibration` has recorded trajectories; without it, new ones are recorded. The
-    replayed activation modes are `none`, the serving mode `activations`, and those of `limits` and
+    replayed activation modes are `none`, the gated mode `activations`, and those of `limits` and
     `more`. `limits` is mode -> largest mean KL allowed, in nats. A batch has REPLAYED trajectories,
     or fewer if memory is short. `out` is the path of fidelity.json.
 
     Raises:
-        InputError: the checkpoint cannot run in one of the modes.
+        InputError: the checkpoint cannot run in a mode. ResourceError: a model does not fit.
     """
     named: tuple[ActivationMode, ...] = ("none", activations, *limits, *more)
     modes = list(dict.fromkeys(named))
@@ -183,7 +183,7 @@ def _compared(
 def held_out_trajectories(
     source: Path, calibration: Path, place: Placement, processes: Processes
 ) -> tuple[list[Trajectory], Sampler]:
-    """Return held-out trajectories, from `calibration` or else recorded anew, and their sampler."""
+    """Return held-out trajectories and their sampler, read from `calibration` or else recorded anew."""
     if calibration.is_dir():
         trajectories, sampler = load_trajectories(calibration)
         return [item for item in trajectories if item.held_out], sampler

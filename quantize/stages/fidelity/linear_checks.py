@@ -8,9 +8,9 @@ multiplied by its quantized weight W':
     range    largest |x| in prompts and canvas, against the range 6 * 448 / input_global_scale
     clipped  share of the values beyond this calibrated range
 
-Rounded weights have an error near that of the weights themselves (0.1 for NVFP4, 0.03 for FP8). The
-weights of another expert have an error of about 1.4. A range is at fault only if it is off by more
-than a factor of 8, or if more than 1 % is clipped: held-out activations are not those that
+Rounded weights give an error near their own relative error (0.1 for NVFP4, 0.03 for FP8). The
+weights of another expert give an error of about 1.4. A range is at fault only if it is off by more
+than a factor of 8, or if over 1 % of values are clipped: held-out activations are not those that
 calibration saw, and an expert that few tokens reached has its layer's range.
 
 The router's tensors, which stay in BF16, must be equal: equal routers choose equal experts.
@@ -109,7 +109,7 @@ class Errors:
 
     @cached_property
     def found(self) -> dict[str, float]:
-        """Name -> error of every Linear that was reached, sorted; read it after the last input."""
+        """Name -> error of every Linear that was reached, sorted; read only after the last input."""
         names = sorted(self._found)
         errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
         return dict(zip(names, errors, strict=True))
@@ -145,7 +145,7 @@ class InputRanges:
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note largest |x| and values out of range in `rows` [N, in]; row n goes to experts[n]."""
+        """Note largest |x| and values out of range in `rows` [N, in]; `experts`: as in `Errors.see`."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))

@@ -1,10 +1,10 @@
 """Replays a reference's recorded trajectories, teacher-forced, through other models.
 
-At every step all models read the canvas that the reference read, after the tokens that it
-committed; each model encodes this prefix itself. The models take each step together, and their
-logits are compared a few whole canvases at a time; only the next step's conditioning is kept. The
-reference may also run by itself before the others (`remember`), so that models that do not fit a
-GPU together need not be streamed.
+At every step all models read the canvas that the reference read, after the tokens that the
+reference committed; each model encodes these tokens itself. The models take each step together, and
+their logits are compared a few whole canvases at a time; only the next step's conditioning is kept.
+The reference may also run by itself before the others (`remember`), so that models that do not fit
+a GPU together need not be streamed.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,8 @@
 
     seconds = the larger of  passes x floor x factor  and  STREAMED x streamed bytes / rate of the link
 
-The floor of a pass follows from the rates that a GPU's maker states (`gpu_support.floor`). The factors
-over it, and STREAMED, were measured on one H200 at the 26B shape, and are assumed to hold elsewhere.
+A pass' floor, its least time, follows from the rates that a GPU's maker states (`gpu_support.floor`).
+Factors and STREAMED were measured on one H200 at the 26B shape, and are assumed to hold elsewhere.
 Calibrate's time is an upper bound: the sum of both terms, with all steps of each canvas. Evaluate's is
 a range: from answers of typical length until the verdict is certain, to all answers at their limits.
 """
@@ -25,16 +25,16 @@ from quantize.stages.plan.gpu_support import CONTEXT, floor
 if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
 
-STEPS = 48  # of a canvas, at most
+STEPS = 48  # denoising steps of a canvas, at most
 # What follows was measured on one H200 with 16 cores, files in memory; docs/first-26b-run.md.
-# Seconds over the floor: 64 prompts x 2 canvases x 48 steps calibrated in 81.3 s; evaluation in BF16,
-# 16 slots, 2,481 tokens/s at 16 steps.
+# Factors over the floor, from 64 prompts x 2 canvases x 48 steps calibrated in 81.3 s, and from BF16
+# evaluated in 16 slots at 2,481 tokens/s, 16 steps per canvas.
 CALIBRATING, DENOISING = 3.3, 2.4
 # Link: 53 GB/s of 63 from pinned memory. BF16 evaluated at 22 GB, 128 canvases in lockstep, took 1.96 s
 # per pass, which streams 72.6 GB.
 LINK_REACHED, STREAMED = 53 / 63, 1.4
-# GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s per layer; of the 131.0 s
-# with 16 prompts, 11.7 s went to reads and writes.
+# GPTQ: six layers were rounded in 12.0 s; the passes of 64 prompts took 2.6 s per layer; 11.7 s of the
+# 131.0 s that 16 prompts took went to reads and writes.
 ROUNDING_LAYER_SECONDS, ROUNDING_FILES_SECONDS = 12.0 / 6, 11.7
 HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
 # Seconds per GB of BF16: convert, verify after it, loading, loading for a calibration with what it
@@ -43,7 +43,7 @@ HESSIAN_STEP_SECONDS = 2.6 * 30 / 6144
 CONVERT_SECONDS, VERIFY_SECONDS, LOADING_SECONDS = 19.0 / 51.65, 10.6 / 51.65, 0.12
 CALIBRATE_SECONDS, CHECKING_SECONDS = 0.2, 0.8
 BF16_FLOP = 989e12  # FLOP/s of that GPU; GPTQ's time is taken to be inversely proportional
-# The most host memory that the stages held for themselves there; GPTQ's rows are not in it.
+# The most host memory that stages held for themselves on that machine, without the rows of GPTQ.
 HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
 OWN_BYTES = 3.0e9
 # GPU memory by arithmetic: the CUDA context and a few pieces of weights.
@@ -58,8 +58,8 @@ EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU
 class Machine:
     """The GPU, and the rates of its link and disk, for which a run is planned."""
 
-    gpu: "Gpu"  # the GPU; without known rates no times are estimated
-    budget: float  # bytes of its memory that may be used
+    gpu: "Gpu"  # if its rates are unknown, no times are estimated
+    budget: float  # bytes of the GPU's memory that may be used
     # Bytes/s from the host; None for the reachable share of what the GPU's maker states.
     link: float | None = None
     disk: float = inf  # bytes/s of the disk; infinite if unknown: files are taken to be in memory
@@ -88,15 +88,15 @@ class Row:
     """What one stage of a run takes."""
 
     stage: str  # its name
-    # (typical, largest); None if the GPU's rates are not known.
+    # (low, high) end of the estimate; None if the GPU's rates are not known.
     seconds: tuple[float, float] | None = None
-    bound: str = ""  # what limits its speed
+    bound: str = ""  # what limits the speed: "compute", "link", "disk" or "host"
     gpu: float = 0.0  # bytes of the GPU's memory
     streamed: float = 0.0  # bytes that one pass of all batches in lockstep takes over the link
     host: float = OWN_BYTES  # bytes of host memory that the stage holds for itself
     disk: float = 0.0  # bytes that it writes and leaves
     scratch: float = 0.0  # bytes that it writes and removes again
-    lacks: ResourceError | None = None  # what the GPU lacks; then nothing else is known
+    lacks: ResourceError | None = None  # if the GPU's memory is too small; then all else is unset
 
 
 def planned(
@@ -237,12 +237,12 @@ class _Stages:
 
 
 def least_of(error: ResourceError) -> str:
-    """Return the least memory that a stage needs, as text cut out of its error's message."""
+    """Return the least memory that a stage needs, as text ("3.1 GB") from the message of its error."""
     return str(error).partition(" needs ")[2].partition(";")[0]
 
 
 def calibration_steps(recipe: Recipe) -> int:
-    """Return the most denoising steps of a calibration: prompts x canvases x steps, 0 without one."""
+    """Return calibration's most denoising steps: prompts x canvases x steps; 0 if there is none."""
     settings = recipe.calibration
     return settings.prompts * settings.canvases * STEPS if settings else 0
 
@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return evaluation's seconds on an H200 for answers of typical length and an early verdict."""
+    """Return evaluate's seconds on an H200, with answers of typical length and an early verdict."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from quantize.runtime.fused.gpus import Gpu
     from quantize.runtime.fused.rates import Rates
 
-CONTEXT = 1024  # positions before the canvas of the estimate
+CONTEXT = 1024  # positions before the canvas in an estimate
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
-    """Return the GPU called `name` (InputError if unknown), or for None this machine's, if any."""
+    """Return GPU `name` (InputError if unknown); if None, this machine's GPU, None if it has none."""
     import torch
 
     from quantize.runtime.fused.gpus import at_hand, named
@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return module class -> kernels' scheme, or "bf16"; if `units`, FP4 units run calibrated NVFP4."""
+    """Return class -> scheme in the kernels, or "bf16"; if `units`, FP4 units run calibrated NVFP4."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
@@ -50,10 +50,10 @@ def floor(
     bf16: bool = False,
     units: bool = False,
 ) -> dict[str, float]:
-    """Return the least seconds of a denoising step that uses every expert, by part of the model.
+    """Return part of the model -> its least seconds in a denoising step that uses every expert.
 
-    The seconds follow from the GPU's stated `rates`. Each of `batch` canvases has `context` positions
-    before it. If `bf16`, all weights are BF16; if `units`, FP4 units run calibrated NVFP4.
+    The seconds follow from the GPU's stated `rates`. Each of `batch` canvases follows `context`
+    positions. If `bf16`, all weights are BF16; if `units`, FP4 units run calibrated NVFP4.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]
@@ -93,7 +93,7 @@ def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
 def gpu_table(
     targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu", mode: ActivationMode
 ) -> Table:
-    """Return a table of the kernels that run each part of a recipe, with an estimate of their time."""
+    """Return a table of the kernels that run each part of a recipe; a caption estimates their time."""
     from quantize.runtime.fused.gpus import verdict
 
     units = gpu.fp4 and mode == "per_layer"

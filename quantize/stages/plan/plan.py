@@ -1,6 +1,6 @@
 """Plans what a recipe would do to a model: module groups, schemes, bytes.
 
-A model is planned from the headers of its shards, or, if weights are missing, from its config.json.
+A plan needs only the headers of the model's shards or, if the weights are missing, config.json.
 """
 
 import csv
@@ -44,7 +44,7 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return (config, tensors) of a checkpoint, of a config.json, or of a model whose config ships.
+    """Return (config, name -> tensor) of a checkpoint, a config.json, or a model whose config ships.
 
     Raises:
         InputError, ResourceError: the model cannot be found, or its checkpoint cannot be read.
@@ -74,7 +74,7 @@ def plans_of(tensors: Mapping[str, TensorInfo]) -> dict[str, list[Target]]:
 
 
 def narrow_table(title: str | None, names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """Return an empty table for 80 characters, with columns `names`; those in `numbers` align right."""
+    """Return an empty table for 80 characters with columns `names`, of which `numbers` align right."""
     columns = [
         Column(name, justify="right" if name in numbers else "left", no_wrap=True) for name in names
     ]

@@ -36,10 +36,11 @@ def show_plan(
     gpu: str | None = None,
     tasks: Sequence[str] = (),
 ) -> None:
-    """Print what a recipe would do to a model; only its config is read, if that is enough.
+    """Print what a recipe would do to a model; only the model's config is read, if that is enough.
 
     Stages are estimated for `gpu` with `gpu_memory` bytes; by default this machine's GPU, else an H200.
-    Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
+    For the bundled model, stages are estimated only if one of these is given. Raise InputError for an
+    unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table
@@ -86,7 +87,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return a table of tasks; `seconds` (least, most) are split in proportion to their most tokens."""
+    """Return a table of tasks, with `seconds` (least, most) in proportion to the tasks' most tokens."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)
@@ -134,7 +135,7 @@ def ending(found: Sequence[Row]) -> list[str]:
 def recipes_table(
     config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
 ) -> Table:
-    """Return a table of each shipped recipe's size and time; its caption says which one to take."""
+    """Return a table of shipped recipes' sizes and times; the caption says which recipe to take."""
     numbers = ("size", "of BF16")
     table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
     able: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Operating points in a report: which ones pass, and which one's settings the checkpoint states."""
+"""Operating points in a report: which points pass, and whose settings the checkpoint states."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ def judged_points(
 
 
 def measured_speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
-    """Return evaluation/speeds.json (device, tokens/s by model); None if it lacks one of `models`."""
+    """Return evaluation/speeds.json (device, tokens/s by model) if it has all `models`, else None."""
     path = run.evaluation / "speeds.json"
     found = read_json(path, "device", "tokens_a_second") if path.exists() else None
     return found if found and found["tokens_a_second"].keys() >= set(models) else None
@@ -64,7 +64,7 @@ def settings_served(
     """Compare the settings that a checkpoint states with those that were judged.
 
     Returns:
-        (None, None) if the candidate was judged at these settings; else (name, None) of the passing
+        (None, None) if the candidate was judged at the stated settings; else (name, None) of a passing
         operating point that has them; else (None, fault), a sentence on a setting that differs.
     """
     path = checkpoint / GENERATION

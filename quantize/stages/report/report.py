@@ -1,4 +1,4 @@
-"""Judges a run, and writes report.json and the files that show its verdict, which gates a release.
+"""Judges a run; writes report.json and the files that show the verdict, which gates a release.
 
 `quantize/reports/report.schema.json` says what every key of report.json holds. The other files are
 rendered from it. report.md is appended to the file that $GITHUB_STEP_SUMMARY names (docs/ci.md).
@@ -38,8 +38,7 @@ FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
 def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     """Judge a run, write report.json, report.md, report.html and junit.xml, and return the verdict.
 
-    Raises:
-        InputError: a stage that the report needs has not been run.
+    Raise InputError if a stage that the report needs has not been run, or scores were changed.
     """
     judged, verdict = judge_run(run, recipe)
     manifest = _needed(run.manifest_json, "run")

@@ -3,15 +3,15 @@
     recorded passes --layer by layer--> H = mean x x^T of every Linear's inputs
     weights, H --gptq--> codes and scales, one file per layer, which `convert` writes as they are
 
-The denoising is that of calibrate, with its prompts and seeds; encoder passes and every denoising step
-count, and each token counts alike. The passes that calibrate recorded go through one layer after the
-other (`fused.layer_by_layer`), so that memory holds weights and Hessians of one layer at a time. On a
+The denoising run is calibrate's, with the same prompts and seeds. Tokens of encoder passes and of all
+denoising steps have equal weight in H. The passes that calibrate recorded go through one layer after
+the other (`fused.layer_by_layer`), so memory holds weights and Hessians of one layer at a time. On a
 given GPU the bytes are the same under any budget of memory.
 
-While a layer is rounded, the next layer's weights are read and the last layer's file is written. A run
-that was killed continues after the last finished layer and makes the same bytes. The fewer tokens reach
-an expert, the nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert whose
-Hessian has no Cholesky factor is rounded to nearest and counted in rounding.json.
+While a layer is rounded, the next layer's weights are read and the previous layer's file is written. A
+run that was killed continues after the last finished layer and makes the same bytes. The fewer tokens
+reach an expert, the nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert
+whose Hessian has no Cholesky factor is rounded to nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that read one input and share one global scale."""
+    """Linears that are rounded together: they read one input, and share the global scale if any."""
 
     reads: str  # name of the input
     targets: tuple[Target, ...]  # fused experts, or q/k/v, gate/up, o or down of a layer
@@ -66,7 +66,7 @@ class Unit:
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Return a plan's quantized Linears in units rounded as one; raise InputError if there is none."""
+    """Return a plan's quantized Linears in units rounded together; raise InputError if it has none."""
     found = [
         Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
         for unit in fused_units(targets)
@@ -78,7 +78,7 @@ def units_of(targets: Sequence[Target]) -> list[Unit]:
 
 
 def _input_name(tensor: str) -> str:
-    """Return the name of an observed input, which is that of the first Linear that reads it."""
+    """Return the observed name of the input of `tensor`: the name of the first Linear that reads it."""
     name = re.sub(r"self_attn\.[kv]_proj$", "self_attn.q_proj", tensor.removesuffix(".weight"))
     return re.sub(r"mlp\.up_proj$", "mlp.gate_proj", name)
 
@@ -111,7 +111,7 @@ def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Don
 
 
 def _sent(tensor: Tensor) -> Tensor:
-    """Return a tensor in host memory that is complete when the device has done what was launched."""
+    """Return a copy in host memory, which is complete once the device has done what was launched."""
     room = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return room.copy_(tensor, non_blocking=True)
 
@@ -166,8 +166,8 @@ def round_weights(
 ) -> None:
     """Write the codes and scales of every quantized Linear, one file per layer, to the folder `out`.
 
-    `targets` is the plan of the BF16 checkpoint. `out` gets layer-NN.safetensors and rounding.json, and
-    appears when complete. `scratch` (None: beside `out`) has calibrate's recording, removed at the end.
+    `targets` is the plan of the BF16 checkpoint. `out` appears when complete, with layer-NN.safetensors
+    and rounding.json. `scratch` (None: beside `out`) has calibrate's recording, removed at the end.
 
     Raises:
         InputError: there is nothing to round, or the recipe has no calibration section.

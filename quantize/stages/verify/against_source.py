@@ -4,12 +4,12 @@
   error   |W - W'| / |W| of every Linear is at most `TIMES` times the error of the BF16 model's Linear
           rounded to nearest in the same scheme
   length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`. `error` would not show scales that are
-          all a tenth too large: they raise the error of an NVFP4 matrix by only a third
+          all a tenth too large: such scales raise the error of an NVFP4 matrix by only a third
 
 The limits leave room for other ways of rounding. They were tried on 126 matrices of the bundled model,
 in every scheme. GPTQ on strongly correlated inputs left at most 1.37 times the error of rounding to
-nearest, and shrunk ranges left less; both left a length within 0.016 of 1. An example of a fault:
-block scales moved by one row left 3.5 times the error.
+nearest, shrunk ranges left less, and both left a length within 0.016 of 1. A fault, block scales moved
+by one row, left 3.5 times the error of rounding to nearest.
 """
 
 from collections.abc import Iterator, Mapping
@@ -54,19 +54,19 @@ class Likeness:
 
     @property
     def times(self) -> float:
-        """The error of the Linear as a multiple of the error that rounding it to nearest leaves."""
+        """The Linear's error as a multiple of the error that rounding to nearest leaves."""
         return ratio(self.error**2, self.nearest**2)
 
 
 def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> dict[str, Any]:
-    """Compare every tensor of a quantized checkpoint, whose layout is right, with its BF16 model.
+    """Compare every tensor of a quantized checkpoint, which passed `check_layout`, with its BF16 model.
 
     Returns:
         `checks`, a list as in verification.json; `relative_error`, BF16 tensor -> error; `worst`, the
         `Likeness` with the largest `times`, as a dict, or None if no Linear could be compared.
 
     Raises:
-        InputError: the two models have different shapes.
+        InputError: a tensor of the BF16 model is missing, or has another dtype or shape.
     """
     checks = new_checks(CHECKS)
     sums: dict[str, list[float]] = {}

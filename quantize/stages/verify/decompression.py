@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
-Of each source tensor, 16 Linears are compared in all rows and the others in some rows only, since
+Of each source tensor, 16 Linears or more are compared in all rows, the others in some rows only, since
 compressed-tensors takes nine times as long for NVFP4 on a CPU as `schemes.rounding`. Launches on a GPU
-cost time, so one torch call takes rows of several Linears, each with the global scale of its Linear.
+cost time, so one torch call takes rows of several Linears, each row with its Linear's global scale.
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from quantize.checkpoints.layout import ConfigSchemes
 from quantize.schemes.records import INPUT_SCALES
 from quantize.schemes.rounding import blocks
 
-WHOLE_PER_TENSOR = 16  # Linears of a source tensor that are compared as a whole, spread over it
-ROWS = 8  # rows that are compared of every other Linear
+WHOLE_PER_TENSOR = 16  # least number of a source tensor's Linears that are compared in all rows
+ROWS = 8  # how many rows of each of the tensor's other Linears are compared
 
 
 class Decompressor:

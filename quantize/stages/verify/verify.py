@@ -4,13 +4,13 @@ A check that looked at nothing fails. Weights are read in parts of about 8 MB (o
 thread per core, so memory holds a few parts, whatever the size of the model.
 
 The full form compares all values with the source. The short form needs a convert with the same code,
-source and recipe, whose `witness` compared all values in memory. It compares every part on disk with
-what was in memory, and only a sample with the source. Both forms check names, files and scales.
+source and recipe, whose `witness` compared all values in memory. The short form compares every part on
+disk with what was in memory, and only a sample with the source. Both forms check names, files, scales.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with the plan's schemes
   layout        every name, dtype and shape is what config.json calls for
-  counts        quantized modules and bytes equal the plan's; nothing that must stay BF16 has a scale
+  counts        numbers of quantized modules and bytes are the plan's; what must stay BF16 has no scale
   one owner     no two tensors map to one module once vLLM reads `model.decoder.` and
                 `model.encoder.language_model.` both as `model.` (each has its own `layer_scalar`)
   shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
@@ -24,8 +24,8 @@ and of the values (`verify_weights`):
   experts       no expert has a projection that is all zero
   error         |W - W'| / |W| is within the recipe's limit for every source tensor, and within twice
                 that limit for every Linear
-  decompression our dequantized weights equal compressed-tensors' own, bit for bit: 16 modules of
-                every source tensor in all rows, other modules in some rows
+  decompression our dequantized weights equal compressed-tensors', bit for bit: at least 16 modules of
+                every source tensor (or all) in all rows, its other modules in some rows
 
 and in the short form:
 
@@ -67,7 +67,7 @@ CONVERT = "`quantize convert RUN` writes it again"
 
 @dataclass(frozen=True)
 class Verification:
-    """All checks by name, and the relative error of every quantized source tensor."""
+    """All checks by name; relative error of each quantized source tensor, None if it is not finite."""
 
     checks: dict[str, Check]
     relative_error: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -90,8 +90,8 @@ def verify(
 ) -> Verification:
     """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
-    Values are compared on `device` while the files are hashed: all values if `full` is set or convert
-    left no valid record of its own checks, else only a sample.
+    If the layout is right, values are compared on `device` while files are hashed: all values if `full`
+    is set or `run` has no valid record of convert's checks, else only a sample.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):

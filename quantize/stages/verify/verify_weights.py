@@ -1,8 +1,8 @@
 """Verifies values: kept weights, scales, dead experts, errors, and decompression.
 
-See `verify` for what each check says. A part is a range of rows (experts) of a source tensor. Its
-tensors come from files, or from memory while convert has them there (`witness`). The Linears of a part
-are checked together, on a GPU if there is one; kept weights are compared on the CPU.
+See `verify` for what each check says. A part is a range of rows (experts) of a source tensor. The
+part's quantized bytes come from files, or from memory during convert (`witness`). The Linears of a part
+are checked together, on a GPU if there is one; weights kept in BF16 are compared on the CPU.
 """
 
 import math
@@ -47,7 +47,7 @@ class Check:
         return self.looked_at > 0 and not self.faults
 
     def expect(self, ok: bool, fault: str) -> None:
-        """Count one thing looked at; unless `ok`, keep `fault`, if it is one of the first ten."""
+        """Count one thing looked at; if it is not `ok`, keep `fault`, up to ten faults in all."""
         self.looked_at += 1
         if not ok and len(self.faults) < FAULTS_KEPT:
             self.faults.append(fault)
@@ -57,19 +57,19 @@ class Check:
         return asdict(self) | {"passed": self.passed}
 
     def add(self, other: "Check") -> None:
-        """Add the counts and faults of another check."""
+        """Add the counts of another check, and its faults up to ten in all."""
         self.looked_at += other.looked_at
         self.faults = (self.faults + other.faults)[:FAULTS_KEPT]
 
 
 def new_checks(names: Iterable[str]) -> dict[str, Check]:
-    """Return an empty check for every name."""
+    """Return name -> an empty check, for every name."""
     return {name: Check(name) for name in names}
 
 
 @dataclass
 class Part:
-    """Results for a part of one tensor: checks, sum (W - W')^2 (`distance`), sum W^2 (`norm`)."""
+    """Results for one part of a tensor: checks, sum of (W - W')^2 (`distance`), sum of W^2 (`norm`)."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
     distance: float = 0.0
@@ -84,7 +84,7 @@ def check_weights(
     checks: dict[str, Check],
     device: Device,
 ) -> dict[str, float | None]:
-    """Check the values of every tensor, into `checks`; return source tensor -> relative error.
+    """Add checks of all tensors' values to `checks`; return quantized source tensor -> relative error.
 
     None stands for an error that is not finite, which JSON cannot hold.
     """
@@ -99,7 +99,7 @@ def check_weights(
 def add_up(
     found: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
 ) -> dict[str, float | None]:
-    """Add the parts' results to `checks`; return tensor -> relative error, None if not finite."""
+    """Add parts' results and error checks to `checks`; return tensor -> error, None if not finite."""
     quantized: dict[str, Scheme] = {}
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (target, _, _), part in found:
@@ -119,12 +119,12 @@ def add_up(
 
 
 def error_limit(recipe: Recipe, scheme: Scheme) -> float:
-    """Return the largest relative error that a recipe allows a source tensor of a scheme."""
+    """Return the limit on a source tensor's relative error: the recipe's, or else the scheme's."""
     return recipe.verification.max_relative_error.get(scheme.name, scheme.max_relative_error)
 
 
 def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
-    """Split fused experts and kept tensors into parts that fit a device; leave other Linears whole."""
+    """Return parts: fused experts and unquantized tensors in pieces that fit a device, others whole."""
     parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
@@ -152,7 +152,7 @@ def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
 
 
 def ratio(distance: float, norm: float) -> float:
-    """Return sqrt(distance / norm) of sums of squares; 0 if both are 0, infinity if only `norm` is."""
+    """Return sqrt(distance / norm) of sums of squares; for norm 0, infinity, or 0 if both are 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 
@@ -166,7 +166,7 @@ class Comparer:
     decompressor: Decompressor | None  # None leaves the check of decompression out
 
     def read(self, artifact: Checkpoint, part: PartOf) -> Tensor:
-        """Read a part's bytes, uint8 [n]; the files' headers say where its tensors lie."""
+        """Return a part's bytes in `artifact`, uint8 [n], from where the files' headers place them."""
         target, start, stop = part
         if target.scheme is None:
             return artifact.read_rows(target.name, start, stop).flatten().view(torch.uint8)
@@ -228,7 +228,7 @@ class Comparer:
 
 
 def _specs(target: Target, scheme: Scheme) -> Mapping[str, TensorSpec]:
-    """Return dtype and shape of what each Linear of a target has on disk, by suffix."""
+    """Return suffix -> spec of the tensors that each Linear of a target has on disk."""
     return specs(scheme.compressed, *linear_shape(target.shape, target.modules))
 
 
@@ -247,7 +247,7 @@ def _unsound(module: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
-    """Return bool [n]: whether the scales [n, out, groups] of each Linear are as they must be."""
+    """Return bool [n]: whether each Linear's scales [n, out, groups] are above 0, or a block's 0."""
     scale = scales.float().flatten(1)
     zero_allowed = scheme.codes.group is not None  # the scale of an all-zero block of 16
     return (scale >= 0 if zero_allowed else scale > 0).all(1) & (scale > 0).any(1)

@@ -1,7 +1,7 @@
 """Checks what convert encodes while it is in memory, so that verify need not read all of BF16 again.
 
 convert passes every part to `Witness.check` after it is encoded and before it is written. The witness
-reads the part's source itself, checks the bytes as `verify_weights` checks files, and keeps their
+reads the part's source itself, checks the bytes as `verify_weights` checks files, and records their
 digest (XXH3, 128 bits). Later `verify` digests every part on disk, found through the headers: bytes
 that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. `verify` also compares
 a share of the parts on disk with the source. A record that is missing, incomplete (convert was
@@ -39,7 +39,7 @@ from quantize.stages.verify.verify_weights import (
     new_checks,
 )
 
-SHARE = 0.05  # of the parts of each scheme, and of kept parts, is compared again from disk
+SHARE = 0.05  # share of each scheme's parts, and of BF16 parts, compared with the source once more
 BEHIND_CONVERT = ("as encoded", "read back")
 
 
@@ -82,7 +82,7 @@ def _digest(encoded: torch.Tensor) -> str:
 
 
 def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]:
-    """Return digests of what a record describes; convert's record stands for the checkpoint."""
+    """Return digests of what a record is of; the digest of convert's record is the checkpoint's."""
     return {
         "checkpoint": sha256_of(run.conversion_json),
         "source": hashlib.sha256(repr(stamps(source.shards)).encode()).hexdigest(),
@@ -102,7 +102,7 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Check all parts on disk by digest, a sample also by value; return `relative_error`."""
+        """Check parts on disk, all by digest, some by value, into `checks`; return `relative_error`."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()
@@ -135,7 +135,7 @@ class Record:
 
 
 def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recipe) -> Record | str:
-    """Return a witness' record of a run's checkpoint, or as text why it cannot be trusted."""
+    """Return the witness' record of a run's checkpoint, or, as text, why there is none to trust."""
     name = run.witness_json.name
     if not (run.witness_json.is_file() and run.conversion_json.is_file()):
         return f"{name} is missing"

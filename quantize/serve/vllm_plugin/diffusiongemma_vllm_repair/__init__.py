@@ -1,7 +1,7 @@
-"""A vLLM plugin with which DiffusionGemma's finished canvases are encoded from plain embeddings.
+"""A plugin that makes vLLM encode DiffusionGemma's finished canvases from plain embeddings.
 
-vLLM calls `register` in each of its processes before it looks up a model. The subclass is named, not
-imported: `model` and vLLM's own file are loaded only when a DiffusionGemma is served.
+vLLM calls `register` in each of its processes before it looks up a model. `register` names the
+subclass without importing it: `model` and vLLM's own file load only if a DiffusionGemma is served.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping

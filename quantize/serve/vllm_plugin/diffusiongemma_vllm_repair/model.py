@@ -26,7 +26,7 @@ KNOWN = {
 
 
 def sources() -> str:
-    """Return the SHA-256 of the vLLM methods that are relied on; RuntimeError: a method is gone."""
+    """Return the SHA-256 of the source of the vLLM methods used; RuntimeError: a method is gone."""
     try:
         relied_on = (
             theirs.DiffusionGemmaSelfConditioning.forward,
