@@ -36,17 +36,9 @@ FINE_TUNED = {
 
 @contextmanager
 def judging(
-    name: str,
-    against: str | None,
-    recipe_name: str,
-    out: Path,
-    *,
-    resume: bool,
-    tasks: Sequence[str] = (),
-    limit: int | None = None,
-    fine_tuned: bool = False,
-    **options: Any,
-) -> Generator[Run]:
+    name: str, against: str | None, recipe_name: str, out: Path, *, resume: bool,
+    tasks: Sequence[str] = (), limit: int | None = None, fine_tuned: bool = False, **options: Any,
+) -> Generator[Run]:  # fmt: skip
     """Yield a run that judges a checkpoint when given to `advance`; the block locks its folder.
 
     `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model (None:

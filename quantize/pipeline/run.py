@@ -44,16 +44,10 @@ from quantize.stages.plan.plan import plan_table
 
 @contextmanager
 def started(
-    recipe: str | Recipe,
-    model: str | None,
-    out: Path,
-    *,
-    resume: bool,
-    revision: str | None = None,
-    tasks: Sequence[str] = (),
-    limit: int | None = None,
+    recipe: str | Recipe, model: str | None, out: Path, *, resume: bool,
+    revision: str | None = None, tasks: Sequence[str] = (), limit: int | None = None,
     **options: Any,
-) -> Generator[Run]:
+) -> Generator[Run]:  # fmt: skip
     """Yield a new or continued run of a recipe on a model; show its plan; the block locks its folder.
 
     `recipe` is a Recipe, which is used as it is, or a recipe's name; a named recipe is adapted to

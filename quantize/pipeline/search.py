@@ -86,17 +86,10 @@ class Option:
 
 
 def search(
-    recipe_name: str,
-    model: str | None,
-    out: Path,
-    *,
-    nbytes: float | None = None,
-    kl: float | None = None,
-    schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
-    revision: str | None = None,
-    gpu: str | None = None,
-    gpu_memory: float | None = None,
-) -> Path:
+    recipe_name: str, model: str | None, out: Path, *, nbytes: float | None = None,
+    kl: float | None = None, schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
+    revision: str | None = None, gpu: str | None = None, gpu_memory: float | None = None,
+) -> Path:  # fmt: skip
     """Choose groups' schemes and measure them; write recipe and frontier; return the recipe's path.
 
     `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`.

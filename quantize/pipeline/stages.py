@@ -240,16 +240,10 @@ def _lacks_samples(run: Run) -> str | None:
 
 
 def evaluate_more(
-    run: Run,
-    *,
-    modes: Sequence[str] = (),
-    batch_size: int | None = None,
-    data_dir: "Path | None" = None,
-    go_on: bool = False,
-    operating_points: bool = False,
-    steps: Sequence[int] = (),
-    **models: Any,
-) -> None:
+    run: Run, *, modes: Sequence[str] = (), batch_size: int | None = None,
+    data_dir: "Path | None" = None, go_on: bool = False, operating_points: bool = False,
+    steps: Sequence[int] = (), **models: Any,
+) -> None:  # fmt: skip
     """Score the tasks that have no scores yet, in the recipe's activation mode and in `modes`.
 
     If `operating_points` is set, the recipe's operating points are scored too. Each limit on denoising

@@ -47,17 +47,9 @@ def local_data(task: str, folder: Path) -> Path | None:
 
 
 def score(
-    task: str,
-    store: SampleStore,
-    generate: Generate,
-    part: Part,
-    *,
-    data_file: Path | None,
-    definition: Definition | None = None,
-    seed: int,
-    sampler: Mapping[str, Any],
-    progress: Progress,
-) -> Scoring | None:
+    task: str, store: SampleStore, generate: Generate, part: Part, *, data_file: Path | None,
+    definition: Definition | None = None, seed: int, sampler: Mapping[str, Any], progress: Progress,
+) -> Scoring | None:  # fmt: skip
     """Generate the missing answers of `part`; return its scores, None in processes after the first.
 
     `data_file` is a local .jsonl or .csv that replaces the task's data set on the Hub, or None.

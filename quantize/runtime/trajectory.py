@@ -104,16 +104,9 @@ def record(
 
 
 def record_all(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    settings: Calibration,
-    sampler: Sampler,
-    *,
-    title: str,
-    processes: Processes = ALONE,
-    held_out: int = 0,
-    watching: Watching | None = None,
-) -> list[Trajectory]:
+    engine: Engine, prompts: Sequence[Prompt], settings: Calibration, sampler: Sampler, *,
+    title: str, processes: Processes = ALONE, held_out: int = 0, watching: Watching | None = None,
+) -> list[Trajectory]:  # fmt: skip
     """Record `prompts` in batches; return all trajectories, in the order of the prompts.
 
     `settings` has the number of canvases, the seed and the batch size. The seed of a prompt's noise

@@ -33,15 +33,9 @@ class FusedPasses:
     """
 
     def __init__(
-        self,
-        model: FusedModel,
-        prompts: Sequence[Sequence[int]],
-        chunk: int,
-        encoded: Sequence[int],
-        lane: int,
-        run: Callable[[Pass], Tensor],
-        pool: Pool,
-    ) -> None:
+        self, model: FusedModel, prompts: Sequence[Sequence[int]], chunk: int,
+        encoded: Sequence[int], lane: int, run: Callable[[Pass], Tensor], pool: Pool,
+    ) -> None:  # fmt: skip
         self._model, self._lane, self._run = model, lane, run
         self._pool, self._steps = pool, dict[int, Replayed]()
         config = model.weights.config

@@ -44,16 +44,9 @@ class Cache:
 
     @classmethod
     def allocate(
-        cls,
-        config: Any,
-        slots: int,
-        max_context: int,
-        chunk: int,
-        device: torch.device,
-        *,
-        lanes: int = 1,
-        one_layer: bool = False,
-    ) -> "Cache":
+        cls, config: Any, slots: int, max_context: int, chunk: int, device: torch.device, *,
+        lanes: int = 1, one_layer: bool = False,
+    ) -> "Cache":  # fmt: skip
         """Return zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens per pass.
 
         With `one_layer`, layers of equal shape share cells, which hold one layer's data at a time.

@@ -125,19 +125,10 @@ class FusedEngine:
     """
 
     def __init__(
-        self,
-        weights: TextWeights,
-        *,
-        capacity: int = 4,
-        max_context: int | None = None,
-        batch_invariant: bool = False,
-        graphs: bool = True,
-        inputs: Inputs | None = None,
-        prefix_bytes: int = 0,
-        lanes: int = 1,
-        on_host: bool = False,
-        sparse: bool = False,
-    ) -> None:
+        self, weights: TextWeights, *, capacity: int = 4, max_context: int | None = None,
+        batch_invariant: bool = False, graphs: bool = True, inputs: Inputs | None = None,
+        prefix_bytes: int = 0, lanes: int = 1, on_host: bool = False, sparse: bool = False,
+    ) -> None:  # fmt: skip
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
         if max_context is not None and not 0 < max_context <= limit:

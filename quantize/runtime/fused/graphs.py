@@ -84,16 +84,9 @@ class Step:
     """
 
     def __init__(
-        self,
-        model: FusedModel,
-        rows: int,
-        sampler: Sampler,
-        logits: Tensor,
-        pool: Pool,
-        keep: bool = False,
-        probabilities: Probabilities | None = None,
-        lane: int = 0,
-    ) -> None:
+        self, model: FusedModel, rows: int, sampler: Sampler, logits: Tensor, pool: Pool,
+        keep: bool = False, probabilities: Probabilities | None = None, lane: int = 0,
+    ) -> None:  # fmt: skip
         self._lane, self.limit = lane, sampler.max_denoising_steps  # steps of a canvas, at most
         device, length = model.weights.device, model.weights.config.canvas_length
         self._model, self._sampler, self._pool = model, sampler, pool

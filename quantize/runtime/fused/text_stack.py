@@ -122,17 +122,9 @@ class FusedModel:
 
     @_alone
     def encoding(
-        self,
-        tokens: Tensor,
-        slots: Tensor,
-        start: Tensor,
-        soft: SoftTokens | None = None,
-        *,
-        whole: bool = False,
-        real: Tensor | None = None,
-        lane: int = 0,
-        added: Sequence[Added] = (),
-    ) -> Pass:
+        self, tokens: Tensor, slots: Tensor, start: Tensor, soft: SoftTokens | None = None, *,
+        whole: bool = False, real: Tensor | None = None, lane: int = 0, added: Sequence[Added] = (),
+    ) -> Pass:  # fmt: skip
         """Return the pass that `encode` runs, before it enters the first layer.
 
         `soft` holds pictures' embeddings. The other options are fields of `Pass`.

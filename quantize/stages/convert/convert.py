@@ -54,19 +54,11 @@ class Conversion:
 
 
 def convert(
-    source: Checkpoint,
-    targets: list[Target],
-    out: Path,
-    *,
-    recipe: Recipe,
-    input_scales: Path | None = None,
-    rounded: Path | None = None,
-    device: str = "cpu",
-    record: Path | None = None,
-    look: Look = lambda *_: None,
-    max_shard_bytes: float = MAX_SHARD_BYTES,
-    overwrite: bool = False,
-) -> Conversion:
+    source: Checkpoint, targets: list[Target], out: Path, *, recipe: Recipe,
+    input_scales: Path | None = None, rounded: Path | None = None, device: str = "cpu",
+    record: Path | None = None, look: Look = lambda *_: None,
+    max_shard_bytes: float = MAX_SHARD_BYTES, overwrite: bool = False,
+) -> Conversion:  # fmt: skip
     """Quantize a BF16 checkpoint as the plan `targets` says, and write the result to the folder `out`.
 
     `out` appears when it is complete; it must not exist, unless `overwrite` is set. After an

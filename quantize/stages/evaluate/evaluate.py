@@ -161,14 +161,9 @@ def _ask_until_decided(
 
 
 def _ask_points(
-    answers: Answers,
-    baseline: ComparedModel,
-    points: Sequence[ComparedModel],
-    tasks: Sequence[Task],
-    gate: Gate,
-    *,
-    go_on: bool,
-) -> None:
+    answers: Answers, baseline: ComparedModel, points: Sequence[ComparedModel],
+    tasks: Sequence[Task], gate: Gate, *, go_on: bool,
+) -> None:  # fmt: skip
     """Ask baseline and each operating point, look by look, until the point's verdict is certain."""
     for point in points:
         say(f"operating point {point.name.removeprefix(AT_POINT)}")

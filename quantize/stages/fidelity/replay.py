@@ -45,14 +45,10 @@ class Compared:
 
 
 def replay(
-    reference: BatchEngine | Remembered,
-    compared: Sequence[Compared],
-    trajectories: Sequence[Trajectory],
-    sampler: Sampler,
-    *,
-    batch_size: int = 16,
+    reference: BatchEngine | Remembered, compared: Sequence[Compared],
+    trajectories: Sequence[Trajectory], sampler: Sampler, *, batch_size: int = 16,
     processes: Processes = ALONE,
-) -> list[list[StepDistance]]:
+) -> list[list[StepDistance]]:  # fmt: skip
     """Replay the BF16 `reference`'s `trajectories` through the models in `compared`.
 
     The reference runs once for all of them; what `remember` returned for the same trajectories and

@@ -79,15 +79,9 @@ class Verification:
 
 
 def verify(
-    artifact: Checkpoint,
-    source: Checkpoint,
-    targets: list[Target],
-    recipe: Recipe,
-    run: RunDir,
-    *,
-    device: str = "cpu",
-    full: bool = False,
-) -> Verification:
+    artifact: Checkpoint, source: Checkpoint, targets: list[Target], recipe: Recipe, run: RunDir, *,
+    device: str = "cpu", full: bool = False,
+) -> Verification:  # fmt: skip
     """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
     If the layout is right, values are compared on `device` while files are hashed: all values if `full`
