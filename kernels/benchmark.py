@@ -1,20 +1,20 @@
 """Times products and sampler at the real model's shapes on this GPU: `python kernels/benchmark.py`.
 
-Data are random. Weights do not stay in the L2: they are larger than it, or have copies that are read
-in turn. A time is the median of CUDA graph replays. `MB` counts what must be read and written once:
-tokens, results, weights of each expert that gets a token. `share of copy` is MB / us over the
-measured copy rate. `reference` is torch on operands of the same shapes:
+Data are random. Weights do not stay in the L2: they are larger than the L2, or copies of them are
+read in turn. A time is the median of CUDA graph replays. `MB` counts each byte that must be read or
+written once: tokens, results, weights of every expert that gets a token. `share of copy` is MB / us,
+divided by the measured copy rate. `reference` is torch on operands of the same shapes:
 
     experts         `torch._grouped_mm` in bf16: only the two products, no activation
-    linear, fp8     `torch._scaled_mm`, scales per token and channel; its tokens come quantized too
+    linear, fp8     `torch._scaled_mm`, scales per token and channel; quantizing tokens is not timed
     linear, nvfp4   bf16 `torch.mm` (cuBLAS)
     lm_head, soft   bf16 `torch.mm` only, without softcap or softmax
-    sampler         the same draw in separate torch operations (`canvas.sample`), without acceptance
+    sampler         the draw in separate torch operations (`canvas.sample`), without acceptance
 
-Rows named "uneven" route as a random 26B model does (`cases.SPREAD`), other rows evenly. `error` is
-the relative Frobenius error on a few tokens, against float64 of the dequantized operands (sampler:
-of entropies, against torch in float32). `floor` is the longer of the times to move the bytes and to
-compute, at rates that are measured before each part.
+In rows named "uneven", tokens choose experts as in a random 26B model (`cases.SPREAD`); in other rows
+evenly. `error` is the relative Frobenius error on a few tokens, against float64 of the dequantized
+operands; for the sampler, the error of entropies against torch in float32. `floor` is the longer of
+two times, to move the bytes and to compute, at rates measured before each part of the table.
 """
 
 import argparse
@@ -43,7 +43,7 @@ COLUMNS = ("operation", "format", "M", "us", "MB", "GB/s", "share of copy", "flo
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `microseconds` is the kernels' time, `reference` torch's time in us."""
+    """One line of the table; in us, `microseconds` is the kernels' time and `reference` torch's."""
 
     operation: str
     format: str
@@ -118,7 +118,7 @@ def grouped_mm_time(ids: Tensor) -> float:
 
 
 def linear_rows() -> Iterator[Row]:
-    """Yield timed rows of the dense projections; FP8 tokens come quantized, as from a fused norm."""
+    """Yield timed rows of the dense projections; quantizing FP8 tokens, a norm's task, is not timed."""
     for scheme, M, (N, K) in itertools.product(("fp8", "nvfp4"), (256, 1024), LINEAR_SHAPES):
         weight = cases.random_weight(scheme, 1, N, K, DEVICE)
         x = cases.random_tokens(M, K, DEVICE)

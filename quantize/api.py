@@ -44,8 +44,8 @@ def run(
         out: the folder that holds the runs.
         resume: whether to continue a run that exists; a complete run is returned as it is.
         until: the name of the last stage to run.
-        options: `tasks` to score, `limit` on the questions of each, `revision` of a Hub model,
-            `gpu_memory` in bytes, and arguments of `quantize.pipeline.stages.evaluate_more`.
+        options: `tasks` (names), `limit` (questions per task), `revision` (of a Hub model),
+            `gpu_memory` (bytes), and arguments of `quantize.pipeline.stages.evaluate_more`.
 
     Raises:
         GateError: verification, fidelity or the gate failed; only the gate's FAIL leaves a report.
@@ -111,7 +111,7 @@ def fidelity(
 ) -> dict[str, Any]:
     """Replay a run's trajectories through its quantized model and return fidelity.json.
 
-    `modes` are activation modes to replay besides the recipe's. The only option is `gpu_memory`, bytes.
+    `modes` are further activation modes to replay. The one option is `gpu_memory`, in bytes.
     """
     _again(run, "fidelity", modes=tuple(modes), **options)
     return read_json(RunDir(Path(run)).fidelity_json, "activations")
@@ -160,8 +160,8 @@ def search(
     `options` are the keyword arguments of `quantize.pipeline.search.search`.
 
     Returns:
-        "recipe", the path of the recipe that was written; "schemes", "LAYER.KIND" -> scheme; "bytes";
-        "kl_nats", predicted and measured; "frontier", pairs (percent of BF16's bytes, predicted KL).
+        A dict with "recipe" (path of the written recipe), "schemes" ("LAYER.KIND" -> scheme), "bytes",
+        "kl_nats" (predicted, measured), "frontier" (pairs: percent of BF16's bytes, predicted KL).
 
     Raises:
         InputError: as in `quantize.pipeline.search.search`.

@@ -1,6 +1,6 @@
 """The errors that a user may meet, each with the exit code that the command line ends with.
 
-A message is one line that says what is wrong, where (file, tensor, key), and what to do next.
+A message is one line: what is wrong, where (file, tensor, key), and what to do next.
 """
 
 import os
@@ -37,7 +37,7 @@ class GateError(QuantizeError):
 
 
 class UndecidedError(QuantizeError):
-    """The evaluation could not decide: inconclusive, or baseline and candidate were not comparable."""
+    """The verdict is open: inconclusive, or baseline and candidate were not comparable."""
 
     exit_code = 4
 

@@ -4,11 +4,11 @@
     from transformers import AutoModelForMultimodalLM
     model = AutoModelForMultimodalLM.from_pretrained("outputs/nvfp4-.../checkpoint")
 
-By itself transformers fills the experts of such a folder with random numbers and only warns (FP8), or
-ends with an AttributeError (NVFP4). This import replaces `DiffusionGemmaForBlockDiffusion`'s
-from_pretrained, which the Auto classes call: `quantize.checkpoints.load` loads quantized folders, with
-weights dequantized to BF16 and every tensor accounted for. A Hub id of a quantized model is refused;
-transformers loads all other models as before.
+Without this import, transformers fills the experts of an FP8 folder with random numbers and only warns.
+On an NVFP4 folder it ends with an AttributeError. The import replaces from_pretrained of
+`DiffusionGemmaForBlockDiffusion`, which the Auto classes call. `quantize.checkpoints.load` then loads
+quantized folders: it dequantizes weights to BF16 and accounts for every tensor. The Hub id of a
+quantized model is refused. All other models are loaded by transformers, as without the import.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def from_pretrained(
     device).
 
     Raises:
-        InputError: the folder is incomplete or has another layout, an option would be ignored, or
+        InputError: the folder is incomplete or has another layout; an option would be ignored; or
             `name` is a quantized model on the Hub, which has to be downloaded first.
     """
     if name is None or not _is_quantized(Path(name), str(name), options):

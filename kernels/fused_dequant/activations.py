@@ -12,9 +12,9 @@ def quantize_rows(
 ) -> Activation:
     """Quantize rows x bf16 [M, K] for a product with weights of `scheme`; return codes and scales.
 
-    Codes are 8-bit [M, K] with scales f32 [M], or NVFP4 under the global scale `shared` f32 [1]
-    (see `formats.Activation`). With `gelu_mul`, x is [M, 2K], gate first, and gelu_tanh(gate) * up
-    is quantized. Raise ValueError if `shared` is None and `scheme` is not 8-bit.
+    Codes are 8-bit [M, K] with scales f32 [M]; for nvfp4_e2m1, NVFP4 under the global scale `shared`
+    f32 [1] (see `formats.Activation`). With `gelu_mul`, x is [M, 2K], gate first, and gelu_tanh(gate)
+    * up is quantized. Raise ValueError for another scheme, or for nvfp4_e2m1 without `shared`.
     """
     if scheme not in EIGHT_BIT and (scheme != FOUR_BIT or shared is None):
         raise ValueError(f"activations are quantized to fp8 or int8, not {scheme}")
@@ -22,7 +22,7 @@ def quantize_rows(
         from fused_dequant import quantize
 
         return quantize.quantize_rows(x.contiguous(), scheme, shared, gelu_mul=gelu_mul)
-    # Before NVFP4 codes are made, kernels round to bf16. So does torch: else some codes would differ.
+    # Kernels round to bf16 before they make NVFP4 codes. So torch must too, or some codes would differ.
     rows = x.to(torch.bfloat16) if scheme == FOUR_BIT else x.float()
     if gelu_mul:
         rows = reference.gelu_mul(*rows.chunk(2, -1))
@@ -30,7 +30,7 @@ def quantize_rows(
 
 
 def in_torch(x: torch.Tensor, scheme: str, shared: torch.Tensor | None = None) -> Activation:
-    """Quantize x as `quantize_rows` does, but in torch; return (x, None) if the scheme reads bf16."""
+    """Return what `quantize_rows` returns, made in torch; (x, None) if `scheme` reads bf16 rows."""
     if scheme == FOUR_BIT and shared is not None:
         return formats.quantize_nvfp4(x, shared)
     return formats.quantize_rows(x, EIGHT_BIT[scheme]) if scheme in EIGHT_BIT else (x, None)

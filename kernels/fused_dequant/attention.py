@@ -1,12 +1,12 @@
 """Attention of a canvas or a prefill chunk over cached keys.
 
     heads    q = rope(rms_norm(q) * w_q)   k = rope(rms_norm(k) * w_k)   v = rms_norm(v)
-             k and v are written to the cache, q to a tensor of its own
+             writes k and v to the cache, and q to a separate tensor
     attend   out[m] = softmax(1.0 * q[m] @ K.T) @ V over the positions first[m] .. last[m]
 
-One kernel serves every mask of the model, as each row m sees one run of positions. A prompt token at
-p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's end. A
-canvas row sees the canvas's 256 positions and all before them, in a sliding layer only 1,023 of these.
+One kernel serves every mask of the model, because each row m sees one range of positions. A prompt
+token at p sees 0 .. p, in a sliding layer p - 1023 .. p; inside an image it sees up to the image's
+end. A canvas row sees its canvas of 256 positions and all earlier positions (sliding layer: 1,023).
 
 The cache holds keys and values, bf16 [slots, capacity, kv_heads, D]. Position p of a sequence is
 stored at p % capacity, so a sliding layer needs only a ring of window + chunk positions. `capacity`
@@ -17,13 +17,13 @@ A program computes the query heads that share one key head: BQ queries of each h
 of BN positions. Softmax is online, in float32; probabilities are bf16 in the second product. If
 programs would fill at most half of the GPU's processors, positions are split into parts s. A second
 kernel combines the parts: sum_s w_s * out_s / sum_s w_s with w_s = total_s * exp(max_s - max).
-Parts are stored in float16, which rounds eight times as finely as bf16 (error 1.7e-3 against
-2.3e-3). Float32 would take 3 us more to write (H200, 4 parts of 256 rows). Kernels read `first` and
+Parts are stored in float16, which rounds eight times as finely as bf16: the error is 1.7e-3, not
+2.3e-3. Float32 would take 3 us more to write (H200, 4 parts of 256 rows). Kernels read `first` and
 `last` from device memory, so a captured CUDA graph can be replayed with other lengths.
 
-If the next product takes quantized rows, the second kernel also quantizes them, since it holds all
-heads of a row. It rounds rows to bf16 first, so codes and scales equal those of
-`quantize.quantize_rows`, which quantizes the rows if positions are not split.
+If the next product reads quantized rows, the second kernel also quantizes, since it holds all heads
+of a row. It rounds rows to bf16 first, so codes and scales equal those of `quantize.quantize_rows`.
+If positions are not split, there is no second kernel, and `quantize.quantize_rows` quantizes.
 
 On Hopper, heads of 256 and 512 have their own kernels: `attention_hopper` and `attention_wide`.
 """
@@ -53,7 +53,7 @@ COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 @triton.jit
 def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Load heads at x + offset and RMS-normalize each; return both halves, bf16 [HEADS, D / 2] each."""
+    """Return the RMS-normalized heads at x + offset, as their low and high halves bf16 [HEADS, D/2]."""
     half: tl.constexpr = D // 2
     d = tl.arange(0, half)[None, :]
     at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
@@ -68,7 +68,7 @@ def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTE
 
 @triton.jit
 def rotated(low, high, cos, sin, m, D: tl.constexpr):
-    """Apply row m's rope to heads, given in halves [HEADS, D / 2]; return both halves in bf16."""
+    """Apply row m's rope to heads in two halves [HEADS, D / 2]; return the two halves in bf16."""
     at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
     c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -96,7 +96,7 @@ def heads_kernel(
     SHARED: tl.constexpr,  # no v_proj: v is the raw k
     CHAINED: tl.constexpr,
 ):
-    """Program (m, kind) computes and stores row m's queries (kind 0), keys (1) or values (2)."""
+    """Program (m, kind) stores row m's heads: queries if kind is 0, keys if 1, values if 2."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
@@ -170,9 +170,9 @@ def attend_kernel(
     SPLIT: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split): sequence b's i-th BQ queries attend to key head h.
+    """Program (i, b * KV_HEADS + h, split): sequence b's i-th BQ queries over key head h, part `split`.
 
-    `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: pointers, or if BOXED descriptors.
+    `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: descriptors if BOXED, else pointers.
     """
     follow(CHAINED)
     b, h = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
@@ -227,7 +227,7 @@ def attend_kernel(
 def combined(
     parts, largest, total, line, lines, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr
 ):
-    """Return each line (one query head of one row) joined, f32 [LINES, D]; maxima are * log2(e)."""
+    """Join the parts of LINES lines, each one query head of one row; return them, f32 [LINES, D]."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
@@ -252,7 +252,7 @@ def combine_kernel(
     parts, largest, total, out, lines,
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Each program joins the parts of LINES lines (one query head of one row each) and stores bf16."""
+    """Each program joins the parts of LINES lines, and stores the lines in bf16."""
     follow(CHAINED)
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     acc = combined(parts, largest, total, line, lines, SPLITS, D, LINES)
@@ -266,7 +266,7 @@ def combine_quantized_kernel(
     CHAINED: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Program m joins the parts of row m (all heads); it stores NVFP4 if LARGEST is 6, else 8 bits."""
+    """Program m joins the parts of all heads of row m; stores NVFP4 if LARGEST is 6, else 8 bits."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     line = m * HEADS + tl.arange(0, HEADS)
@@ -334,7 +334,7 @@ def attend_parts(
     last: torch.Tensor,
     config: dict[str, int],
 ) -> Parts:
-    """Return attention's results over config["SPLITS"] parts; `configure` makes `config`."""
+    """Return the results of each of config["SPLITS"] parts; `config` comes from `configure`."""
     rows, q_heads, D = q.shape
     count, capacity, kv_heads, _ = keys.shape
     n = rows // len(slots)
@@ -369,7 +369,7 @@ def attend_parts(
 
 
 def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activation:
-    """Return `parts` joined: NVFP4 if `shared` is given, else 8-bit or bf16, as `scheme` reads it."""
+    """Join `parts`; return the rows that `scheme` reads: NVFP4 (needs `shared`), 8-bit or bf16."""
     quantized = scheme in EIGHT_BIT or shared is not None
     if parts.splits == 1:
         rows = parts.results.flatten(1)
@@ -394,11 +394,11 @@ def combine(parts: Parts, scheme: str, shared: torch.Tensor | None) -> Activatio
 def configure(
     rows: int, batch: int, q_heads: int, kv_heads: int, D: int, processors: int, *, hopper: bool
 ) -> dict[str, int]:
-    """Return tile sizes, and into how many parts (1 to 8) to split positions to fill `processors`.
+    """Return tile sizes and SPLITS: how many parts positions are split into, to fill `processors`.
 
-    `rows` counts rows of all `batch` sequences; `hopper` means sm_90. On other GPUs, tiles of 64
-    rows x 32 positions (32 x 32 for heads of 512) fit every target: they take 52 to 98 KiB of
-    shared memory, of which an RTX 4090 or 5090 has 99, and no target spills more than one register.
+    SPLITS is 1 to 8. `rows` counts rows of all `batch` sequences; `hopper` means sm_90. On other
+    GPUs a tile is 64 rows x 32 positions, or 32 x 32 for heads over 256. It takes 52 to 98 KiB of
+    shared memory; an RTX 4090 or 5090 has 99. No target spills more than one register.
     """
     group = q_heads // kv_heads
     # A copy takes at least 8 queries of a head: shared memory repeats its pattern every 8 rows.

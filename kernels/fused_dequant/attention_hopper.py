@@ -2,14 +2,14 @@
 
 The L2 cache limits this kernel: a tile of 64 positions has 64 KB of keys and values. At the tensor
 cores' full rate, a program with 64 rows of queries would read 64 bytes per cycle, twice what the L2
-delivers. Therefore a program has 128 rows, the most whose results fit into registers. The products
-of a tile then take 2,048 cycles, and moving their operands through shared memory takes as many.
+delivers. So a program has 128 rows; results of more rows do not fit into registers. The products of
+a tile then take 2,048 cycles. Moving their operands through shared memory also takes 2,048 cycles.
 
 Three sets of warps (`warp_specialize`) synchronize at barriers in shared memory:
 
-    attend_rows (two sets)   64 rows each: scores, exponentials, results. The sets do not wait for
-                             each other, so one multiplies while the other computes exponentials
-    refill (one warp)        copies tile i + 2 (by TMA) over tile i after both sets have read tile i
+    attend_rows (two sets)   computes 64 rows: scores, exponentials, results. The sets do not wait for
+                             each other: one can multiply while the other computes exponentials
+    refill (one warp)        when both sets have read tile i, copies tile i + 2 (by TMA) to its place
 
 Within a set the products of two tiles are in flight at once:
 
@@ -43,11 +43,11 @@ def visible_run(
     first, last, row, query, n, splits, SHARE: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return begin, end, blocks, clear and blurred: the program reads the positions [begin, end).
+    """Return begin, end, blocks, clear and blurred, which say what positions a program reads.
 
-    These positions form `blocks` blocks, at least one. Scores at positions in [clear, blurred) need
-    no mask, as every row sees these positions. The program computes SHARE of a sequence's n queries,
-    from number `query` on, and none past the last. `row` is the sequence's first row.
+    It reads the positions [begin, end), in `blocks` blocks, at least one. Every row sees positions
+    [clear, blurred), so scores there need no mask. The program computes SHARE of a sequence's n
+    queries, from number `query` on, and none past the last. `row` is the sequence's first row.
     """
     # Every warp holds all queries: nothing passes between warps.
     each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
@@ -66,7 +66,7 @@ def visible_run(
 
 @gluon.jit
 def weigh(score, top, sums, low, high, start, end, clear, blurred):
-    """Return exponentials of the block at `start`, a factor for earlier results, new `top`, `sums`."""
+    """Return a block's exponentials, a factor for earlier results, and the new `top` and `sums`."""
     positions: gl.constexpr = score.shape[1]
     if (start < clear) | (start + positions > gl.minimum(blurred, end)):
         position = gl.arange(0, positions, gl.SliceLayout(0, score.type.layout))[None, :] + start
@@ -81,7 +81,7 @@ def weigh(score, top, sums, low, high, start, end, clear, blurred):
 
 @gluon.jit
 def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted):
-    """If `wanted`, start copying block number `block` to its place in the ring, which must be free."""
+    """If `wanted`, start copying block `block` to its place in `ring`; the place must be free."""
     stage = block % STAGES
     mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
     place, cell = ring.index(stage), base + (begin + block * BN) % capacity
@@ -90,7 +90,7 @@ def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted)
 
 @gluon.jit
 def refill(keys, values, smem, begin, blocks, base, capacity, column):
-    """Copy the keys and values of blocks from STAGES on, each after the block it replaces was read."""
+    """Copy keys and values of blocks STAGES, STAGES + 1, ...; each waits until its place is free."""
     _, held_keys, held_values, _, keys_ready, values_ready, keys_free, values_free = smem
     for block in range(STAGES, blocks):
         stage = block % STAGES
@@ -107,7 +107,7 @@ def attend_rows(
     begin, end, blocks, clear, blurred,
     GROUP: gl.constexpr, Q_HEADS: gl.constexpr, D: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store 64 rows, from 64 * part on; row r is query r % SHARE of head r // SHARE."""
+    """Compute and store the 64 rows from 64 * part; row r is query r % SHARE of head r // SHARE."""
     queries, held_keys, held_values, q_ready, keys_ready, values_ready, keys_free, values_free = (
         smem
     )
@@ -200,9 +200,9 @@ def attend_hopper_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) computes the same as in `attention.attend_kernel`.
+    """Each program computes what the same program of `attention.attend_kernel` computes.
 
-    q, keys and values are TMA descriptors; q is [rows, q_heads * D] in boxes [ROWS / group, D].
+    q, keys and values are TMA descriptors. q is [rows, q_heads * D], copied in boxes [SHARE, D].
     """
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS

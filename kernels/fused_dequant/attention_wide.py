@@ -1,18 +1,18 @@
 """Attention with heads of 512 on Hopper, for `attention.attend`.
 
 The results of 64 rows, 64 x 512 in float32, fill the registers of two warpgroups. The keys of a
-block of 64 positions are 64 KB, so shared memory holds the queries and the keys and values of one
-block. With smaller blocks and the compiler's own pipeline, tensor cores idle most of the time. Here
-TMA overwrites a block's keys with the next block's once every warp has read them, while values are
-multiplied. TMA copies the next values while scores are computed. The exponentials of a block are
-computed while the previous block's probabilities are multiplied by the previous block's values:
+block of 64 positions take 64 KB. Shared memory holds only the queries, and one block's keys and
+values. With smaller blocks and the compiler's own pipeline, tensor cores idle most of the time. So
+here copies, products and exponentials overlap. When every warp has read a block's keys, TMA copies the
+next block's keys in their place, while values are multiplied. TMA copies the next values while scores
+are computed. The exponentials of block i + 1 are computed while block i's values are multiplied:
 
     in flight              scores of block i + 1; results *= decay; results += p_i @ values_i
     when scores arrive     copy the keys of block i + 2; compute the decay, then p_i+1
     when results arrive    copy the values of block i + 1
 
-A warpgroup computes half the positions' scores and half the results' columns. A block's keys and
-values, 128 KB, serve only 64 rows, so the L2 limits the kernel (figures: docs/kernels-log.md).
+A warpgroup computes the scores of half the positions, and half the columns of the results. The keys
+and values of a block, 128 KB, serve only 64 rows, so the L2 limits the kernel (docs/kernels-log.md).
 """
 
 from triton.experimental import gluon
@@ -64,7 +64,7 @@ def attend_wide_kernel(
     SPLIT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Program (i, b * KV_HEADS + h, split) computes the same as in `attention.attend_kernel`."""
+    """Each program computes what the same program of `attention.attend_kernel` computes."""
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP

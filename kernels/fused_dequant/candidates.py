@@ -10,19 +10,19 @@ from fused_dequant.layouts import KERNELS
 from fused_dequant.targets import TARGETS, Capability
 from fused_dequant.tuning import Config
 
-# 64, and tokens of 1 canvas, 2 (or one that is committed with the first step of the next), 4, 8, and
-# 16 to 64 canvases in one pass. The two products with the embedding take at most 8 canvases at once.
+# 64; 1 canvas; 2 (or one that is committed with the first step of the next); 4; 8; and 16 to 64
+# canvases in one pass. The two products with the embedding take at most 8 canvases at once.
 TOKENS = (64, 256, 512, 1024, 2048, 8192)
 PIECES = (256, 512, 1024, 2048)
-# Per thread, which has 255 registers: decoded weights and addresses need some too. A sweep that
-# allowed 256 accumulators ended in "illegal instruction"; no sweep within this limit has.
+# Per thread. A thread has 255 registers: decoded weights and addresses need some too. A sweep that
+# allowed 256 accumulators ended in "illegal instruction"; within this limit, none did.
 MAX_ACCUMULATORS = 128
 HOPPER: Capability = (9, 0)
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product to tune: M rows of K numbers become M rows of N numbers."""
+    """A matrix product to tune: M rows of K numbers times a weight [N, K] give M rows of N numbers."""
 
     verb: str  # linear, experts_up, experts_down, lm_head or soft_embedding
     scheme: str

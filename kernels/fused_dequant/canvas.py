@@ -46,8 +46,8 @@ class Rules(NamedTuple):
 class Probabilities:
     """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
-    p is bf16 [M, V], total f32 [M]. `statistics` is allocated as f32 [M, 4, tiles of V], but `look`
-    writes it as [4, M, tiles of V]. It is None unless `sparse_soft_embedding` will read it.
+    p is bf16 [M, V], total f32 [M]. `statistics` is f32 [M, 4, tiles of V]; `look` fills its memory
+    as [4, M, tiles of V]. If `sparse_soft_embedding` will not read `statistics`, it is None.
     """
 
     p: Tensor
@@ -140,8 +140,8 @@ def _temperature(state: CanvasState, schedule: Tensor) -> Tensor:
 def accepted(entropy: Tensor, bound: float) -> Tensor:
     """Return which positions are accepted, bool [B, L], by their entropy [B, L] in nats.
 
-    A position is accepted if the lower entropies of its canvas sum to at most `bound`. So the
-    position of lowest entropy is always accepted.
+    A position is accepted if the entropies lower than its own, in its canvas, sum to at most `bound`.
+    So the position of lowest entropy is always accepted.
     """
     ascending, order = entropy.sort(dim=-1, stable=True)
     lower = ascending.cumsum(-1) - ascending
@@ -151,8 +151,8 @@ def accepted(entropy: Tensor, bound: float) -> Tensor:
 def stopped(history: Tensor, argmax: Tensor, entropy: Tensor, confidence: float) -> Tensor:
     """Return which sequences stop, bool [B]: those with a stable argmax and a low mean entropy.
 
-    `argmax` int64 [B, L] is stable if it equals `history` [S, B, L], the argmax of the S steps before;
-    with S = 0 it always is. The mean of `entropy` [B, L] must be below `confidence`, both in nats.
+    `argmax` int64 [B, L] must equal all of `history` [S, B, L], the S earlier argmaxes (S = 0: none).
+    The mean of `entropy` [B, L] must be below `confidence`, both in nats.
     """
     stable = (history == argmax).all(-1).all(0)
     return stable & (entropy.mean(-1) < confidence)
@@ -201,9 +201,9 @@ def random_tokens(seeds: Tensor, canvas: int | Tensor, length: int, vocabulary: 
 def uniforms(seeds: Tensor, canvas: int | Tensor, step: int | Tensor, length: int) -> Tensor:
     """Return a denoising step's random numbers: f32 [B, length, 2] in [0, 1), of 24 bits each.
 
-    They are the first two words of Philox. Its key is the sequence's seed (`seeds` int64 [B], low word
-    first), its counter is (position, step, canvas, 0). Steps count from 1; step 0 draws the initial
-    canvas. `canvas` and `step` are one number, or integer tensors [B] with a number for each sequence.
+    The numbers are the first two words of Philox. The key of Philox is the sequence's seed, low word
+    first (`seeds` is int64 [B]); the counter is (position, step, canvas, 0). Steps count from 1;
+    step 0 draws the initial canvas. `canvas` and `step` are numbers, or integer tensors [B].
     """
     position = torch.arange(length, device=seeds.device)[None, :]
     zero = torch.zeros_like(position)

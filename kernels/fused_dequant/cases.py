@@ -19,7 +19,7 @@ def random_weight(
 ) -> Weight:
     """Return a random weight [experts, rows, columns] of a scheme of `layouts`; on "meta", a blank one.
 
-    "nvfp4" becomes nvfp4_fragments on Hopper. Rows for nvfp4_e2m1 have the global scale SHARED.
+    On Hopper, "nvfp4" becomes nvfp4_fragments. Tokens for nvfp4_e2m1 have the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
@@ -46,7 +46,7 @@ def random_tokens(tokens: int, columns: int, device: str, seed: int = 1) -> torc
 
 
 def rounded(x: torch.Tensor, scheme: str) -> torch.Tensor:
-    """Return x [..., K] in float64, rounded as a product with a weight of `scheme` rounds its input."""
+    """Return x [..., K] in float64, with the rounding that products with `scheme` apply to tokens."""
     if scheme == FOUR_BIT:
         shared = torch.full((1,), SHARED, device=x.device)
         return formats.dequantize_nvfp4(*formats.quantize_nvfp4(x, shared), shared, torch.float64)
@@ -68,8 +68,8 @@ def random_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw `topk` distinct experts for each token, from the first `used` experts (None: from all).
 
-    `spread` is the standard deviation of log(popularity) over the experts; 0: all equally popular.
-    Return expert ids int32 and routing weights f32, both [tokens, topk]; the weights of a row sum to 1.
+    `spread` is the standard deviation of log(popularity) over experts; 0: all equally popular. Return
+    expert ids int32 and routing weights f32, both [tokens, topk]; each token's weights sum to 1.
     """
     generator = torch.Generator(device).manual_seed(seed)
     scores = torch.rand(tokens, used or experts, generator=generator, device=device)

@@ -1,16 +1,16 @@
 """Programmatic dependent launch: the next kernel of a sequence starts while this one drains.
 
-Without it, the GPU is idle for about a microsecond between two kernels of a stream: the last blocks
-finish, the next kernel is launched and computes addresses. A chained kernel is launched as soon as
+Without it, the GPU idles for about a microsecond between two kernels of a stream: the last blocks
+finish, then the next kernel is launched and computes addresses. A chained kernel starts as soon as
 every block of the previous kernel has released it. It waits before it reads what that kernel wrote.
 
-Two rules keep this safe. First, every program of a chained kernel, even one that returns at once,
-must wait before it writes, and before it reads what an earlier kernel wrote; only weights may be
-read sooner. Second, it may release the next kernel only after this wait. So when a kernel starts,
-all kernels but the previous one are complete; for an unchained kernel the previous one is too.
+Two rules keep this safe. First, every program of a chained kernel must wait, even if it returns at
+once: before it writes, and before it reads anything but weights. Second, a program may release the
+next kernel only after this wait. So when a chained kernel starts, all earlier kernels but the previous
+one are complete. When an unchained kernel starts, all earlier kernels are complete.
 
-Streamed weights (`Weight.streamed`) may not be read sooner: no document promises that a programmatic
-launch waits for the event of their arrival. So a product that would read them early is not chained.
+Streamed weights (`Weight.streamed`) may not be read before the wait: no document promises that a
+programmatic launch waits until they have arrived. So a product that reads them early is not chained.
 
 Reading resident weights early does not always pay. Products that requested their first weights
 before the wait made a step 3 % slower. A kernel that fetched weights into the L2 during attention
@@ -30,7 +30,7 @@ from fused_dequant.targets import capability
 
 
 def chained(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments that chain a kernel to the previous one if `device` is sm_90 or newer."""
+    """Return launch arguments; on sm_90 and newer they chain a kernel to the previous one."""
     if device.type == "cpu" or capability(device) < (9, 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}

@@ -30,7 +30,7 @@ _HERE = _Here()
 
 @contextmanager
 def sequences_of(rows: int) -> Generator[None]:
-    """Within the `with` block, torch multiplies this thread's rows in runs of `rows`, one per sequence.
+    """Within the `with` block, a torch product of this thread takes `rows` rows: one sequence.
 
     Some CPU libraries sum in another order if a product has more rows. With one product per
     sequence, a sequence's results do not depend on other sequences. Kernels ignore this setting.
@@ -46,8 +46,8 @@ def sequences_of(rows: int) -> Generator[None]:
 def launched_as_one_of(sequences: int) -> Generator[None]:
     """Within the `with` block, this thread launches kernels with the configuration for one sequence.
 
-    A batch has `sequences` sequences of equal length. A kernel's order of sums depends on its launch
-    configuration, never on other rows. So a sequence gets the same bits as in a launch by itself.
+    The batch has `sequences` sequences of equal length. A kernel's order of sums depends on its launch
+    configuration, never on other rows. So each sequence gets the same bits as in a launch by itself.
     """
     before, _HERE.sequences = _HERE.sequences, sequences
     try:
@@ -57,11 +57,11 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
 
 
 def launched_as(count: int) -> int:
-    """Return `count` of rows, slots or sequences; inside `launched_as_one_of`, that of one sequence."""
+    """Return `count` (rows, slots or sequences); in `launched_as_one_of`, the share of one sequence."""
     return count // _HERE.sequences
 
 
 def sequence_rows(count: int) -> int:
-    """Return how many of `count` rows torch multiplies at once: all, or as `sequences_of` says."""
+    """Return the rows of one torch product: `sequences_of`'s number if it divides `count`, else all."""
     own = _HERE.rows
     return own if own is not None and count % own == 0 else max(count, 1)

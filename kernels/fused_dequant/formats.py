@@ -6,20 +6,20 @@ E4M3 (FP8, `torch.float8_e4m3fn`): largest 448, smallest subnormal 2^-9, no infi
 E8M0: byte b is 2^(b - 127), 255 is NaN.
 
 NVFP4 on disk (compressed-tensors, `nvfp4-pack-quantized`), for a weight [N, K]:
-    packed        uint8  [N, K/2]   code of column 2i in the low nibble, of column 2i+1 in the high one
+    packed        uint8  [N, K/2]   codes: column 2i in the low nibble, column 2i+1 in the high nibble
     scale         e4m3   [N, K/16]  one per 16 columns
-    global_scale  f32    [1]        448 * 6 / amax of the tensor: a large number, a divisor
+    global_scale  f32    [1]        a large divisor: 448 * 6 / amax of the tensor
     w[n, k] = e2m1[n, k] * scale[n, k // 16] / global_scale
 
-MXFP4 (`mxfp4-pack-quantized`): the same codes, scale e8m0 uint8 [N, K/32]. If 2^k <= amax < 2^(k+1)
-in a block, its scale is 2^k / 4, or 2^k / 2 if amax >= 1.75 * 2^k. Weights saturate at 6 * scale.
+MXFP4 (`mxfp4-pack-quantized`): NVFP4's codes, scale e8m0 uint8 [N, K/32]. If 2^k <= amax < 2^(k+1) in
+a block, its scale is 2^k / 2 for amax >= 1.75 * 2^k, else 2^k / 4. Weights saturate at 6 * scale.
 
 FP8: weight e4m3 [N, K], scale [N]; INT8: weight int8 [N, K], scale [N]; w = weight * scale.
 
 Values are rounded to nearest, ties to the even code, in float32. The modules `w4a16`, `w4a8` and
-`w4a4` define layouts that exist only in memory. This module defines one more such layout: gate and
-up rows of an expert alternate in runs of 8 (`interleave_gate_up`). So the thread that holds a gate
-value in a tensor-core accumulator also holds its up value, and computes gelu_mul in registers.
+`w4a4` define layouts that exist only in memory. `interleave_gate_up` makes one more: an expert's
+gate and up rows alternate in runs of 8. So the thread that holds a gate value in a tensor-core
+accumulator also holds its up value, and computes gelu_mul in registers.
 """
 
 import math
@@ -40,8 +40,8 @@ E8M0_MAX = 254
 SMALLEST_BLOCK_SCALE = 0.125  # in place of 0, as compressed-tensors does
 # W4A8 makes blocks of smaller scales zero: 0.5 * scale / 8 would be below e4m3's normal numbers.
 E4M3_LEAST_SCALE = 2.0**-2
-# What a product reads: rows bf16 [M, K] and None; e4m3 or int8 [M, K] and scales f32 [M]; or NVFP4
-# codes uint8 [M, K/2] and block scales e4m3 [M, K/16], under the global scale `Weight.shared`.
+# What a product reads, as a pair: bf16 rows [M, K] and None; e4m3 or int8 rows [M, K] and scales f32
+# [M]; or NVFP4 codes uint8 [M, K/2] and scales e4m3 [M, K/16], global scale `Weight.shared`.
 Activation = tuple[Tensor, Tensor | None]
 EIGHT_BIT = {"fp8": FP8, "int8": torch.int8, "nvfp4_e4m3": FP8}  # dtypes of rows, by scheme
 FOUR_BIT = "nvfp4_e2m1"  # the scheme whose rows (activations) are NVFP4 too
@@ -88,12 +88,12 @@ def _magic(magnitude: Tensor) -> Tensor:
 
 
 def e2m1_codes(x: Tensor, room: Tensor) -> Tensor:
-    """Return e2m1 codes (uint8) of FP32 x in -6..6, 0 for -0; overwrite x and `room` (like x).
+    """Return e2m1 codes uint8 of FP32 x in -6..6, 0 for -0; overwrite x and `room`, a tensor like x.
 
     A code without its sign is n + 2 e. 2^e is the largest power of two <= max(1, |x|). n is |x| in
-    grid steps, rounded, and is the last byte of |x| + `_magic`. Here `magic` has 214 more steps, so
-    this byte is n + 214. `magic` >> 22 is 2 (127 + 22 + e), which in a byte equals 2 e - 214. The
-    sum of these two bytes is n + 2 e. Since 214 is even, ties still go to the even code.
+    grid steps, rounded, and is the last byte of |x| + `_magic`. Here `magic` is larger by 214 steps,
+    so that byte is n + 214. `magic` >> 22 is 2 (127 + 22 + e): its last byte equals 2 e - 214. The
+    sum of the two bytes is n + 2 e. Since 214 is even, ties still go to the even code.
     """
     bits, other = x.add_(0.0).view(torch.int32), room.view(torch.int32)  # -0 has become 0
     sign = torch.bitwise_right_shift(bits, 28, out=other).to(torch.uint8).bitwise_and_(8)
@@ -164,8 +164,8 @@ def dequantize_nvfp4(
 def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
     """Return NVFP4 weights as W4A8 multiplies them: e2m1 * scale / 8, rounded to e4m3 [..., K].
 
-    packed is uint8 [..., K/2], scale e4m3 [..., K/16], not negative. The largest result, 336, is in
-    range. Blocks with scales below E4M3_LEAST_SCALE become zeros, as 0.5 * scale / 8 is subnormal.
+    `packed` is uint8 [..., K/2], `scale` e4m3 [..., K/16], >= 0. The largest result is 336, in range.
+    If a scale is below E4M3_LEAST_SCALE, 0.5 * scale / 8 is subnormal, and its block becomes zeros.
     """
     scale = scale.float()
     zero = (scale < E4M3_LEAST_SCALE).unsqueeze(-1)
@@ -178,7 +178,7 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:
-    """Return the e8m0 scales uint8 of MXFP4 blocks from their amax `ranges`, rounded to BF16."""
+    """Return e8m0 scales uint8 of MXFP4 blocks; first their amax `ranges` are rounded to BF16."""
     bits = ranges.to(torch.bfloat16).view(torch.int16).int()
     return ((bits + 32 >> 7) - 2).clamp(0, E8M0_MAX).to(torch.uint8)
 
@@ -208,8 +208,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize rows x [..., K] symmetrically to `dtype`; return codes [..., K] and scales f32 [...].
 
     scale = amax / 448 for float8_e4m3fn, amax / 127 for int8; codes are x * (1 / scale), half to
-    even. The kernel too computes 1 / scale once per row, so both agree bit for bit. A zero row has
-    scale 1. A row with NaN or infinity has scale NaN, so that everything computed from it is NaN.
+    even. The kernel also computes 1 / scale once per row, so kernel and torch agree bit for bit. A
+    zero row has scale 1. A row with NaN or infinity has scale NaN: products with the row are NaN.
     """
     largest, wide = LARGEST[dtype], x.float()
     amax = wide.abs().amax(-1)
@@ -222,7 +222,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave gate and up [..., I, C] in runs of 8 rows: [..., 2I, C]; ValueError if I % 8 != 0."""
+    """Interleave gate, up [..., I, C] by 8 rows: [..., 2I, C]; ValueError if shapes differ or I % 8."""
     if gate.shape != up.shape or gate.shape[-2] % GATE_UP_RUN:
         raise ValueError(
             f"gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal in shape, rows % 8 == 0"

@@ -1,8 +1,8 @@
 """Lays NVFP4 weights out in fragments on the GPU, in one read and one write of their bytes.
 
-`w4a16` describes fragments. The reference is its `to_fragments` in torch, which passes over the data
-thirty times and takes longer than copying a streamed layer. A program makes TILES fragments. A fragment
-is 256 pairs of words; a pair's bits come from 8 bytes, 4 in each of two rows, by a table (`places`).
+`w4a16` describes fragments. The torch reference is `w4a16.to_fragments`. It passes over the data thirty
+times, which takes longer than copying a streamed layer. A fragment is 256 pairs of words. A table
+(`places`) maps 8 bytes to a pair's bits; 4 of the bytes are in one row, 4 in another.
 
 Block scales must not be negative or NaN. `runtime.fused.packing` checks this at their first read.
 """
@@ -22,11 +22,11 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes fragments of row tile i (64 rows): TILES column tiles from j * TILES on.
+    """Program (i, j) makes the TILES fragments of row tile i and column tiles j * TILES and following.
 
-    It reads packed uint8 [rows, HALF] and scale uint8 [rows, HALF / 8], and writes words int64
-    [tiles, columns, 256] and scales int32 [tiles, columns, 64]. The tables places int64 [8, 256]
-    and recode uint8 [128] are `w4a16.byte_table` and `scale_table`.
+    A tile has 64 rows or columns. Inputs: packed uint8 [rows, HALF], scale uint8 [rows, HALF / 8],
+    tables places int64 [8, 256] and recode uint8 [128] (`w4a16.byte_table`, `scale_table`). Outputs:
+    words int64 [tiles, columns, 256], scales int32 [tiles, columns, 64].
     """
     pair = tl.arange(0, TILES * 256)
     column = tl.program_id(1) * TILES + pair // 256
@@ -55,7 +55,7 @@ def fragments_kernel(
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `w4a16.to_fragments` returns, but check neither shapes nor scales."""
+    """Return what `w4a16.to_fragments` returns; shapes and scales are not checked."""
     experts, rows, half = packed.shape
     tiles, columns = rows // w4a16.FRAGMENT, half // (w4a16.FRAGMENT // 2)
     words = packed.new_empty(experts, tiles, columns, 512, dtype=torch.int32)

@@ -1,20 +1,20 @@
-"""GPTQ and coordinate descent over a block of 16 inputs; a thread takes a row, one output's weights.
+"""GPTQ and coordinate descent over a block of 16 inputs. A thread has one row: one output's weights.
 
-    round_block     for each scale s that is tried, with step = s / shared: for i = 0 .. 15
+    round_block     for each scale s that is tried, step = s / shared; for i = 0 .. 15:
                         left_i = w_i - sum_{j < i} error_j * U_ji
                         q_i = nearest(left_i / step), error_i = (left_i - q_i * step) / U_ii
                     keeps the s with the least sum of error_i^2
-    descend_block   moves s, with all codes fixed, to the e4m3 number of least loss near its optimum;
-                    then moves one q_i after another to nearest((q_i * step + slope_i / H_ii) / step)
+    descend_block   first, with all codes fixed, moves s to the best e4m3 number near its optimum;
+                    then moves each q_i in turn to nearest((q_i * step + slope_i / H_ii) / step)
 
 With e2m1 codes, round_block tries the usual s (from amax / 6) and its e4m3 neighbours, and
-descend_block moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains the
-method (H, U and slope), and has it in torch.
+descend_block moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains H, U and
+slope; it also has the method in torch.
 
 A row's weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple indexed
-at compile time. Scales are tried one after the other, keeping only the best scale and its loss;
-rounding once more with the best scale gives the codes. All rows of a program belong to one expert and
-share its U and H. Tensors may be columns of larger matrices: kernels take strides, nothing is copied.
+at compile time. round_block tries scales one after the other and keeps only the best scale and its
+loss. It then rounds again with the best scale. A program's rows belong to one expert, with one U and
+H. Kernels take strides, so tensors may be columns of larger matrices and need no copy.
 """
 
 # Tuples are joined with +, since a Triton kernel cannot unpack them (RUF005).
@@ -41,7 +41,7 @@ def columns(block, ROWS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def joined(vectors, ROWS: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr):
-    """Return [ROWS, N], whose columns are N vectors of the tuple `vectors`, from index FIRST on."""
+    """Return a tensor [ROWS, N] whose columns are N vectors of `vectors`, a tuple, from FIRST on."""
     if N == 1:
         return tl.reshape(vectors[FIRST], (ROWS, 1))
     else:
@@ -71,14 +71,14 @@ def nearest(v, CODES: tl.constexpr):
 
 @triton.jit
 def bits_of(s):
-    """Return the code, int32, of the e4m3 number s > 0, held in float32; below 2^-6 it is subnormal."""
+    """Return the int32 code of s, an e4m3 number > 0 held in float32; s < 2^-6 is subnormal."""
     bits = s.to(tl.int32, bitcast=True)
     return tl.where(s < 0.015625, (s * 512.0).to(tl.int32), (bits >> 20) - 960)
 
 
 @triton.jit
 def neighbour(bits, offset):
-    """Return the float32 value of the e4m3 code `bits` + `offset`, limited to codes from 1 to 126."""
+    """Return the float32 value of e4m3 code `bits` + `offset`; the code is limited to 1 .. 126."""
     bits = tl.minimum(tl.maximum(bits + offset, 1), 126)
     normal = ((bits + 960) << 20).to(tl.float32, bitcast=True)
     return tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
@@ -94,7 +94,7 @@ def scale_of(largest, g):
 
 @triton.jit
 def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
-    """Round a row's 16 inputs in order; return the loss (sum of error_i^2), all q_i and all error_i."""
+    """Round rows' 16 weights in order; return each row's loss (sum of error_i^2), q_i and error_i."""
     loss = tl.zeros_like(step)
     codes, errors = (), ()
     for i in tl.static_range(16):
@@ -148,7 +148,7 @@ def round_block_kernel(
 
 @triton.jit
 def best_scale(scale, curvature, pull, g):
-    """Return the scale of least loss: `scale`, or one of three e4m3 numbers around the optimum."""
+    """Return the scale of least loss among `scale` and three e4m3 numbers around the optimum."""
     wanted = scale + tl.div_rn(pull, tl.maximum(curvature, 1e-30)) * g
     bits = bits_of(round_e4m3(clamp(wanted, 0.001953125, 448.0)))
     best, least = scale, tl.zeros_like(scale)
@@ -168,7 +168,7 @@ def descend_block_kernel(
     codes_expert, codes_row, moved_expert, moved_row,
     CODES: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (m, e) descends on ROWS rows of expert e; T_expert, T_row are the strides of tensor T."""
+    """Program (m, e) improves ROWS rows of expert e; T_expert and T_row are the strides of tensor T."""
     e = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = m < OUT
@@ -218,8 +218,8 @@ def descend_block_kernel(
 def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours):
     """Launch the kernel for `quantize.schemes.gptq.round_block`, which describes the tensors.
 
-    All are float32, of stride 1 along inputs. `kind` is the format of the codes: e2m1, e4m3 or int8.
-    `neighbours` is how many scales below and above the usual one are tried; 0 keeps the given scales.
+    Tensors are float32, with stride 1 along inputs. `kind` is the codes' format: e2m1, e4m3 or int8.
+    `neighbours` scales on each side of the usual scale are tried; if it is 0, `scales` stay.
     """
     E, OUT, _ = weight.shape
     round_block_kernel[(triton.cdiv(OUT, ROWS), E)](
@@ -230,7 +230,7 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
 
 
 def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
-    """Launch the kernel for `quantize.schemes.gptq.descend_block`; it moves scales only if `scaled`."""
+    """Launch the kernel for `quantize.schemes.gptq.descend_block`; if `scaled`, scales move too."""
     E, OUT, _ = slope.shape
     descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
         slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],

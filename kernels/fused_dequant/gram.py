@@ -1,10 +1,10 @@
-"""Sums of x x^T over the rows of every expert, in tiles: what GPTQ's Hessians are made of.
+"""Sums of x x^T over the rows of every expert, in tiles; GPTQ's Hessians are made of them.
 
     tiles[e, t] += sum of x[r, i] x[r, j]^T over the rows r of expert e,   t = j (j + 1) / 2 + i
 
-i <= j are numbers of blocks of 128 inputs; x[r, i] is block i of row r. Tiles below the diagonal are
-transposes of tiles above, and are neither computed nor stored. Products of bf16 numbers are exact in
-float32; tensor cores sum them. The host never waits. `quantize/schemes/hessians.py` sums in torch.
+x[r, i] is block i of row r, 128 inputs wide; i <= j. Tiles below the diagonal are transposes of tiles
+above it, and are neither computed nor stored. Products of bf16 numbers are exact in float32; tensor
+cores sum them. The host never waits. `quantize/schemes/hessians.py` sums in torch.
 """
 
 import torch
@@ -24,7 +24,7 @@ def gram_kernel(
     x, order, starts, tiles, K, COUNT,
     TOPK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, j, e) adds x x^T to tile (i, j) of expert e; choice c in `order` is row c // TOPK."""
+    """Program (i, j, e) adds to tile (i, j) of expert e; choice c in `order` is row c // TOPK of x."""
     i, j = tl.program_id(0), tl.program_id(1)
     e = tl.program_id(2).to(tl.int64)
     begin, end = tl.load(starts + e), tl.load(starts + e + 1)
@@ -52,11 +52,11 @@ def gram_kernel(
 def add(
     tiles: torch.Tensor, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, topk: int
 ) -> None:
-    """Add to each expert's `tiles`, in place, the sum of x x^T over its rows of x bf16 [M, K].
+    """Add the sum of x x^T over an expert's rows of x bf16 [M, K] to the expert's `tiles`, in place.
 
-    `tiles` f32 [E, tiles, 128, 128] and x are contiguous. `order` int64 [M * topk] has the choices
-    sorted by expert: order[starts[e] : starts[e + 1]] are expert e's; `starts` is int64 [E + 1].
-    Choice c belongs to row c // topk.
+    `tiles` f32 [E, T, 128, 128] and x are contiguous. Choice c is an expert of row c // topk.
+    `order` int64 [M * topk] has the choices sorted by expert; `starts` int64 [E + 1] has the place in
+    `order` where each expert's choices start.
     """
     K = x.shape[1]
     blocks = triton.cdiv(K, TILE)

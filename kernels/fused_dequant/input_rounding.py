@@ -1,12 +1,12 @@
 """Rounds activations as W4A4 does for NVFP4 weights, into bf16 rows that any kernel can multiply.
 
-    s = e4m3(min(g * amax / 6, 448)), or 0.125 if this is 0       scale of a block of 16 values
-    y = e2m1(clamp(x / (s / g), -6, 6)) * s                       the stored row; g: global scale
+    s = e4m3(min(g * amax / 6, 448)), or 0.125 where this is 0     scale of a block of 16 values
+    y = e2m1(clamp(x / (s / g), -6, 6)) * s                        the row that is stored
 
-So y / g approximates x. A code has 2 significant bits and a block scale 4, so y is exact in bf16
-(at most 6 * 448). The weight's factor includes 1 / g, in float32 (`simulated.scaled`). All numbers
-equal those of compressed-tensors in float32, ties to the even code; NaN stays NaN. Rounding to e4m3
-is done by float32 additions, since sm_80 has no such type.
+g is the global scale, and y / g approximates x. A code has 2 significant bits, a block scale 4, and
+y is at most 6 * 448, so y is exact in bf16. `simulated.scaled` puts 1 / g into the weight's factor,
+in float32. All numbers equal those of compressed-tensors in float32, ties to the even code; NaN stays
+NaN. Rounding to e4m3 uses float32 additions, because sm_80 has no e4m3 type.
 """
 
 import torch
@@ -34,7 +34,7 @@ def round_e2m1(v):
 
 @triton.jit
 def scaled_blocks(h, g):
-    """Return scales s [n] of blocks h f32 [n, 16], and h / (s / g) limited to -6 .. 6, in float32."""
+    """Return, in float32, scales s [n] of blocks h [n, 16], and h / (s / g) clamped to -6 .. 6."""
     s = round_e4m3(tl.minimum(g * tl.div_rn(tl.max(tl.abs(h), 1), 6.0), 448.0))
     s = tl.where(s == 0.0, 0.125, s)
     v = tl.div_rn(h, tl.div_rn(s, g)[:, None])
@@ -45,7 +45,7 @@ def scaled_blocks(h, g):
 def round_nvfp4_kernel(
     x, experts, global_scale, y, K, TOPK: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """Program (m, i) writes the i-th run of GROUPS blocks of row m of y, from row m // TOPK of x."""
+    """Program (m, i) writes blocks i * GROUPS and following of row m of y, from row m // TOPK of x."""
     m = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 16 + tl.arange(0, 16)[None, :]

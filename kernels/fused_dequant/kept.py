@@ -1,7 +1,7 @@
 """Keeps matrices that torch decoded from a weight on a CPU, for as long as the weight lives.
 
-Decoding a matrix takes longer than multiplying a canvas by it, so each matrix is decoded once and
-kept. A float32 matrix takes 4 bytes per element, in addition to the weight's own bytes.
+Decoding a matrix takes longer than multiplying a canvas by it, so each matrix is decoded only once.
+A float32 matrix takes 4 bytes per element, in addition to the weight's own bytes.
 """
 
 from collections.abc import Callable

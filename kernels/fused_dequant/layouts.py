@@ -10,14 +10,14 @@
     nvfp4_e2m1        uint8 [E, N, K/2]           e4m3 [E, N/128, K/64, 512] f32 [E, 3]
 
 A dense weight has E = 1. gate_up weights of experts are interleaved (`formats.interleave_gate_up`).
-`factor` has one number for gate rows and one for up rows, equal if a weight has no such split:
+`factor` has a number for gate rows and one for up rows (equal in weights without gate and up):
 
     nvfp4             128 / global_scale; 128 undoes the powers of two of the exact decode
     nvfp4_fragments   128 / global_scale; laid out for Hopper, activations in bf16 (`w4a16`)
     nvfp4_e4m3        8 / global_scale; laid out for Hopper, experts' activations in FP8 (`w4a8`).
                       Dense weights, and all weights on other GPUs, are laid out as fp8 instead
-    nvfp4_e2m1        1 / (global_scale * r), and a third number r, the global scale of the
-                      activations; laid out for Blackwell, activations in NVFP4 (`w4a4`)
+    nvfp4_e2m1        1 / (global_scale * r); r, the global scale of activations, is a third number;
+                      laid out for Blackwell, activations in NVFP4 (`w4a4`)
 """
 
 from collections.abc import Callable

@@ -4,19 +4,19 @@
 
 Scales are per token and per output channel, so both are applied after the loop. FP8 accumulates in
 float32. Hopper's FP8 tensor cores keep only about 14 bits between promotions to float32; at K = 2816
-this costs less than rounding the result to bf16. INT8 accumulates in int32, exactly up to K = 133,000.
+the error is below that of rounding the result to bf16. INT8 sums in int32, exact up to K = 133,000.
 
 With SWAP, the kernel computes y.T = w @ x.T. On sm_90 an FP8 `tl.dot` with fewer than 64 rows is
-converted to half precision. When swapped, weights fill the side of 64 rows, and tokens the side that
-takes multiples of 8. So 16 tokens per expert run on FP8 tensor cores too, in half the instructions.
+converted to half precision. With SWAP, the rows are weights, at least 64. The columns are tokens, any
+multiple of 8. So 16 tokens per expert also use FP8 tensor cores, in half the instructions.
 
-A block is BM + MORE rows in two accumulators (MORE may be 0), so that 64 + 16 rows read the weights
-once. Of 1,024 tokens, evenly routed, an expert gets 64 +- 8: blocks of 64 would read the weights of
-half the experts twice, and blocks of 128 would compute twice the rows. Real routing is never even,
-so `compute_rows` makes a block narrower, up to NARROWER times, while its real rows still fit.
+A block is BM + MORE rows in two accumulators (MORE may be 0), so 64 + 16 rows read the weights once.
+Of 1,024 tokens, evenly routed, an expert gets 64 +- 8: blocks of 64 would read the weights of half
+the experts twice, and blocks of 128 would compute twice the rows. Real routing is never even, so
+`compute_rows` picks the smallest of NARROWER + 1 block heights that holds the block's real rows.
 
 The epilogue may apply `gelu_mul` to interleaved gate and up rows, or multiply by a routing weight.
-Each saves reading and writing the result again. Results are stored so that they stay in the L2
+Each saves a read and a write of the result. Results are stored so that they stay in the L2
 (`tiles.KEPT`), since the next kernel reads them; weights are read only once.
 """
 
@@ -35,14 +35,14 @@ from fused_dequant.weights import Weight
 
 @triton.jit
 def load_tokens(tokens, real, k, k0, K, EVEN_K: tl.constexpr):
-    """Return one step's columns of a block's rows; padding rows and columns past K are zero."""
+    """Return the columns of one step for a block's tokens; padding rows and columns past K are zero."""
     mask = real[:, None] if EVEN_K else real[:, None] & (k < K - k0)[None, :]
     return tl.load(tokens + k0, mask=mask, other=0.0)
 
 
 @triton.jit
 def multiply(tokens, weights, acc, SWAP: tl.constexpr):
-    """Return acc [rows, BN] + tokens @ weights.T; if SWAP, acc and the product are transposed."""
+    """Return acc [rows, BN] + tokens @ weights.T; if SWAP, acc and the sum are transposed."""
     if SWAP:
         acc = tl.dot(weights, tokens.T, acc, out_dtype=acc.dtype)
     else:
@@ -55,7 +55,7 @@ def row_factors(
     x_scale, row_weight, slot, real, TOPK: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Return rows' f32 scales (0 unless SCALED), routing weights (0 unless WEIGHTED); padding: 0."""
+    """Return per row its f32 scale (if SCALED) and routing weight (if WEIGHTED), else 0; padding: 0."""
     scale = tl.zeros(slot.shape, tl.float32)
     weight = scale
     if SCALED:
@@ -71,7 +71,7 @@ def store_rows(
     COUNT: tl.constexpr, BN: tl.constexpr, SCALED: tl.constexpr, GELU_MUL: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale `result` f32 [BN, COUNT], apply gelu_mul or routing weights, store it as rows of y."""
+    """Store `result` f32 [BN, COUNT] as rows of y; first apply scales, gelu_mul, routing weights."""
     if SCALED:
         result *= channel_scale[:, None]
         result *= scale[None, :]
@@ -96,9 +96,9 @@ def compute_block(
     WEIGHTED: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply the BM + MORE rows from `first` on by the weights of channels n [BN]; store results.
+    """Multiply the BM + MORE rows from `first` by the weights of channels n [BN]; store the results.
 
-    `weights` points at columns k [BK] of these channels. Loads of scales start before the products.
+    `weights` points at columns k [BK] of these channels. Scales are loaded before the products start.
     """
     acc_type: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     slot, real = block_rows(slots, first, total, BM, GROUPED)
@@ -143,7 +143,7 @@ def compute_rows(
     BM: tl.constexpr, MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block`, the block made narrower up to NARROWER times while its real `rows` fit."""
+    """Run `compute_block` on BM + MORE rows, or on the smallest of NARROWER lower heights >= `rows`."""
     LESS: tl.constexpr = BM if MORE else BM // 2
     LESS_MORE: tl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -220,11 +220,11 @@ def launch(
     routing: Routing | None = None,
     share: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply rows by a weight: a dense product, or with `routing` the experts' gate_up or down.
+    """Return x times a weight in bf16: a dense product or, with `routing`, experts' gate_up or down.
 
-    x is [rows, K] of the weight's type, bf16, fp8 or int8; x_scale is f32 [rows], None for bf16.
-    `config` is from `Weight.config`; its BM + MORE must equal `routing.block`. `share` f32 [slots],
-    for `down` only, has the routing weights. Return bf16 rows, in the shape of `place_results`.
+    x is [rows, K] of the weight's type: bf16, fp8 or int8. x_scale is f32 [rows], None for bf16.
+    `config` is from `Weight.config`; with `routing`, its BM + MORE equals `routing.block`. `share`
+    f32 [slots], only for `down`, has the routing weights. `place_results` says the result's shape.
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])

@@ -6,11 +6,11 @@ It reads the layout on disk (low nibble = even column, one e4m3 scale per 16 col
     scale = bf16(e4m3 * 2^119)                        exact
     w     = bits * scale                              e2m1 * scale * 2^-7: 6 significant bits, exact
 
-The epilogue multiplies sums by 2^7 / global_scale. MXFP4 has an e8m0 byte per 32 columns, the
-exponent of a bf16 number: w = (bits * 2^126) * scale, both products exact, and the factor is 1.
-Integer operations decode e4m3 scales, because sm_80 has no such type. Interleaving low and high
-nibbles, and changing the layout before the dot, go through shared memory. This limits the loop to
-about 40 % of an H200's bandwidth; on Hopper `nvfp4_hopper.py` avoids this limit.
+The epilogue multiplies sums by 2^7 / global_scale. MXFP4 has an e8m0 byte per 32 columns, which is
+a bf16 exponent: w = (bits * 2^126) * scale. Both products are exact, and the factor is 1. Integer
+operations decode e4m3 scales, because sm_80 has no such type. Nibbles are interleaved, and the layout
+is changed before the dot, through shared memory. This limits the loop to about 40 % of an H200's
+bandwidth. `nvfp4_hopper.py` avoids this limit on Hopper.
 """
 
 import torch
@@ -30,7 +30,7 @@ def decode_e2m1(packed, ROWS: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def decode_scale(byte):
-    """Return the value of an e4m3 byte (non-negative, finite) times 2^119, in bf16."""
+    """Return, in bf16, the value of a non-negative, finite e4m3 byte times 2^119."""
     # byte << 20 is the float32 of value * 2^-120, subnormals included; times 2^239 in two steps.
     tiny = (byte.to(tl.int32) << 20).to(tl.float32, bitcast=True)
     return (tiny * 1.329227995784916e36 * 6.646139978924579e35).to(tl.bfloat16)
@@ -38,7 +38,7 @@ def decode_scale(byte):
 
 @triton.jit
 def decode_e8m0(byte):
-    """Return the value 2^(byte - 127) of an e8m0 byte in bf16, in which 2^-127 is subnormal."""
+    """Return the value 2^(byte - 127) of an e8m0 byte in bf16; byte 0 gives a subnormal number."""
     bits = tl.where(byte == 0, 0x40, byte.to(tl.int32) << 7)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 

@@ -5,11 +5,11 @@
 The kernel computes y.T = w @ x.T: `tcgen05.mma` multiplies 128 rows, here the weight's, by 16 to
 256 columns, here tokens. So an expert's 16 tokens need no padding to 128. For sm_120's `mma.sync`
 either order would do. `factor` combines both global scales. The weight's scales are stored in tiles
-(`w4a4`), the tokens' scales row by row, since an expert's tokens are gathered.
+(`w4a4`). The tokens' scales are stored row by row, since an expert's tokens are gathered.
 
 No GPU with FP4 units has run this kernel; Triton's interpreter has. If NATIVE is false, only the
 instruction differs: the kernel decodes code * scale to bf16, which is exact, and multiplies in bf16.
-An H200 ran this form. tests/fused_dequant/test_compile.py names each target's instruction.
+An H200 has run that form. tests/fused_dequant/test_compile.py names each target's instruction.
 """
 
 import triton
@@ -26,7 +26,7 @@ E2M1 = tl.constexpr("e2m1")
 
 @triton.jit
 def decode(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):
-    """Return bf16 [ROWS, BK]: codes uint8 [ROWS, BK/2] times e4m3 scales [ROWS, BK/16] times 2^-7."""
+    """Return codes uint8 [ROWS, BK/2] times e4m3 scales [ROWS, BK/16] times 2^-7, bf16 [ROWS, BK]."""
     byte = scales.to(tl.uint8, bitcast=True)
     scales = tl.where(byte == 0x7F, float("nan"), decode_scale(byte).to(tl.float32)).to(tl.bfloat16)
     each = tl.broadcast_to(scales[:, :, None], (ROWS, BK // 16, 16)).reshape(ROWS, BK)
@@ -38,7 +38,7 @@ def multiply(
     w, w_scale, x, x_scale, acc,
     NATIVE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return acc f32 [BN, BM] + w @ x.T; if not NATIVE, the product is scaled by 2^-14."""
+    """Return acc f32 [BN, BM] + w @ x.T; if not NATIVE, acc and product are scaled by 2^-14."""
     if NATIVE:
         acc = tl.dot_scaled(w, w_scale, E2M1, x.T, x_scale, E2M1, acc)
     else:
@@ -72,9 +72,9 @@ def nvfp4_blackwell_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Multiply x [rows, K/2], x_scale [rows, K/16] by packed [E, N, K/2] into y [slots, N or N/2].
+    """Multiply x [rows, K/2] by `packed` [E, N, K/2]; write y [slots, N], or [slots, N/2] if GELU_MUL.
 
-    `scale` is in tiles [E, ceil(N/128), ceil(K/64), 512], so BN is 128; `factor` is f32 [E, 3].
+    x_scale is [rows, K/16], factor [E, 3], scale [E, ceil(N/128), ceil(K/64), 512] tiles, so BN is 128.
     """
     follow(CHAINED)
     tile = tl.program_id(0)

@@ -1,10 +1,10 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-To decode to bf16, a thread reads the layout of `w4a16.to_fragments`: pairs of words, 16 codes in each
-pair, and words of four block scales. Two values take a funnel shift, a mask and a multiplication by
-their scale. Decoding the scales adds 5 instructions per 16 values. The result, e2m1 * scale * 2^-7,
-is exact; `w4a16.decode_fragments` computes the same in torch. To decode to e4m3, eight values take
-seven instructions, and a block's table takes six (`w4a8` describes the layout and the table).
+bf16: a thread reads the layout of `w4a16.to_fragments`, pairs of words with 16 codes per pair, and
+words of four block scales. Two values take a funnel shift, a mask and a multiplication by their
+scale. Decoding the scales adds 5 instructions per 16 values. The result, e2m1 * scale * 2^-7, is
+exact; `w4a16.decode_fragments` computes it in torch.
+e4m3: eight values take seven instructions, a block's table six. `w4a8` describes layout and table.
 
 `gl.convert_layout(..., assert_trivial=True)` fails to compile if values would move between threads.
 """
@@ -18,8 +18,8 @@ from fused_dequant.w4a16 import REGISTERS, SELECT_FIRST
 def decode_assembly() -> str:
     """Return PTX that decodes the 16 codes in words $8 and $9 to registers $0 to $7, two bf16 in each.
 
-    Byte 2 * step + row // 8 of $10 is the scale of that step and row, in bf16 (byte << 4) + 0x7380.
-    ptxas folds the moves of a scale to both halves of a register into HMUL2 (.H0_H0, .H1_H1).
+    Byte 2 * step + row // 8 of $10 is a scale; its bf16 value has the bits (byte << 4) + 0x7380.
+    A scale is moved to both halves of a register; ptxas folds the moves into HMUL2 (.H0_H0, .H1_H1).
     """
     select = sum(1 << (bit + half) for bit in SELECT_FIRST for half in (0, 16))
     lines = [
@@ -46,8 +46,8 @@ _BF16 = gl.constexpr((gl.bfloat16,) * 8)
 def e4m3_assembly() -> str:
     """Return PTX that decodes four words of eight codes to registers $0 .. $7 of four e4m3 each.
 
-    Words $8 and $9 are steps 0 and 1 of row g, words $10 and $11 those of row g + 8. $12 has both rows'
-    scale bytes (`w4a8`). Register 4s + 2h + r has step s, row g + 8r, columns 16h + 4(lane%4) + {0..3}.
+    Row g has words $8 (step 0) and $9 (step 1); row g + 8 has $10 and $11. $12 has the scale bytes of
+    both rows (`w4a8`). Register 4s + 2h + r: step s, row g + 8r, columns 16h + 4(lane%4) + {0..3}.
     """
     lines = [
         ".reg .b32 base, odd, low, high, codes, four;",
@@ -80,7 +80,7 @@ _E4M3 = gl.constexpr((gl.float8e4nv,) * 8)
 
 @gluon.constexpr_function
 def fragment_layout(row_tiles, warpgroups):
-    """Return a layout of words [row tile, 1, warp, row%8, lane%4, 2, 2], 2 x 2 per thread and tile."""
+    """Return a layout of words [row tile, 1, warp, row%8, lane%4, 2, 2]; a thread has 4 per tile."""
     registers = [[0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1, 0]]
     registers += [
         [1 << i, 0, 0, 0, 0, 0, 0]
@@ -96,7 +96,7 @@ def fragment_layout(row_tiles, warpgroups):
 
 @gluon.jit
 def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [T=ROW_TILES, 1, 4, 8, 4, 2, 2], int16 scales [T, 1, 4, 8, 4] to e4m3 [64T, 64]."""
+    """Return e4m3 [rows, 64] of `fragment_layout`'s words and int16 scales [ROW_TILES, 1, 4, 8, 4]."""
     scales = gl.expand_dims(gl.expand_dims(scales.to(gl.int32), 5), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(
@@ -111,7 +111,7 @@ def decode_e4m3(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
 
 @gluon.jit
 def decode(words, scales, operand: gl.constexpr, ROW_TILES: gl.constexpr):
-    """Decode words [T=ROW_TILES, 1, 4, 8, 4, 2, 2], scale words [T, 1, 4, 8, 2] to bf16 [64T, 64]."""
+    """Return bf16 [rows, 64] of `fragment_layout`'s words and scale words [ROW_TILES, 1, 4, 8, 2]."""
     scales = gl.expand_dims(gl.expand_dims(scales, 4), 6)
     words, scales = gl.broadcast(words, scales)
     r0, r1, r2, r3, r4, r5, r6, r7 = gl.inline_asm_elementwise(

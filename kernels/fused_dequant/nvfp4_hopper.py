@@ -1,23 +1,23 @@
 """NVFP4 W4A16 on Hopper: decode into the registers from which `wgmma` reads its operand A.
 
-The plain Triton loop (`nvfp4.py`) reaches about 40 % of the memory bandwidth. There the compiler
-decodes weights in the layout in which it loaded them. It then moves every bf16 value through shared
-memory into the layout that the tensor core needs: a value loaded as 0.56 bytes is written and read
-as 2 bytes. Here only the packed weights pass through shared memory:
+The plain Triton loop (`nvfp4.py`) reaches about 40 % of the memory bandwidth. There, weights are
+decoded in the layout in which they were loaded. Then every bf16 value moves through shared memory to
+the layout that the tensor core needs: a value loaded as 0.56 bytes is written and read as 2 bytes.
+Here only the packed weights pass through shared memory:
 
-  * weights are stored in fragment order (`w4a16.to_fragments`), so the 16 bytes that a thread
-    copies with `cp.async` are the 32 values that this thread feeds to `wgmma`;
-  * the kernel computes y.T = w @ x.T. Weights are operand A, in registers, 64 rows per warpgroup.
-    Tokens, 16 to 256, are operand B, in shared memory: a weight is decoded once for all its tokens;
-  * decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions per value, and at 4.3
+  * Weights are stored in fragment order (`w4a16.to_fragments`). A thread copies 16 bytes with
+    `cp.async`; they are the 32 values that this thread feeds to `wgmma`.
+  * The kernel computes y.T = w @ x.T. Operand A is weights, in registers, 64 rows per warpgroup.
+    Operand B is 16 to 256 tokens, in shared memory. A weight is decoded once for all its tokens.
+  * Decoding (`nvfp4_decode`) is short: the whole loop issues 2.7 instructions per value, and at 4.3
     TB/s there is time for 3.9. tests/fused_dequant/test_compile.py counts instructions for sm_90.
 
-The kernel is written in Gluon because the layouts are the algorithm. Products run while the next 64
-columns of a step are decoded. A step ends by waiting for its products: if they ran on into the next
-step, ptxas would serialise all products (C7515). A dense product has about one block per processor,
-so two sets of warps share a block, each on half of K: one decodes while the other multiplies. TMA
-copies the tokens of a dense product. Experts' tokens are gathered by `cp.async`, which costs a fence
-in every step before `wgmma` may read them. docs/kernels-log.md has other designs, with figures.
+The kernel is written in Gluon because the layouts are the algorithm. While products run, the next 64
+columns of a step are decoded. A step ends by waiting for its products, or ptxas would serialise all
+products (C7515). A dense product has about one block per processor. Two sets of warps share it, each
+with half of K: one set decodes while the other multiplies. TMA copies a dense product's tokens.
+`cp.async` gathers experts' tokens; each step then needs a fence before `wgmma` reads these tokens.
+docs/kernels-log.md has other designs, with figures.
 
 With E4M3 the kernel multiplies in FP8 (`w4a8`): experts only, 8-bit tokens, one scale per token.
 """
@@ -47,7 +47,7 @@ def copy_weights(
     words, scales, word, scale, words_smem, scales_smem, place, step, K, BK: gl.constexpr,
     EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one step's words and scales; past K both read as zero, which decodes to zero."""
+    """Start copying the words and scales of one step; past K they are 0, which decodes to 0."""
     words += step * (BK * 8)
     scales += step * BK
     if EVEN_K:
@@ -65,7 +65,7 @@ def copy_weights(
 
 @gluon.jit
 def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr):
-    """Start copying one step's columns of the block's tokens; padding rows read as zero."""
+    """Start copying the columns of one step for the block's tokens; padding rows read as zero."""
     mask = real if EVEN_K else real & (k < K - step * BK)
     async_copy.async_copy_global_to_shared(target, source + step * BK, mask=mask)
 
@@ -81,7 +81,7 @@ def rows_of(
     slots, row_weight, first, total, COUNT: gl.constexpr, GROUPED: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return slots [COUNT] of the rows from `first` on, and routing weights, 0 unless WEIGHTED."""
+    """Return slots [COUNT] of the rows from `first`, and their routing weights, 0 unless WEIGHTED."""
     slot = first + gl.arange(0, COUNT, gl.SliceLayout(1, stored_layout(num_warps)))
     if GROUPED:
         slot = gl.load(slots + slot)
@@ -96,7 +96,7 @@ def scales_of(
     x_scale, slots, first, total, COUNT: gl.constexpr, TOPK: gl.constexpr, E4M3: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Return token scales [COUNT], one per accumulator column, 0 for padding; 0.0 unless E4M3."""
+    """If E4M3, return token scales [COUNT], one per accumulator column (padding: 0); else 0.0."""
     K: gl.constexpr = 32 if E4M3 else 16
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COUNT, K])
     scale = 0.0
@@ -112,7 +112,7 @@ def store_rows(
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
     WEIGHTED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Scale acc [BN, COUNT], apply gelu_mul and routing weights; store it in y [total, width]."""
+    """Apply scales, gelu_mul and routing weights to acc [BN, COUNT]; store it in y [total, width]."""
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if E4M3:
         acc *= scale[None, :]
@@ -153,7 +153,7 @@ def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Return shared memory for all stages: words, scales, BM tokens, MORE tokens, TMA barriers."""
+    """Return shared memory of all stages: words, scales, BM tokens, MORE tokens, TMA barriers."""
     linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     dtype: gl.constexpr = gl.float8e4nv if E4M3 else gl.bfloat16
     words = gl.allocate_shared_memory(gl.int32, [STAGES, BN // 64, BK * 8], linear)
@@ -173,7 +173,7 @@ def fetch_tokens(
     x, x_more, tokens, more, ready, row, column, BM: gl.constexpr, MORE: gl.constexpr,
     BK: gl.constexpr,
 ):  # fmt: skip
-    """Start copying tokens by TMA, BM + MORE rows x BK columns; what lies outside x reads as zero."""
+    """Start copying BM + MORE rows x BK columns of tokens by TMA; outside x, they read as zero."""
     tma.async_copy_global_to_shared(x, [row, column], ready, tokens)
     if MORE:
         tma.async_copy_global_to_shared(x_more, [row + BM, column], ready, more)
@@ -184,7 +184,7 @@ def weights_of(
     words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Return 64 columns of a step's weights, from 64 * part on, decoded as operand A of `wgmma`."""
+    """Decode 64 columns of a step's weights, from 64 * part, to operand A of `wgmma`; return it."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
@@ -207,7 +207,7 @@ def multiply(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Multiply steps `begin` to `end` - 1 of K; return sums f32 [BN, BM] and, if MORE, [BN, MORE]."""
+    """Return sums f32 [BN, BM] over K's steps `begin` to `end` - 1, and sums [BN, MORE] if MORE."""
     ROW_TILES: gl.constexpr = BN // 64
     COLUMN_TILES: gl.constexpr = BK // 64
     WARPGROUPS: gl.constexpr = num_warps // 4
@@ -354,7 +354,7 @@ def compute_block(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Compute and store tile `tile` of a block of an expert's tokens: BM + MORE rows, BN channels."""
+    """Compute and store one tile of BN channels of a block: BM + MORE tokens of one expert."""
     slot, weight = rows_of(slots, row_weight, first_row, total, BM, True, WEIGHTED, num_warps)
     scale = scales_of(x_scale, slots, first_row, total, BM, TOPK, E4M3, num_warps)
     if MORE:
@@ -387,7 +387,7 @@ def compute_rows(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, NARROWER: gl.constexpr,
     BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Run `compute_block` at the least of NARROWER + 1 heights, up to BM + MORE, that holds `rows`."""
+    """Run `compute_block` on BM + MORE rows, or on the smallest of NARROWER lower heights >= `rows`."""
     LESS: gl.constexpr = BM if MORE else BM // 2
     LESS_MORE: gl.constexpr = (MORE // 2 if MORE else BM // 4) // 16 * 16
     if NARROWER == 0 or rows > LESS + LESS_MORE:
@@ -437,12 +437,12 @@ def nvfp4_hopper_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Multiply x [rows, K] by weights in fragments (words and scales) into y [slots, N or N/2].
+    """Multiply x [rows, K] by weights in fragments (`words`, `scales`); write y [slots, N or N/2].
 
-    x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators, so
-    that 96 rows need not be computed as 128, and weights are decoded once. An expert's block of few
-    tokens is cut to one of NARROWER smaller heights: with BM = 64, MORE = 16 and NARROWER = 4 to 64,
-    48, 32 or 16 rows. In a dense product with PARTS = 2, other warps multiply K's second half.
+    x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators, so 96
+    rows need not be computed as 128, and decodes weights once. With few tokens an expert's block takes
+    one of NARROWER smaller heights. With BM = 64, MORE = 16 and NARROWER = 4 they are 64, 48, 32 and
+    16 rows. In a dense product with PARTS = 2, a second set of warps multiplies K's second half.
     """
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BM, 16])
     follow(CHAINED and GROUPED)  # the blocks may come from the previous kernel
@@ -518,7 +518,7 @@ def nvfp4_hopper_kernel(
 def launch(weight, x, x_scale, config, routing=None, share=None):
     """Do what `matmul.launch` does, for a weight in fragments; x is bf16, or e4m3 for nvfp4_e4m3.
 
-    Raise ValueError for a dense product by nvfp4_e4m3: dense weights are laid out as fp8 instead.
+    Raise ValueError if `routing` is None with nvfp4_e4m3: dense weights are laid out as fp8 instead.
     """
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")

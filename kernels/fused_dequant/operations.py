@@ -1,11 +1,11 @@
-"""The package's operations: on a GPU a kernel computes each, elsewhere torch does (`reference`).
+"""The package's operations: kernels compute them on a GPU, torch elsewhere (`reference`, `canvas`).
 
     linear              x @ w.T
     routed_experts      the outputs of each token's experts, not yet summed
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
-    sparse_soft_embedding   soft_embedding over only the likeliest tokens, if few hold nearly all mass
-    look                lm_head and `sample` in one, on Hopper; stores what `soft_embedding_of` reads
+    sparse_soft_embedding   soft_embedding over a row's likeliest tokens, if few of them suffice
+    look                on Hopper: lm_head and `sample` in one; stores what `soft_embedding_of` reads
 
     begin               embeddings, and the first layer's input
     attention_heads     norms and rope of q, k, v; keys and values to the cache
@@ -18,19 +18,19 @@
     sample, accept      one step of the sampler, on a `canvas.CanvasState`
 
 A product reads an `Activation`: bf16 rows, or quantized rows with scales. Kernels and torch compute in
-float32 and round results to bf16, except those of `routed_experts` on a CPU. A scheme that the device
-cannot run raises ValueError: nothing falls back silently to a slower path. Launches depend only on
-shapes and can be captured in a CUDA graph. Modules with kernels, and triton, are imported when needed.
-For a function decorated with `with_kernels(module)`, `module` has one of the same name and arguments.
+float32 and round results to bf16. On a CPU, `routed_experts` does not round its results. A scheme that
+the device cannot run raises ValueError: nothing falls back silently to a slower path. Launches depend
+only on shapes and can be captured in a CUDA graph. Triton and modules with kernels are imported when
+needed. On a GPU, a function decorated with `with_kernels(module)` calls its namesake in `module`.
 
-Experts on a GPU, for M tokens with topk choices each; a slot is one choice of one token:
+`routed_experts` on a GPU, for M tokens with topk choices each; a slot is one choice of one token:
 
-    route                ids -> sorted blocks                                     1 launch
+    route                expert ids -> blocks of slots, sorted by expert          1 launch
     gate_up + gelu_mul   [slots, I] bf16, activation in the epilogue              1
-    [quantize_rows]      hidden rows to 8 bits or NVFP4, if `down` reads these    1
+    [quantize_rows]      hidden rows to 8 bits or NVFP4, if `down` needs them     1
     down * weight        [slots, H] bf16                                          1
 
-Both products read the same blocks, so both configurations have the same number of rows per block.
+Both products read the same blocks, so their launch configurations have equal rows per block.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ def with_kernels(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def linear(x: Tensor, weight: Weight, scale: Tensor | None = None) -> Tensor:
     """Return x @ weight.T, bf16 [..., N], for x [..., K] and a dense weight (E = 1).
 
-    If the scheme reads quantized rows, x is quantized here, unless `scale` says that x already is.
+    Without `scale`, x is quantized here if the scheme needs it. With `scale`, x is already quantized.
     """
     rows, scale = weight.reads(x.flatten(0, -2), scale)
     y = weight.multiply(rows, scale, weight.config("linear", len(rows)))
@@ -99,10 +99,10 @@ def routed_experts(
     """Return each chosen expert's output times its routing weight, [M, topk, H], not summed over topk.
 
     x and `scale` are as in `linear`; x is [M, H], or [M * topk, H] with one row per choice.
-    `expert_ids` int and `routing_weights` are [M, topk]. gate_up [E, 2I, H], interleaved, and down
-    [E, H, I] must have the same scheme, else ValueError. `between` makes the input of `down` from
-    the hidden rows [M * topk, I]; None means `down.reads`. Hidden rows and output are bf16 on a
-    GPU, float32 elsewhere. For an id not in 0..E-1 a GPU leaves the row unwritten, a CPU writes 0.
+    `expert_ids` int and `routing_weights` are [M, topk]. gate_up [E, 2I, H] is interleaved, down is
+    [E, H, I]. Raise ValueError if their schemes differ. `between` turns the hidden rows [M * topk, I]
+    into the input of `down`; if None, `down.reads` does. Hidden rows and output are bf16 on a GPU,
+    float32 elsewhere. If an id is not in 0..E-1, a GPU leaves its row unwritten, a CPU writes 0.
     """
     if gate_up.scheme != down.scheme:
         raise ValueError(f"gate_up is {gate_up.scheme} and down {down.scheme}: one scheme for both")
@@ -120,7 +120,7 @@ def routed_experts(
 def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = None) -> Tensor:
     """Return softcap * tanh(x @ embedding.T / softcap), bf16 [M, V], for x [M, H], embedding [V, H].
 
-    `out`, if given, gets the logits: a CUDA graph need not copy 134 MB. Raise ValueError if H differs.
+    If given, `out` gets the logits; a CUDA graph then copies no 134 MB. Raise ValueError if H differs.
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
@@ -149,7 +149,7 @@ def soft_embedding(
 
 
 def looks(device: torch.device, softcap: float, coldest: float) -> bool:
-    """Return whether `look` works on `device` with this `softcap` and all temperatures >= `coldest`."""
+    """Return whether `look` supports `device`, `softcap`, and all temperatures T >= `coldest`."""
     if not is_hopper(device):
         return False
     from fused_dequant import vocabulary_hopper
@@ -166,9 +166,9 @@ def look(
     logits: Tensor,
     probabilities: Probabilities,
 ) -> Draw:
-    """Run `lm_head` on x [B * L, H], then `sample`; write `logits`, `probabilities`; return the draw.
+    """Run `lm_head` on x [B * L, H], then `sample`; fill `logits`, `probabilities`; return the draw.
 
-    Call `look` only if `looks` is True. It sums in another order than `sample`: draws may differ.
+    Call it only if `looks` is true. `look` and `sample` sum in different orders: draws may differ.
     """
     from fused_dequant import vocabulary
 
@@ -195,8 +195,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
-    A row sums only its likeliest tokens, which hold 0.999 of the probability; if these are more than
-    64, it sums all tokens. `left`, what `look` wrote for these logits, is used if it has statistics.
+    A row sums only the likeliest tokens that hold 0.999 of its probability, or all if it needs over 64.
+    `left`, the probabilities that `look` filled for these logits, are used if they have statistics.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
@@ -220,9 +220,9 @@ def begin(
 ) -> tuple[Tensor, Activation]:
     """Embed tokens [M]; return the residual h bf16 [M, H], and norm(h) as the first product's input.
 
-    h is embedding[token] * factor. The first `decoded` rows are the decoder's: `update` bf16
-    [decoded, H], if given, is added to them, and they are divided by their root mean square. w_next
-    [H] is the norm's weight, `scheme` that of the product's weight. `shared` f32 [1] is the global
+    h is embedding[token] * factor. The first `decoded` rows are the decoder's. If given, `update` bf16
+    [decoded, H] is added to them; then they are divided by their root mean square. w_next [H] is the
+    norm's weight. `scheme` is the scheme of the product's weight. `shared` f32 [1] is the global
     scale if the product reads NVFP4 rows, else None.
     """
     h, x = reference.begin(tokens, embedding, factor, update, w_next, decoded, eps)
@@ -244,7 +244,7 @@ def attention_heads(
 ) -> Tensor:
     """Apply norms and rope to the heads in qkv; return q bf16 [M, q_heads, D]; write k, v to the cache.
 
-    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]; if it lacks v heads, v is made from k before k's
+    qkv is bf16 [M, (q_heads + 2 kv_heads) * D]. If it has no v heads, v is made from k before k's
     norm. Weights are [D], cos and sin [M, D / 2]. The cache is keys and values, bf16 [slots,
     capacity, kv_heads, D]. slots int32 [B] has a slot for each sequence of M / B rows. Row m is
     written at positions[m] % capacity; positions is int32 [M]. Raise ValueError for other shapes,
@@ -277,10 +277,10 @@ def attend(
 ) -> Activation:
     """Return softmax(q @ K.T) @ V of each row m over the cached positions first[m] .. last[m].
 
-    q is bf16 [M, q_heads, D]. first and last are int32 [M], inclusive; if first > last, the row is
+    q is bf16 [M, q_heads, D]. first and last are int32 [M], inclusive. If first > last, the row is
     zero. keys, values and slots are as in `attention_heads`, with the same ValueError. The result [M,
     q_heads * D] is rounded to bf16, then quantized if `scheme` reads quantized rows; `shared` is as in
-    `begin`. Values must be below 65,504: programs that share a row store partial results in float16.
+    `begin`. Values must be below 65,504, because a row's partial results may be stored in float16.
     """
     _check_cells(q, keys, slots)
     if kernels := kernels_of("attention", q.device):
@@ -305,11 +305,11 @@ def after_attention(
     eps: float = 1e-6,
     shared: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Activation, Activation, Tensor]:
-    """Return h + norm(o), and from it the inputs of dense MLP, experts and router.
+    """Return the new h = h + norm(o), and the inputs of dense MLP, experts and router made from it.
 
-    h and attention's output o are bf16 [M, H]. `norms` are four weights [H]: of the norm of o, of
-    the norm before the dense MLP, of the norm before the experts, and the router's scale. `schemes`
-    and `shared` are pairs, for dense MLP and experts; `shared` is as in `begin`.
+    h and attention's output o are bf16 [M, H]. `norms` are four weights [H]: for the norm of o, for
+    the dense MLP's input, for the experts' input, and the router's scale. The pairs `schemes` and
+    `shared` are for (dense MLP, experts), each value as in `begin`.
     """
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
     x_dense, x_experts = (
@@ -322,7 +322,7 @@ def after_attention(
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return each row's topk expert ids int32, ascending, and routing weights f32, both [M, topk].
+    """Return each row's topk expert ids (int32, ascending) and routing weights (f32), both [M, topk].
 
     x is bf16 [M, H], router bf16 [E, H], per_expert_scale bf16 [E].
     """
@@ -344,9 +344,9 @@ def after_experts(
     """Add the outputs of dense MLP and experts to h, with norms; return h and the next layer's input.
 
     h and dense are bf16 [M, H]; routed [M, topk, H] is from `routed_experts`. `norms` are weights [H]
-    of four norms: of `dense`, of the experts' sum, of these two norms' sum, and of the next input.
-    Before the last norm, the first `decoded` rows of h (the decoder's) are multiplied by scalars[0],
-    the others (the encoder's) by scalars[1], both [1]. `scheme` and `shared` are as in `begin`.
+    of four norms: of `dense`, of the experts' sum, of the sum of both, and of the next layer's input.
+    Before the last norm, each row of h is multiplied by a scalar [1]: scalars[0] in the first `decoded`
+    rows (the decoder's), scalars[1] in the others (the encoder's). `scheme`, `shared`: see `begin`.
     """
     h, x = reference.after_experts(h, dense, routed, norms, scalars, decoded, eps)
     return h, in_torch(x, scheme, shared)
@@ -354,22 +354,22 @@ def after_experts(
 
 @with_kernels("residual")
 def scaled_norm(x: Tensor, factor: float, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return the RMS norm of x * factor with `weight` [H]: bf16 [M, H] for x bf16 [M, H]."""
+    """Return the RMS norm of x * factor, times `weight` [H]; x and the result are bf16 [M, H]."""
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
 @with_kernels("residual")
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Return bf16(gelu_tanh(gate)) * up, bf16 [M, I], of bf16 [M, 2I], whose first half is the gate."""
+    """Return bf16(gelu_tanh(gate)) * up, bf16 [M, I]; gate_up bf16 [M, 2I] has gate, then up."""
     return reference.gelu_mul(*gate_up.chunk(2, -1))
 
 
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
-    """Draw one denoising step's tokens from logits [B, L, V]: bf16 or f32, not yet divided by T.
+    """Draw the tokens of a denoising step; logits bf16 or f32 [B, L, V] are not yet divided by T.
 
     `schedule` f32 [N] has the temperature T of each step, step 1 first. Raise ValueError if the
-    canvas is not [B, L]. Kernels sum the CDF in another order than torch, so they may draw another
-    token if a random number is within rounding of the boundary between two tokens.
+    canvas is not [B, L]. Kernels and torch sum the CDF in different orders. They may draw different
+    tokens if a random number is within rounding of the boundary between two tokens.
     """
     if logits.dim() != 3 or logits.shape[:2] != state.canvas.shape:
         raise ValueError(
@@ -382,5 +382,5 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
 
 @with_kernels("sampling")
 def accept(draw: Draw, state: CanvasState, schedule: Tensor, rules: Rules) -> None:
-    """Accept tokens of `draw` into `state`; sequences finished or past the last step do not change."""
+    """Accept tokens of `draw` into `state`, except in sequences finished or past the last step."""
     canvas.accept(draw, state, schedule, rules)

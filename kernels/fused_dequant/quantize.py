@@ -1,19 +1,19 @@
 """Quantizes activations dynamically; a kernel may first apply the activation function, gelu_mul.
 
-FP8 and INT8: scale[m] = amax(|h[m]|) / 448 or / 127 for token m, codes h * (1 / scale). h is x, or
+FP8 and INT8: token m has scale[m] = amax(|h[m]|) / 448 (FP8) or / 127 (INT8), and codes h[m] *
+(1 / scale[m]). h is x; with GELU_MUL, it is made from x [M, 2K], whose first half is the gate:
 
-    GELU_MUL   gelu_tanh(x[m, :K]) * x[m, K:]       (x [M, 2K]: gate first)
+    h[m] = gelu_tanh(x[m, :K]) * x[m, K:]
 
-NVFP4 (W4A4): blocks of 16 with e4m3 scales under a global scale; `input_rounding` has the formulas.
-For NVFP4, h is first rounded to bf16, as a bf16 tensor would hold it.
+NVFP4 (W4A4): h is first rounded to bf16. Blocks of 16 have e4m3 scales under a global scale, by the
+formulas of `input_rounding`.
 
-A row stays in registers between the reduction and the division. So x is read once, and one byte per
-value is written (FP8, INT8), or half a byte (NVFP4). `residual` and `attention` quantize the rows
-that they make with the same functions. Rows for weights of `nvfp4_e4m3` are stored with their
-columns in the order that `w4a8` describes.
+A row stays in registers between the reduction and the division, so x is read once. FP8 and INT8 write
+one byte per value, NVFP4 half a byte. `residual` and `attention` quantize their rows by the same
+functions. Rows for weights of `nvfp4_e4m3` have their columns in the order that `w4a8` describes.
 
-In FP8 and INT8 a token with NaN or infinity gets scale NaN: all its outputs are NaN, and no other
-token's. In NVFP4 a block with NaN gets scale NaN, and infinity becomes the largest code.
+In FP8 and INT8 a token with NaN or infinity gets scale NaN, so only its own outputs become NaN. In
+NVFP4 a block with NaN gets scale NaN, and infinity becomes the largest code.
 """
 
 import torch
@@ -28,7 +28,7 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def magnitude(h):
-    """Return |h|'s bits as int32: they sort like |h|, NaN last, and a warp's max is 1 instruction."""
+    """Return the bits of |h| as int32: they sort like |h|, NaN last. A warp's max is 1 instruction."""
     return h.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -130,7 +130,7 @@ def quantize_blocks_kernel(
 def room(
     M: int, K: int, scheme: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return uninitialised memory for rows [M, K] as `scheme` reads them, and for scales (or None)."""
+    """Return uninitialised rows [M, K] in `scheme`'s format, and their scales (None for bf16 rows)."""
     if scheme == FOUR_BIT:
         scale = torch.empty(M, K // GROUP, dtype=FP8, device=device)
         return torch.empty(M, K // 2, dtype=torch.uint8, device=device), scale

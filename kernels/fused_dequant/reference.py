@@ -1,9 +1,9 @@
 """Every operation in plain torch: the reference for tests, and what a CPU runs.
 
 `dtype` is the precision of the arithmetic and of results: float32 to serve, float64 to judge a
-kernel. Weights are given dequantized ([N, K], or [E, N, K] for experts), so that one reference
-serves every format; `weights.dequantize` makes them. `operations` describes the arguments that have
-no type annotation here. The sampler's reference is `canvas`.
+kernel. Weights are passed dequantized (`weights.dequantize`), so one reference serves every format:
+[N, K], or [E, N, K] for experts. `operations` describes the arguments that have no type annotation
+here. The sampler's reference is `canvas`.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from fused_dequant.dispatch import sequence_rows
 
 
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x @ weight.T, [M, N], of x [M, K] and weight [N, K]."""
+    """Return x @ weight.T, [M, N], for x [M, K] and weight [N, K]."""
     return x.to(dtype) @ weight.to(dtype).T
 
 
 def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
-    """Return x @ weight.T, f32 [M, N], of x [M, K], weight [N, K], by products of `rows` rows."""
+    """Return x @ weight.T, f32 [M, N], multiplying `rows` rows at a time; x [M, K], weight [N, K]."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
     for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
         torch.mm(own, matrix, out=out)
@@ -48,11 +48,11 @@ def experts(
     dtype: torch.dtype = torch.float32,
     activation: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return each token's sum, over its experts, of output times routing weight: [M, H].
+    """Return the sum of each token's experts' outputs, each times its routing weight: [M, H].
 
     x is [M, H], gate_up [E, 2I, H] (interleaved as by `formats.interleave_gate_up`), down [E, H, I].
     expert_ids and routing_weights are [M, topk]; ids outside 0..E-1 are skipped. `activation` rounds
-    the input of each product, as a scheme that quantizes activations does; None rounds nothing.
+    the input of each product, as a scheme that quantizes activations does. If None, nothing is rounded.
     """
     rounded = activation or (lambda tokens: tokens)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
@@ -70,7 +70,7 @@ def experts(
 def lm_head(
     x: Tensor, embedding: Tensor, softcap: float, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return softcap * tanh(x @ embedding.T / softcap), [M, V], of x [M, H], embedding [V, H]."""
+    """Return softcap * tanh(x @ embedding.T / softcap), [M, V], for x [M, H], embedding [V, H]."""
     return softcap * torch.tanh(matmul(x, embedding, dtype) / softcap)
 
 
@@ -80,7 +80,7 @@ def soft_embedding(
     inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return softmax(logits / T) @ embedding, [M, H], of logits [M, V], embedding [V, H], 1 / T [M]."""
+    """Return softmax(logits [M, V] / T) @ embedding [V, H]; inverse_temperature [M] has each 1 / T."""
     scaled = logits.to(dtype) * inverse_temperature.to(dtype)[:, None]
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
@@ -94,10 +94,10 @@ def sparse_soft_embedding(
     inverse_temperature: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return `soft_embedding` over only the likeliest tokens, which hold 1 - LEFT_OUT of the mass.
+    """Return `soft_embedding` summed over the likeliest tokens, which hold 1 - LEFT_OUT of the mass.
 
-    A row that needs more than MOST tokens gets the result of `soft_embedding`, computed for all
-    rows at once, so that the row's bits do not depend on which other rows need more than MOST.
+    A row that needs more than MOST tokens sums all tokens instead. This dense product always has
+    all M rows, so a row's bits do not depend on which other rows need it.
     """
     p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
     most, tokens = p.topk(min(MOST, p.shape[1]), -1)
@@ -111,7 +111,7 @@ def sparse_soft_embedding(
 
 
 def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Return int64 [M]: how many likeliest tokens hold 1 - LEFT_OUT of a row's mass; 129: over 128."""
+    """Return how many tokens hold 1 - LEFT_OUT of each row's mass: int64 [M]; 129 means over 128."""
     p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
     held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
     return (held < 1 - LEFT_OUT).sum(-1) + 1
@@ -175,7 +175,7 @@ def _run(cells: Tensor, begin: int, end: int) -> Tensor:
 
 
 def after_attention(h, o, norms, eps):
-    """Return h + norm(o) * w_post, and the inputs of dense MLP, experts and router, all bf16 [M, H]."""
+    """Return the new h = h + norm(o) * w_post, and inputs of MLP, experts and router: bf16 [M, H]."""
     w_post, w_dense, w_experts, w_router = norms
     h = h + _norm(o, w_post, eps)
     normed = rms_norm(h.float(), None, eps)
@@ -186,8 +186,8 @@ def after_attention(h, o, norms, eps):
 def after_experts(h, dense, routed, norms, scalars, decoded, eps):
     """Return the new h and the next layer's input norm(new h) * w_next, both bf16 [M, H].
 
-    The new h is (h + norm(norm(dense) * w_1 + norm(sum of routed) * w_2) * w) * scalar; `norms` is
-    (w_1, w_2, w, w_next). The first `decoded` rows take scalars[0] as scalar, the others scalars[1].
+    The new h is (h + norm(both) * w) * scalar; both is norm(dense) * w_1 + norm(sum of routed) * w_2.
+    `norms` is (w_1, w_2, w, w_next). scalar is scalars[0] in the first `decoded` rows, else scalars[1].
     """
     w_1, w_2, w, w_next = norms
     experts = routed.float().sum(1).to(h.dtype)
@@ -208,7 +208,7 @@ def begin(tokens, embedding, factor, update, w_next, decoded, eps):
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
-    """Return ids int32, ascending, and routing weights f32, both [M, topk]; x [M, H], router [E, H]."""
+    """Return ids (int32, ascending), routing weights (f32) [M, topk], for x [M, H], router [E, H]."""
     # in float32: torch's own bf16 products differ by CPU
     logits = matmul_each(x, router, sequence_rows(len(x))).to(x.dtype)
     p = torch.softmax(logits.float(), -1)

@@ -1,26 +1,26 @@
 """Norms and residual sums between the products of a layer, one program per row.
 
-    begin             h = embedding[token] * factor    (then, in rows of the decoder, norm(h + update))
+    begin             h = embedding[token] * factor    (in decoder rows, then h = norm(h + update))
                       x = norm(h) * w_next             (the first layer's input; bf16, 8 bits or NVFP4)
     after_attention   h += norm(o) * w_post
-                      x_dense = norm(h) * w_dense      (bf16, 8 bits with a scale per token, or NVFP4)
+                      x_dense = norm(h) * w_dense      (bf16, 8 bits with one scale per token, or NVFP4)
                       x_experts = norm(h) * w_experts
                       x_router = norm(h) * w_router * H^-0.5
-    after_experts     routed = sum over a token's choices of experts
+    after_experts     routed = sum of the outputs of a token's experts
                       h = (h + norm(norm(dense) * w_1 + norm(routed) * w_2) * w) * scalar
                       x = norm(h) * w_next             (the next layer's input; bf16, 8 bits or NVFP4)
     scaled_norm       norm(x * factor) * weight
     gelu_mul          gelu_tanh(gate) * up
 
-norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Every result that transformers' bf16 model holds in
-a tensor is rounded to bf16 here too, so the two differ only in the order of sums. As separate torch
-operations these would take some thirty launches per layer; here they take two.
+norm(x) = x * rsqrt(mean(x^2) + eps) in float32. Where transformers' bf16 model stores a result in a
+tensor, the kernels round it to bf16 too. So the two differ only in the order of sums.
+Separate torch operations would take some thirty launches per layer; these kernels take two.
 
 A pass may have rows of the decoder, followed by rows of the encoder. `begin` sets h to norm(h +
 update) in the decoder's rows only. `after_experts` has a scalar for each kind of row.
 
-A program issues all its loads early: norms' weights before it waits for the previous kernel (`chain`),
-all else right after this wait. A load after a reduction's barrier would cost its whole latency.
+A program issues all its loads early. It loads norms' weights before it waits for the previous kernel
+(`chain`), and all else right after. A load after a reduction's barrier would cost its whole latency.
 """
 
 import torch
@@ -36,25 +36,25 @@ from fused_dequant.tiles import gelu_mul as gelu_mul_tile
 
 @triton.jit
 def rounded(x):
-    """Return x rounded to bf16, in float32."""
+    """Return x rounded to bf16, as float32."""
     return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
 def norm(x, H, eps):
-    """Return the RMS norm of a row x without a weight; x is zero past column H."""
+    """Return the RMS norm of a row x without a weight; x is zero from column H on."""
     return x * tl.rsqrt(tl.sum(x * x) / H + eps)
 
 
 @triton.jit
 def weighted(x, weight):
-    """Return x * weight rounded to bf16, in float32."""
+    """Return x * weight, rounded to bf16, as float32."""
     return rounded(x * weight.to(tl.float32))
 
 
 @triton.jit
 def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Store row m: bf16 if LARGEST is 0, NVFP4 if 6, else 8 bits, with scale NaN if x is not finite."""
+    """Store row m in bf16 (LARGEST 0), NVFP4 (6) or 8 bits; NaN or inf makes an 8-bit scale NaN."""
     if LARGEST == 0.0:
         tl.store(y + place, x.to(y.dtype.element_ty), mask=inside)
     elif LARGEST == 6.0:
@@ -76,14 +76,14 @@ def load_halves(x, low, high, H):
 
 @triton.jit
 def store_halves(x, y, low, high, values_low, values_high, H):
-    """Store a row to x in the dtype of y: all columns `low`, and those of `high` that are below H."""
+    """Store a row's halves to x in the dtype of y; columns `high` that are not below H are left out."""
     tl.store(x + low, values_low.to(y.dtype.element_ty))
     tl.store(x + high, values_high.to(y.dtype.element_ty), mask=high < H)
 
 
 @triton.jit
 def norm_halves(low, high, H, eps, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """Return both halves of a row's RMS norm without a weight; `high` is zero past column H."""
+    """Return both halves of a row's RMS norm without a weight; `high` is zero from column H on."""
     squares = tl.sum((low * low).reshape(HIGH, LOW // HIGH), 1) + high * high
     scale = tl.rsqrt(tl.sum(squares) / H + eps)
     return low * scale, high * scale
@@ -284,7 +284,7 @@ def scaled_norm_kernel(x, weight, y, H, eps, factor, CHAINED: tl.constexpr, BLOC
 
 @triton.jit
 def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (m, i) writes row m of y, columns i * BLOCK to (i + 1) * BLOCK - 1."""
+    """Program (m, i) writes BLOCK columns of row m of y, from column i * BLOCK on."""
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -295,7 +295,7 @@ def gelu_mul_kernel(gate_up, y, K, CHAINED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def _stored(x: Activation, shared: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return rows, scales and global scale as a kernel's arguments; missing ones are the rows again."""
+    """Return rows, scales and global scale as a kernel's arguments; the rows replace a missing one."""
     rows, scale = x
     return rows, rows if scale is None else scale, rows if shared is None else shared
 
@@ -307,7 +307,7 @@ def _largest(scheme: str) -> float:
 
 
 def _halves(H: int) -> dict[str, int]:
-    """Return LOW, the largest power of two up to H, and HIGH, one that the rest fits into."""
+    """Return LOW, the largest power of two up to H, and HIGH, a power of two >= H - LOW."""
     low = 1 << (H.bit_length() - 1)
     return {"LOW": low, "HIGH": min(low, max(16, 1 << (H - low - 1).bit_length()))}
 

@@ -4,13 +4,13 @@
     p = softmax(logits)          over all experts, in float32
     ids, weights                 the topk largest p, renormalised, times each expert's scale
 
-The product has few outputs (256 x 128 at one canvas) and a long K: one program per tile would leave
-most of the GPU idle. Therefore K is split. `choose_kernel`, one program per token, adds up the
+The product has few outputs (256 x 128 at one canvas) and a long K. One program per tile would leave
+most of the GPU idle, so K is split. `choose_kernel` has one program per token, and adds up the
 splits without atomics. Both kernels start loading weights before they wait for the previous kernel.
 
 The choice takes TOPK maxima one after the other. Score and index form one integer, so a maximum is
-one instruction of a warp. Both kernels together take 4.8 us for 256 rows on an H200. With the same
-tiles, but floating-point maxima with separate indices and nothing loaded early, they took 6.4 us.
+one instruction of a warp. Both kernels together take 4.8 us for 256 rows on an H200. They took 6.4 us,
+with the same tiles, when maxima were floats with separate indices and nothing was loaded early.
 """
 
 import torch
@@ -39,7 +39,7 @@ def logits_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Program (i, s) stores BM rows from i * BM of x @ w.T over K's split s: f32 [splits, M, E]."""
+    """Program (i, s) stores BM rows of x @ w.T over split s of K: `partial` f32 [splits, M, E]."""
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
@@ -59,7 +59,7 @@ def logits_kernel(
 
 @triton.jit
 def ordered(bits):
-    """Map bf16 bits, sign-extended to int32, to integers that sort like their values, and back."""
+    """Map bf16 bits, sign-extended to int32, to integers that sort like the bf16 values, or back."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
@@ -82,7 +82,7 @@ def choose_kernel(
     TOPK: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Program m chooses row m's TOPK largest logits one by one, the lowest index first on a tie."""
+    """Program m stores ids and weights of row m's TOPK largest logits; ties go to the lowest index."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     scale = tl.load(per_expert_scale + e, mask=e < E, other=0.0).to(tl.float32)

@@ -4,16 +4,16 @@ Choice c of token m is slot m * topk + c. `route` sorts slots by expert into blo
 
     slots         int32 [max_blocks * block]  the slots; M * topk marks padding
     block_expert  int32 [max_blocks]          each block's expert
-    block_rows    int32 [max_blocks]          how many of its rows are slots; padding follows them
-    block_count   int32 [1]                   how many blocks are in use, which only the device knows
+    block_rows    int32 [max_blocks]          how many rows of each block are slots; others are padding
+    block_count   int32 [1]                   how many blocks are in use; the host does not know it
 
 An expert with n > 0 slots uses ceil(n / block) blocks, so S slots need at most `max_blocks` =
-min(E, S) + S // block. Kernels are launched for that many; blocks past `block_count` return at once.
-So launches depend only on shapes: a CUDA graph can replay another routing.
+min(E, S) + S // block. Kernels launch `max_blocks` blocks; those past `block_count` return at once.
+So launches depend only on shapes, and one CUDA graph serves any routing.
 
-Each expert has one program. The program counts all ids itself (8 KB from L2 at 2,048 slots), which
-saves a launch, then writes its expert's slots in order. There are no atomics, so repeated routing is
-equal bit for bit. On an H200 the kernel, chained, takes 3.1 us for 2,048 slots and 6.8 us for 8,192.
+Each expert has one program. It counts all ids itself (8 KB from L2 at 2,048 slots), which saves a
+launch. Then it writes its expert's slots in order. There are no atomics, so repeated runs give equal
+bits. On an H200 the chained kernel takes 3.1 us for 2,048 slots and 6.8 us for 8,192.
 """
 
 from dataclasses import dataclass
@@ -54,9 +54,9 @@ def place_results(
 ) -> tuple[torch.Tensor, dict[str, Any], int]:
     """Return memory for a product's results, its kernel's arguments, and how many blocks to launch.
 
-    A dense product (`routing` None) has results bf16 [rows, N]. The experts' gate_up (`share` None)
-    reads one row per token and combines gate and up to bf16 [slots, N / 2]. The experts' down reads one
-    row per slot and multiplies its results bf16 [slots, N] by the routing weights `share` f32 [slots].
+    dense     `routing` is None: results bf16 [rows, N]
+    gate_up   `share` is None: bf16 [slots, N / 2], gelu_tanh(gate) * up; x has one row per token
+    down      bf16 [slots, N], times the routing weights `share` f32 [slots]; x has one row per slot
     """
     _, N, K = weight.shape
     topk = 1 if routing is None or share is not None else routing.topk
@@ -88,7 +88,7 @@ def route_kernel(
     PADDING: tl.constexpr,  # BLOCK rounded up to a power of two
     CHUNK: tl.constexpr,
 ):
-    """Program e writes expert e's `slots` in blocks of BLOCK, and each block's expert and row count."""
+    """Program e writes expert e's slots, block_expert and block_rows; the last one also block_count."""
     follow(CHAINED)
     e = tl.program_id(0)
     expert = tl.arange(0, EXPERTS)
@@ -117,7 +117,7 @@ def route_kernel(
 
 
 def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
-    """Sort slots of expert_ids int [M, topk] into blocks of `block` rows; skip ids not in 0..E-1."""
+    """Return the `Routing` of expert_ids int [M, topk]; ids not in 0..experts - 1 are left out."""
     total = expert_ids.numel()
     bound = min(experts, total) + total // block
     device = expert_ids.device

@@ -1,30 +1,30 @@
-"""The entropy-bound sampler on the GPU: it reads the logits once, and the host waits for nothing.
+"""The entropy-bound sampler on the GPU. It reads the logits once, and the host waits for nothing.
 
     l = logits / T,   T = schedule[step - 1] of the sequence
     per position   y ~ softmax(l) by inverse CDF,   a = argmax(l),   H = entropy of softmax(l) in nats
     per canvas     accept positions in order of H, while the sum of all lower H is <= bound
     next canvas    y where accepted, else a token drawn uniformly
-    finished       when every `a` equals those of the steps in `history`, and mean(H) < confidence
+    finished       if every `a` equals `a` of each step in `history`, and mean(H) < confidence
 
 A step takes three launches, whatever the batch size:
 
-    1. `statistics_kernel`  for each row and range of RANGE tokens: max, sum(e) and sum(e x), with
-                            e = exp(x) and x = (logit - the range's max) / T
-    2. `draw_kernel`        for each row: combines its ranges, finds the range with the maximum and the
-                            range in which the cumulative distribution passes u, reads these two again
+    1. `statistics_kernel`  for each row and range of RANGE tokens: the largest logit (max), sum(e) and
+                            sum(e x), with x = (logit - max) / T and e = exp(x)
+    2. `draw_kernel`        for each row: combines its ranges; reads again the range of the maximum, and
+                            the range in which the cumulative distribution passes a random number
     3. `accept_kernel`      for each sequence: acceptance, next canvas, stop, number of the next step
 
 H = log(sum e) - sum(e x) / sum(e), so the distribution itself is never written. A canvas of 256
-positions over 262,144 tokens in bf16 reads 134 MB. On Hopper, lm_head may store the numbers of launch
-1 for its tiles (`vocabulary_hopper`). RANGE is then 256, a tile's width, and launch 1 is left out.
+positions over 262,144 tokens in bf16 reads 134 MB. On Hopper, lm_head may itself store what
+launch 1 stores (`vocabulary_hopper`). RANGE is then 256, a tile's width, and launch 1 is left out.
 
-A random number is a function of its place: Philox4x32-10 has the sequence's seed as key and (position,
-step, canvas, 0) as counter. Word 0 draws y, word 1 the uniform token, 24 bits each. `accept_kernel`
-counts the step in device memory. So one CUDA graph replays every step, and sequences of one batch may
-be at different steps. Sequences that are finished or past the last step do not change.
+A random number depends only on its place. Philox4x32-10 has the sequence's seed as key and (position,
+step, canvas, 0) as counter. 24 bits of word 0 draw y, and 24 bits of word 1 draw the uniform token.
+`accept_kernel` counts steps in device memory. So one CUDA graph replays every step, and sequences of
+one batch may be at different steps. Sequences that are finished or past the last step do not change.
 
-Ties of the maximum go to the lowest token, ties of entropy to the lower position. A NaN logit makes
-the entropy NaN: its position is not accepted, its sequence does not finish, tokens stay in range.
+Of equal maxima, the lowest token is taken; of equal entropies, the lower position. A NaN logit makes
+the position's entropy NaN: it is not accepted, its sequence does not finish, and tokens stay < V.
 """
 
 import torch
@@ -40,13 +40,13 @@ RANGE = 4096  # with two warps: 38 us for a canvas; 2,048 takes 43 us, 8,192 wit
 
 @triton.jit
 def finite(logits):
-    """Return logits in float32, LOWEST in place of -inf, so that no difference is NaN; NaN stays."""
+    """Return logits in float32, at least LOWEST: -inf - -inf would be NaN. A NaN logit stays NaN."""
     return tl.maximum(logits.to(tl.float32), LOWEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def sharpness_of(schedule, step, b, N):
-    """Return log2(e) / T at sequence b's step; past step N, T is that of step N."""
+    """Return log2(e) / T at sequence b's step; after the last step N, T of step N is used."""
     return LOG2_E / tl.load(schedule + tl.minimum(tl.load(step + b), N) - 1)
 
 
@@ -66,7 +66,7 @@ def statistics_kernel(
     EVEN: tl.constexpr,
     RANGE: tl.constexpr,
 ):
-    """Program (row, part) stores max, sum(e), sum(e x) in `tops`, `sums`, `moments` [rows, ranges]."""
+    """Program (row, part) stores max, sum(e), sum(e x) as `tops`, `sums`, `moments` [rows, ranges]."""
     follow(CHAINED)
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * RANGE + tl.arange(0, RANGE)
@@ -114,7 +114,7 @@ def draw_kernel(
     RANGES: tl.constexpr,  # `ranges` rounded up to a power of two
     RANGE: tl.constexpr,
 ):
-    """Program `row` combines its ranges and draws tokens; if SURVEYED, it also sums up `rounded`."""
+    """Program `row` combines its ranges and draws tokens; if SURVEYED, it also sums `rounded`."""
     follow(CHAINED)
     row = tl.program_id(0)
     b, position = row // L, row % L
@@ -161,7 +161,7 @@ def draw_kernel(
 
 
 def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> Draw:
-    """Launch kernels 1 and 2 for `operations.sample`; logits bf16 or f32 [B, L, V] are contiguous."""
+    """Launch kernels 1 and 2 for `operations.sample`; logits [B, L, V] must be contiguous."""
     B, L, V = logits.shape
     width = min(RANGE, triton.next_power_of_2(V))
     own = statistics(logits.view(B * L, V), schedule, state.step, L, width)
@@ -171,7 +171,7 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
 def statistics(
     logits: torch.Tensor, schedule: torch.Tensor, step: torch.Tensor, L: int, width: int
 ) -> torch.Tensor:
-    """Return max, sum(e), sum(e x) of ranges of `width` tokens of logits [M, V]: f32 [3, M, ranges]."""
+    """Return max, sum(e), sum(e x) of logits [M, V] in ranges of `width` tokens: f32 [3, M, ranges]."""
     (M, V), ranges = logits.shape, triton.cdiv(logits.shape[1], width)
     found = torch.empty(3, M, ranges, dtype=torch.float32, device=logits.device)
     statistics_kernel[(M, ranges)](
@@ -189,9 +189,9 @@ def draw(
     schedule: torch.Tensor,
     total: torch.Tensor | None = None,
 ) -> Draw:
-    """Return a step's draw from logits [B, L, V] and their `statistics`, f32 [3 or 4, B * L, ranges].
+    """Return a step's draw from logits [B, L, V], given `statistics` f32 [3 or 4, B * L, ranges].
 
-    A range has `width` tokens. `total` f32 [B * L], if given, gets each row's sum of statistics[3].
+    A range has `width` tokens. If given, `total` f32 [B * L] gets each row's sum of statistics[3].
     """
     B, L, V = logits.shape
     ranges, device = statistics.shape[2], logits.device
@@ -230,7 +230,7 @@ def accept_kernel(
     POSITIONS: tl.constexpr,  # L rounded up to a power of two
     COLUMNS: tl.constexpr,
 ):
-    """Program b does `operations.accept` for sequence b; `history` steps are `stride` numbers apart."""
+    """Program b runs `operations.accept` for sequence b; `history` has `stride` elements per step."""
     follow(CHAINED)
     b = tl.program_id(0)
     now = tl.load(step + b)

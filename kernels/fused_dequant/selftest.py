@@ -1,6 +1,6 @@
-"""Checks that this GPU multiplies correctly, by comparing products with torch's in float64.
+"""Checks that this GPU multiplies correctly, by comparing its products with torch's in float64.
 
-Shapes are the real model's, with the rows of one canvas, so a run launches the same kernels again.
+Shapes are the real model's for one canvas, so a later run launches the kernels that are checked here.
 """
 
 import torch
@@ -15,7 +15,7 @@ PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:
-    """Return the larger relative error of a dense product and of routed experts; NaN if one is NaN."""
+    """Return the larger of two relative errors, of a dense product and of experts; NaN if one is."""
     place = str(device)
     x = cases.random_tokens(ROWS, cases.HIDDEN, place)
     dense = cases.random_weight(scheme, 1, 4096, cases.HIDDEN, place)

@@ -1,9 +1,9 @@
-"""Products for calibration and scoring whose inputs are rounded as W4A4 rounds them, or not at all.
+"""Products for calibration and scoring; inputs are rounded as W4A4 rounds them, or not at all.
 
-    round_nvfp4        rows -> bf16 rows of codes times block scales (`input_rounding` has the numbers)
-    scaled             the NVFP4 weight for such rows; its factor is divided by the rows' global scale
+    round_nvfp4        rounds rows to NVFP4; returns codes times block scales as bf16 (`input_rounding`)
+    scaled             an NVFP4 weight for such rows; its factor is divided by the rows' global scale
     plain              an 8-bit weight in bf16, for rows that are not rounded
-    experts            routed experts; rows rounded with one scale per expert, one for all, or not
+    experts            routed experts; rows are rounded with one scale per expert, or one in all, or not
 
 Products differ from those of W4A4 only in the order of float32 sums. A CPU computes them in torch.
 """
@@ -21,14 +21,14 @@ from fused_dequant.kept import kept
 from fused_dequant.operations import routed_experts
 from fused_dequant.weights import Weight
 
-EXPERTS_AT_ONCE = 16  # that go through float32 in `plain`: all experts of a layer would take 4 GB
+EXPERTS_AT_ONCE = 16  # that `plain` converts at once; in float32, all of a layer would take 4 GB
 
 
 def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) -> Tensor:
     """Round x bf16 or f32 [M, K], K % 16 == 0, to NVFP4; return codes times block scales, bf16 [M, K].
 
-    `global_scale` is f32 [1]. If `experts` int [M, topk] is given, `global_scale` is f32 [E], each
-    row is rounded once for each of its experts, and the result is [M * topk, K].
+    `global_scale` is f32 [1]. With `experts` int [M, topk], `global_scale` is f32 [E]: each row is
+    rounded once for each of its experts, and the result is [M * topk, K].
     """
     if launches(x.device):
         from fused_dequant import input_rounding
@@ -48,9 +48,9 @@ def round_in_torch(x: Tensor, global_scale: Tensor, experts: Tensor | None = Non
 
 
 def scaled(weight: Weight, global_scale: Tensor) -> Weight:
-    """Return the NVFP4 `weight`, its factor divided by the rows' `global_scale` f32 [1] or [E].
+    """Return NVFP4 `weight` with its factor divided by the rows' `global_scale` f32 [1] or [E].
 
-    Raise ValueError if the weight has no factor, as it is then not NVFP4.
+    Raise ValueError if the weight has no factor: it is then not NVFP4.
     """
     if weight.factor is None:
         raise ValueError(f"rounded rows are multiplied with NVFP4 weights, not {weight.scheme}")
@@ -84,12 +84,12 @@ def experts(
     scales: tuple[Tensor, Tensor] | None = None,
     see: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
-    """Return `operations.routed_experts` [M, topk, H] of x bf16 [M, H]; both inputs are rounded.
+    """Return `operations.routed_experts` [M, topk, H] for x bf16 [M, H], rounding products' inputs.
 
-    `scales` are two global scales f32 [E] or [1], for the inputs of gate_up and of down; None rounds
-    nothing. Weights are bf16 or NVFP4; bf16 with `scales` raises ValueError. gate_up is interleaved;
-    all `ids` [M, topk] are in 0..E-1. `see` is called with the input of down before it is rounded,
-    bf16 [M * topk, I], in the order of `ids`.
+    `scales` are two global scales f32 [E] or [1], for the inputs of gate_up and of down. If None,
+    nothing is rounded. Weights are bf16 or NVFP4; bf16 with `scales` raises ValueError. gate_up is
+    interleaved; all `ids` [M, topk] are in 0..E-1. If given, `see` gets the input of down before
+    rounding: bf16 [M * topk, I], in the order of `ids`.
     """
 
     def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:

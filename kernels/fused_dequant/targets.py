@@ -1,6 +1,6 @@
-"""The GPUs that kernels are compiled for, by compute capability, and which of them a device is.
+"""The compute capabilities that kernels are compiled for, and what the GPU of a device can do.
 
-With `QUANTIZE_TARGET=sm_89` a newer GPU launches an RTX 4090's kernels and tiles, to test them.
+With `QUANTIZE_TARGET=sm_89` a newer GPU runs an RTX 4090's kernels and tiles, to test them.
 """
 
 import os
@@ -15,7 +15,7 @@ FORCE = "QUANTIZE_TARGET"
 
 @dataclass(frozen=True)
 class Target:
-    """Properties of the GPUs of one compute capability, which is the key in `TARGETS`."""
+    """Properties of GPUs of one compute capability; `TARGETS` maps the capability to them."""
 
     example: str  # a GPU of this capability
     shared: int  # KiB of shared memory that a block may have
@@ -55,13 +55,13 @@ def forced() -> Capability | None:
 
 
 def capability(device: torch.device) -> Capability:
-    """Return the capability to compile for: the `forced` one, or `device`'s ("meta": current GPU)."""
+    """Return the capability to compile for: `forced`, or that of `device` ("meta": current GPU)."""
     own = device if device.type == "cuda" else None
     return forced() or torch.cuda.get_device_capability(own)
 
 
 def fp4_units(device: torch.device) -> bool:
-    """Return whether `device` has tensor cores for NVFP4; True on a CPU, where Triton interprets."""
+    """Return whether `device` has tensor cores for NVFP4; True on a CPU (Triton's interpreter)."""
     if device.type == "cpu":
         return True
     own = capability(device)

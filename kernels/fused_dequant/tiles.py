@@ -2,7 +2,7 @@
 
 A *block* is `BM` rows of activations that are multiplied by the same weights. In a dense product,
 block i is rows BM*i .. BM*i + BM - 1 of x. In a grouped product (of experts), block i belongs to
-expert `block_expert[i]`, and `slots[BM*i + m]` is the slot of its row m: token * topk + choice, or
+expert `block_expert[i]`. The slot of its row m is `slots[BM*i + m]`: token * topk + choice, or
 `total` for padding. The host need not know how many blocks are in use.
 """
 
@@ -19,7 +19,7 @@ KEPT = tl.constexpr("evict_last")
 
 @triton.jit
 def block_rows(slots, first, total, COUNT: tl.constexpr, GROUPED: tl.constexpr):
-    """Return slots [COUNT] of the rows from `first` on, and a mask [COUNT], false for padding."""
+    """Return slots [COUNT] of the rows from `first` on, and a mask [COUNT]: false for padding."""
     offsets = first + tl.arange(0, COUNT)
     slot = tl.load(slots + offsets) if GROUPED else offsets
     return slot, slot < total
@@ -50,7 +50,7 @@ def tanh(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def split_gate_up(acc, ROWS: tl.constexpr, BM: tl.constexpr):
-    """Split acc [ROWS, BM], in which 8 gate and 8 up rows alternate, into gate and up [ROWS/2, BM]."""
+    """Split acc [ROWS, BM] into gate and up [ROWS / 2, BM]; runs of 8 gate and 8 up rows alternate."""
     gate, up = tl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
     return gate.reshape(ROWS // 2, BM), up.reshape(ROWS // 2, BM)
 
@@ -60,7 +60,7 @@ def store_nvfp4(
     result, y, factor, row_weight, slot, real, tile, N,
     BM: tl.constexpr, BN: tl.constexpr, GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Scale result f32 [BN, BM] by `factor`, apply gelu_mul and row weights, store it in rows of y."""
+    """Store f32 [BN, BM] * factor in y, after gelu_mul if GELU_MUL, times row_weight if WEIGHTED."""
     width = N
     rows: tl.constexpr = BN // 2 if GELU_MUL else BN
     if GELU_MUL:

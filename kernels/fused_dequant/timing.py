@@ -1,4 +1,4 @@
-"""Captures CUDA graphs, and times work by the median over their replays, on several buffers in turn."""
+"""Captures CUDA graphs, and times work: the median over replays that use several buffers in turn."""
 
 import gc
 import statistics
@@ -23,11 +23,11 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Generator[None]:
 
 
 def measure(calls: Sequence[Callable[[], object]], *, replays: int = 20, least: int = 4) -> float:
-    """Return the median microseconds of one call.
+    """Return microseconds per call, the median over `replays` replays of one CUDA graph.
 
-    `calls` do the same work on different buffers, which together are several times as large as the
-    L2 cache. One CUDA graph captures whole rounds of the calls, at least `least` calls in all, so
-    that gaps between launches are those of a real step. The graph is replayed `replays` times.
+    `calls` do the same work on different buffers. Together the buffers should be several times as
+    large as the L2 cache. The graph captures all calls once or several times, at least `least` calls,
+    so that gaps between launches are those of a real step.
     """
     rounds = -(-least // len(calls))
     for call in calls:

@@ -1,15 +1,15 @@
 """Finds this GPU's fastest launch configurations, which `quantize tune` writes into a table.
 
 It tunes each product of the real model that the GPU can run, at several numbers of tokens. Candidates
-are compiled in parallel, against tensors without storage; those that do not fit the device are dropped.
-Each must give the result of the first, and is timed as a CUDA graph over buffers larger than the L2;
-the fastest is kept. Both products of the experts read the same blocks of rows, so their two
-configurations are chosen together. The untuned default is a candidate too, to show what tuning gains.
-On an H200, tuning for 64, 256 and 1,024 tokens takes about two minutes; more tokens were not timed.
+are compiled in parallel, with operands that have no storage. Candidates that do not fit the device are
+dropped. Each candidate must give the first one's result. It is timed as a CUDA graph over buffers
+larger than the L2, and the fastest is kept. Both products of the experts read the same blocks of rows,
+so they are tuned as a pair. The untuned default is a candidate too, to show what tuning gains. On an
+H200, tuning for 64, 256 and 1,024 tokens takes about two minutes; more tokens were not timed.
 
 No candidate has more than `candidates.MAX_ACCUMULATORS` accumulator registers per thread. Products
-are timed in a child process: if a candidate breaks the CUDA context there, a new process times the
-other candidates, and a warning names the broken one.
+are timed in a child process. If a candidate breaks its CUDA context, a warning names the candidate,
+and a new process times the others.
 """
 
 import itertools
@@ -115,13 +115,13 @@ def compile_all(jobs: list[tuple[Product, Config]]) -> None:
 
 
 class BrokenCandidateError(Exception):
-    """The configuration `args[0]` caused a CUDA error, so this process can run no more kernels."""
+    """Configuration args[0] caused CUDA error args[1], so this process can run no more kernels."""
 
 
 def time_candidates(product: Product, excluded: list[Config]) -> list[tuple[float, Config]]:
-    """Return (us, config) of the candidates that fit the GPU and are not `excluded`, fastest first.
+    """Return pairs (us, config) of candidates that fit the GPU and are not `excluded`, fastest first.
 
-    Raise ValueError if results differ, BrokenCandidateError for a candidate with a CUDA error.
+    Raise ValueError if results differ, BrokenCandidateError if a candidate causes a CUDA error.
     """
     first = operands(product, "cuda")
     copies = max(1, min(16, BUFFER_BYTES // first.weight.bytes))
@@ -176,12 +176,12 @@ def _child() -> ProcessPoolExecutor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A product's chosen configuration, and a launch's time with it and with the one used before."""
+    """A product's chosen configuration, and the times of a launch with the new and the old one."""
 
     product: Product
     config: Config
-    microseconds: float  # of a launch with `config`
-    before: float | None  # with the configuration used before; None if it was not timed
+    microseconds: float  # time of a launch with `config`
+    before: float | None  # its time with the configuration used before; None if not timed
 
 
 def tuned(
@@ -189,11 +189,11 @@ def tuned(
     now: Callable[[Product], Config],
     timer: Callable[[Product], Timed] | None = None,
 ) -> Iterator[Choice]:
-    """Time the candidates of products, and yield the fastest for each.
+    """Time the candidates of the `chosen` products, and yield the fastest for each.
 
-    Each experts_up must be followed by its experts_down: the pair is chosen together, with equal
-    rows per block. `now` returns the configuration in use, which the new table would replace.
-    `timer` returns a product's timed candidates; None stands for a `Timer` on this GPU.
+    Each experts_up must be followed by its experts_down. They are tuned as a pair, with equal rows
+    per block. `now` returns a product's configuration before tuning. `timer` returns a product's timed
+    candidates; if None, a `Timer` on this GPU does.
     """
     timer = timer or Timer()
     waiting: Iterator[Product] = iter(chosen)
@@ -213,7 +213,7 @@ def tuned(
 def write_table(
     path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
 ) -> None:
-    """Add `choices` to the table at `path`, creating it if missing; the file is replaced atomically."""
+    """Add `choices` to the table at `path`, or create it; the file is replaced atomically."""
     kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}
     for choice in choices:
         kernels.setdefault(choice.product.key, {})[str(choice.product.M)] = choice.config

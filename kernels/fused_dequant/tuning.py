@@ -1,13 +1,13 @@
-"""Looks up launch configurations in tables of the fastest ones, or makes a default that always fits.
+"""Looks up the fastest launch configurations in tables, or returns a default that always fits.
 
     tuning/NVIDIA_H200.json
     {"device": ..., "capability": "sm_90", "triton": ...,
      "kernels": {"linear/fp8/4096x2816": {"256": {"BM": ...}, "1024": ...}, ...}}
 
-A key is verb/scheme/NxK, and has an entry for each of several numbers of tokens M. A launch takes
-the entry of the smallest M that is at least its own M, else of the largest. If no key has the launch's
-N, the nearest N with the same K counts. Tables of the device's own name take precedence over others
-of its compute capability; an H100, without its own, runs what was tuned on an H200. A table that
+A key is verb/scheme/NxK. It has one configuration for each of several numbers of tokens M. A launch
+takes the smallest listed M >= its own, or the largest M if all are smaller. If no key has the
+launch's N, the nearest N with the same K is taken. Tables of the device's own name take precedence
+over others of its compute capability. An H100 has no table, so it uses the H200's. A table that
 `quantize tune` wrote (`user_tables`) takes precedence over one that ships. Nothing is tuned while
 serving: a launch that no table covers gets `default`, which is untuned but fits every target. A
 device without any table causes one warning.
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def user_tables(folder: Path) -> None:
-    """From now on read the tables in `folder` too; they take precedence over those that ship."""
+    """From now on, also read the tables in `folder`; they take precedence over tables that ship."""
     _folders[:] = [SHIPPED, folder]
     forget()
 
@@ -65,7 +65,7 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` as one; for equal keys the device's own table wins."""
+    """Return all tables of capability `target` merged; for equal keys the device's own table wins."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
@@ -80,7 +80,7 @@ def table(device_name: str | None, target: str) -> Table:
 
 
 def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device) -> Config:
-    """Return the configuration for a launch on `device`; "meta" stands for the current GPU.
+    """Return the configuration for a launch on `device`; "meta" means the current GPU.
 
     On a CPU, return `default`. If QUANTIZE_TARGET forces a target, the device's own tables do not
     take precedence over others.
@@ -97,7 +97,7 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
 def lookup(
     verb: str, scheme: str, M: int, N: int, K: int, device_name: str | None, target: str
 ) -> Config:
-    """Return the entry for the nearest N and least size >= M (else largest), or `default` if none."""
+    """Return the configuration that the module's docstring describes; `default` if no table has one."""
     known = table(device_name, target)
     alike = re.compile(rf"{verb}/{scheme}/(\d+)x{K}")
     near = {abs(int(m[1]) - N): name for name in known if (m := alike.fullmatch(name))}
@@ -109,19 +109,19 @@ def lookup(
 
 
 def processors(device: torch.device) -> int:
-    """Return how many streaming multiprocessors a GPU has; 4 where kernels are interpreted."""
+    """Return how many streaming multiprocessors a GPU has; 4 on a CPU, for interpreted kernels."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 4 if device.type == "cpu" else TARGETS[capability(device)].processors
 
 
 def block_rows(config: Config) -> int:
-    """Return how many rows a block has: BM, plus MORE where a kernel has a second accumulator."""
+    """Return how many rows a block has: BM, plus MORE if the kernel has a second accumulator."""
     return config["BM"] + config.get("MORE", 0)
 
 
 def default(verb: str, scheme: str, M: int, N: int, K: int) -> Config:
-    """Return an untuned configuration for any target: at most 99 KiB of shared memory per block."""
+    """Return an untuned configuration that fits every target: <= 99 KiB of shared memory per block."""
     if verb == "soft_embedding":
         return {"SPLITS": 8, "BM": 64, "BN": 128, "BK": 32, "num_warps": 4, "num_stages": 3}
     if verb == "lm_head":

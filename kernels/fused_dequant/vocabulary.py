@@ -1,26 +1,25 @@
 """The two products with the embedding matrix: lm_head with softcap, and the soft embedding.
 
-Both are bound by arithmetic at one canvas of 256 tokens. So both read their tiles with TMA (tensor
-descriptors), whose addresses take no arithmetic in the loop and no registers. On GPUs older than
+At one canvas of 256 tokens, arithmetic limits both. So both read their tiles with TMA (tensor
+descriptors): addresses then take no registers, and no arithmetic in the loop. On GPUs older than
 sm_90 Triton turns the descriptors into ordinary loads.
 
-lm_head: programs are persistent, one per SM, and loop over tiles; the next tile's loads run while
-the last tile is capped and stored. Logits are written once, as bf16 [M, V]: in float32 the 256 x
+lm_head: programs are persistent, one per SM, and loop over tiles. The next tile's loads run while
+the current tile is capped and stored. Logits are written once, as bf16 [M, V]: in float32 the 256 x
 262,144 logits of one canvas would take 268 MB. For sm_90 `vocabulary_hopper` has another kernel.
 
-Soft embedding: softmax(logits / T) @ embedding, the input of self-conditioning. K = V is 262,144
-long, but M x H has only 22 tiles, so K is split into S ranges to fill the GPU. Each range s has an
-anchor a_s, a number near its maximum:
+Soft embedding: softmax(logits / T) @ embedding, the input of self-conditioning. V is 262,144,
+but the result [M, H] has only 22 tiles. So V is split into S ranges, to fill the GPU. In each row,
+range s has an anchor a_s, a number near its maximum, and a sum t_s of its p:
 
-    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V], a_s and sum_s(p) [S, M]
+    1. `exponential_kernel`  p = exp((l - a_s) / T) as bf16 [M, V]; a_s and t_s, each f32 [S, M]
     2. `split_k_kernel`      partial_s f32 [S, M, H] = p[:, range s] @ embedding[range s]
-    3. `reduce_kernel`       sum_s w_s * partial_s / sum_s w_s * sum_s(p), w_s = exp((a_s - max a) / T)
+    3. `reduce_kernel`       sum_s(w_s partial_s) / sum_s(w_s t_s), with w_s = exp((a_s - max a) / T)
 
-The anchor is the maximum of a range's first 2,048 logits, so a program reads logits once and holds
-only that many. It need not be the range's maximum: p may be large, since bf16 has float32's exponents.
-
+The anchor is the maximum of a range's first 2,048 logits. So a program reads logits once, and holds
+only 2,048. Where a logit exceeds the anchor, p exceeds 1; bf16 holds it with float32's exponents.
 There are no atomics, so two runs are equal bit for bit. p is rounded to bf16 before it is
-normalised. The sums are taken of rounded values, so that the weights of a row still add up to 1.
+normalised. t_s adds up the rounded p, so the weights of a row still add up to 1.
 """
 
 import torch
@@ -53,7 +52,7 @@ def lm_head_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write capped x [M, H] @ w [V, H].T to y [M, V]; boxes: x [BM, BK], w [BN, BK], y [BM, BN/2]."""
+    """Write capped x [M, H] @ w [V, H].T to y [M, V]. Boxes: x [BM, BK], w [BN, BK], y [BM, BN/2]."""
     follow(CHAINED)
     rows = tl.cdiv(M, BM)
     for tile in tl.range(tl.program_id(0), rows * tl.cdiv(V, BN), programs, flatten=True):
@@ -75,7 +74,7 @@ def lm_head(
     out: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """Launch the kernel for `operations.lm_head`; a `config` with STAGES selects the one for sm_90.
+    """Launch the kernel for `operations.lm_head`; a `config` with STAGES selects the sm_90 kernel.
 
     If `config` is None, the tables give it. V and H must be multiples of 8: TMA reads 16-byte units.
     """
@@ -100,7 +99,7 @@ def rounded_exponential(x, HARDWARE: tl.constexpr):
     """Return 2^x rounded to bf16, as bf16 and as float32; results below 2^-126 are zero.
 
     If HARDWARE is true, 5 instructions make two values. The compiler's own code would rescale subnormal
-    results, and convert to bf16 one value at a time, as slowly as it computes an exponential.
+    results. It would also convert values to bf16 singly, which takes as long as the exponentials.
     """
     if HARDWARE:
         p, p_wide = tl.inline_asm_elementwise(
@@ -147,10 +146,10 @@ def exponential_kernel(
     HARDWARE: tl.constexpr,
     EIGHTS: tl.constexpr,
 ):
-    """Program (m, s) stores p of row m, columns s * length to (s + 1) * length, 8 * EIGHTS at a time.
+    """Program (m, s) stores p of range s of row m, `length` columns, and the range's anchor and sum.
 
-    The anchor (the logit where p is 1) is the maximum of the first 8 * EIGHTS columns, so logits are
-    read once. If a p exceeds 2^REACH, the program starts again, with the anchor at their maximum.
+    The anchor (the logit where p is 1) is the maximum of the range's first 8 * EIGHTS columns. If a p
+    exceeds 2^REACH, the program starts again, with the maximum of the whole range as anchor.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
@@ -184,7 +183,7 @@ def split_k_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Store partial[s] = p[:, range s] @ embedding[range s]; `length` is a multiple of BK.
+    """Store partial[s] = p[:, range s] @ embedding[range s] (`length` tokens, a multiple of BK).
 
     p [M, V] and embedding [V, H] are TMA descriptors of boxes [BM, BK], [BK, BN]; past V they read 0.
     """
@@ -271,7 +270,7 @@ def soft_embedding_of(probabilities, embedding, out=None):
 def exponentials(
     logits: torch.Tensor, inverse_temperature: torch.Tensor, splits: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return p bf16 [M, V], anchors (logits where p is 1) and sums of p per range, f32 [splits, M]."""
+    """Return p bf16 [M, V], and each range's anchor and sum of p: two tensors f32 [splits, M]."""
     (M, V), device = logits.shape, logits.device
     p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
@@ -308,7 +307,7 @@ def reduce(
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return ranges' products combined, bf16 [M, H], in `out` if given; anchors None: one for all."""
+    """Combine `partial`; return bf16 [M, H], in `out` if given. If `anchors` is None, all are equal."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)

@@ -9,16 +9,16 @@ tile. Here a block has one warp that copies, and two sets of four warps that mul
 The two sets share only the ring: while one caps and stores, the other may multiply.
 
 `survey` also stores numbers for the sampler and the soft embedding, so that neither reads all logits
-again. For each row of a tile, with logits l and x = (l - max l) log2(e) / T, these numbers are:
+again. Let l be a row's logits in a tile, and x = (l - max l) log2(e) / T. Per row and tile it stores:
 
     statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of p
     p            2^((l - cap) log2(e) / T + REACH) as bf16
 
-All p are relative to `cap`, so the soft embedding is one product. With |l| <= cap they span
-2 cap log2(e) / T powers of two; bf16's exponents allow that down to T = 0.39 for cap = 30 (`holds`).
+All p are relative to `cap`, so the soft embedding is one product. As |l| <= cap, p spans 2 cap log2(e)
+/ T powers of two. For cap = 30, bf16's exponents allow T down to 0.39 (`holds`).
 
-Programs are persistent, one per SM. A place of the ring is `ready` when its bytes have arrived, `free`
-when both sets have read it. A set stores results through two buffers of 64 x 64; TMA clips them to y.
+Programs are persistent, one per SM. A place of the ring is `ready` once its bytes have arrived, and
+`free` once both sets have read it. A set stores results through two buffers of 64 x 64; TMA clips to y.
 """
 
 import torch
@@ -70,7 +70,7 @@ def multiply_and_cap(
     M, V, H, L, N, cap, programs,
     SET: gl.constexpr, STAGES: gl.constexpr, SURVEYED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, cap and store 64 rows, from row 64 * SET on, of every tile of this program."""
+    """For each tile of this program, multiply, cap and store 64 rows, from row 64 * SET on."""
     BK: gl.constexpr = x_tiles.shape[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, BK // 4])
     rows, steps = gl.cdiv(M, BM), gl.cdiv(H, BK)
@@ -105,7 +105,7 @@ def multiply_and_cap(
 
 @gluon.jit
 def quarters(acc):
-    """Split acc [64, 256] into four blocks [64, 64] of columns, in order."""
+    """Split acc [64, 256] by columns into four blocks [64, 64], in order."""
     low, high = gl.split(acc.reshape([64, 2, BN // 2]).permute([0, 2, 1]))
     first, second = gl.split(low.reshape([64, 2, PIECE]).permute([0, 2, 1]))
     third, fourth = gl.split(high.reshape([64, 2, PIECE]).permute([0, 2, 1]))
@@ -151,7 +151,7 @@ def store_capped(acc, y, results, m, n, cap):
 
 @gluon.jit
 def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
-    """Return logits cap * tanh(x) in bf16 (past V, LOWEST), and each row's maximum before rounding."""
+    """Return logits cap * tanh(x) in bf16 (LOWEST from V on), and row maxima before rounding."""
     logits = capped(x, cap)
     if not EVEN:
         column = n + gl.arange(0, PIECE, layout=gl.SliceLayout(0, x.type.layout))
@@ -166,7 +166,7 @@ def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
 def survey_and_store(
     acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
 ):
-    """Store a tile's logits cap * tanh(acc), p, and column of `statistics` f32 [4, M, tiles of V]."""
+    """Store a tile's logits cap * tanh(acc), its p and its column of `statistics` f32 [4, M, tiles]."""
     first, second, third, fourth = quarters(acc)
     first, top = capped_inside(first, cap, n, V, EVEN)
     second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
@@ -223,8 +223,8 @@ def lm_head_hopper_kernel(
 ):
     """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    If SURVEYED, also write p [M, V] (in boxes like y's) and `statistics`; a row's temperature is
-    then read from `schedule` [N], at the step that `steps_taken` [M / L] has for the row's sequence.
+    If SURVEYED, also write `statistics` and p [M, V], in boxes like y's. A row's temperature is then
+    the entry of `schedule` [N] for its sequence's step, which `steps_taken` [M / L] gives.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
@@ -275,8 +275,8 @@ def survey(
 ) -> torch.Tensor:
     """Write logits of x [M, H] to y, and p to `p`, both bf16 [M, V]; return statistics.
 
-    The module's docstring defines p and statistics, which are f32 [4, M, tiles of 256 tokens], in `out`
-    if given. A row's T is the value in `schedule` f32 [N] at its sequence's `step`, int32 [B].
+    Statistics are f32 [4, M, V / 256 rounded up], in `out` if given. The module's docstring defines
+    them and p. A row's T is the entry of `schedule` f32 [N] for its sequence's `step`, int32 [B].
     """
     M, V = y.shape
     ranges = triton.cdiv(V, BN.value)
@@ -288,7 +288,7 @@ def survey(
 
 
 def holds(cap: float, coldest: float) -> bool:
-    """Return whether no p of `survey` is subnormal in bf16, for logits within +-cap, T >= `coldest`."""
+    """Return whether every p of `survey` is normal in bf16 if |logits| <= cap and T >= `coldest`."""
     return 2 * cap * LOG2_E.value / coldest <= REACH.value - LEAST
 
 

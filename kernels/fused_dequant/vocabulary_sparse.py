@@ -1,30 +1,29 @@
 """The soft embedding of rows whose probability is in few tokens; only their embeddings are read.
 
-    S          the most probable tokens of a row, of equal ones the lower id first, until their mass
-               is at least 1 - LEFT_OUT; a row that needs more than MOST tokens is multiplied whole
-    sparse     sum over S of p_i * E_i,   p_i = softmax(logits / T)_i, not normalised anew
+    S          a row's most probable tokens, added one by one until their mass is at least 1 - LEFT_OUT;
+               of equal tokens, the lower id first. A row that needs more than MOST tokens is *dense*
+    sparse     sum over S of p_i * E_i,   p_i = softmax(logits / T)_i, not renormalised
 
-Let eps <= LEFT_OUT be the mass outside S, R the largest |E_i|. The sum of p_j E_j outside S is lost:
+A dense row sums all tokens. Let eps <= LEFT_OUT be the mass outside S, and R the largest |E_i|:
 
-    |sparse - exact|  <=  eps R           with p_i / (1 - eps) the bound would be 2 eps R; besides,
-                                          the norm after it removes any common factor
-    |rounded - exact| <=  2^-8 |exact|    bf16's rounding of the result, 1.65e-3 |exact| as a rule
+    |sparse - exact|  <=  eps R           renormalised, the bound would be 2 eps R; the norm after the
+                                          soft embedding removes any common factor anyway
+    |rounded - exact| <=  2^-8 |exact|    bf16's rounding of the result, usually 1.65e-3 |exact|
 
-The loss is below the rounding's bound where |exact| > 0.26 R, and below the rounding's usual size
-where |exact| > 0.61 R. No model promises either, so the sparse product is an option, off by default.
+The sparse error is below the rounding's bound where |exact| > 0.26 R, and below its usual size where
+|exact| > 0.61 R. No model guarantees either, so the sparse product is an option, off by default.
 
-MOST is 64. One row that is multiplied whole reads all of E, 1.48 GB in 0.34 ms; 64 tokens of each
-of 256 rows are 92 MB. A loop of at most 64 turns finds S; it ends once 64 tokens cannot suffice.
+MOST is 64. One dense row reads all of E: 1.48 GB in 0.34 ms. 64 tokens of each of 256 rows are 92 MB.
+A loop of at most 64 turns finds S. It ends early once 64 tokens cannot suffice.
 
-    1. `choose_kernel`    finds S of a row from the maxima and sums of tiles of 256 tokens, which
-                          lm_head stores on Hopper. Each turn takes the most probable token left
-    2. `list_kernel`      lists the rows to be multiplied whole, in order, and counts them
-    3. `some_rows_kernel` multiplies listed rows, BM per program; programs beyond the list return
-    4. `reduce_kernel`    of `vocabulary` combines all rows; kernel 5 overwrites the rows not listed
-    5. `gather_kernel`    sums the sparse rows
+    1. `choose_kernel`    finds S from maxima and sums of tiles of 256 tokens (lm_head's, on Hopper)
+    2. `list_kernel`      lists the dense rows, in order, and counts them
+    3. `some_rows_kernel` multiplies the dense rows, BM per program; spare programs return at once
+    4. `reduce_kernel`    of `vocabulary` combines the ranges of all rows
+    5. `gather_kernel`    sums the sparse rows, and overwrites what kernel 4 stored for them
 
-A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3,
-wherever the row is in the list, sums in the order of the dense product, and gives the same bits.
+A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3
+sums in the order of the dense product, so a dense row gets the dense product's bits.
 """
 
 import torch
@@ -57,7 +56,7 @@ def choose_kernel(
 ):
     """Program `row` stores its likeliest tokens, their probabilities, and their count (0 if over MOST).
 
-    Tokens are taken by falling logit, equal ones by rising id, until they hold 1 - LEFT_OUT. `tops`
+    Tokens are taken by falling logit, then rising id, until they hold 1 - LEFT_OUT of the mass. `tops`
     [rows, tiles] has each tile's largest logit, `sums` its sum of 2^((logit - top) log2(e) / T).
     """
     follow(CHAINED)
@@ -92,7 +91,7 @@ def choose_kernel(
 
 @triton.jit
 def list_kernel(counts, rows, M, CHAINED: tl.constexpr, ROWS: tl.constexpr):
-    """Write to `rows` [M + 1], in order, the rows whose count is 0; write their number to rows[M]."""
+    """Write the rows whose count is 0 to `rows` [M + 1], in order, and their number to rows[M]."""
     follow(CHAINED)
     row = tl.arange(0, ROWS)
     whole = tl.load(counts + row, mask=row < M, other=1) == 0
@@ -117,7 +116,7 @@ def some_rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Store only the listed rows of what `vocabulary.split_k_kernel` stores in `partial`.
+    """Store `partial` as `vocabulary.split_k_kernel` does, but only the listed rows.
 
     p is [M, V], `embedding` a TMA descriptor. A tile that ends past the list repeats its first row.
     """
@@ -152,7 +151,7 @@ def gather_kernel(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, block) stores BLOCK columns of sum(weight * embedding) over the row's tokens."""
+    """Program (row, i) stores BLOCK columns of sum(weight * embedding), unless the row's count is 0."""
     follow(CHAINED)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count = tl.load(counts + row)
@@ -168,7 +167,7 @@ def gather_kernel(
 
 
 def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left=None):
-    """Launch the five kernels for `operations.sparse_soft_embedding`, which describes the arguments."""
+    """Launch the kernels for `operations.sparse_soft_embedding`, which describes the arguments."""
     (M, V), H, device = logits.shape, embedding.shape[1], logits.device
     config = tuning.choose("soft_embedding", "bf16", M, H, V, device)
     splits, length = vocabulary.split_lengths(V, config)
@@ -199,12 +198,14 @@ def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left
 def choose(
     logits: torch.Tensor, statistics: torch.Tensor, inverse_temperature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choose the tokens S of each row of logits [M, V]; return (counts, list, tokens, probabilities).
+    """Find each row's S in logits [M, V]; return four tensors.
 
-    `statistics` f32 [2 or more, M, tiles of 256] begin with max l and sum 2^x
-    (`vocabulary_hopper`). Counts int32 [M] are the sizes of S, 0 for a row to be multiplied whole.
-    The list int32 [M + 1] begins with the rows of count 0, and ends with their number. Tokens are
-    int32, probabilities f32, both [M, MOST].
+    counts          int32 [M], the size of S; 0 for a dense row
+    list            int32 [M + 1], the dense rows in order; its last entry is their number
+    tokens          int32 [M, MOST], the tokens of S, most probable first
+    probabilities   f32 [M, MOST], the probabilities of `tokens`
+
+    `statistics` f32 [>= 2, M, V / 256 rounded up]: planes 0 and 1 are `choose_kernel`'s tops and sums.
     """
     (M, V), device, MOST = logits.shape, logits.device, reference.MOST
     counts, tokens = (torch.empty(M, n, dtype=torch.int32, device=device) for n in (1, MOST))

@@ -2,19 +2,19 @@
 
 *Fragments* are NVFP4 weights in the order in which Hopper's `wgmma` reads operand A from registers.
 A fragment is 64 rows x 64 columns = 4 warps x 32 lanes x 16 bytes. Lane l of warp w holds rows r =
-16w + l//4 and r + 8 and, of each run of 16 columns, columns 2(l%4) + {0, 1, 8, 9}. A lane's 16
+16w + l//4 and r + 8. In each run of 16 columns, it holds columns 2(l%4) + {0, 1, 8, 9}. A lane's 16
 bytes are two pairs of 32-bit words. Each pair has 16 codes, which decode to 8 registers of two
 bf16. A code's bits are spread so that `rotate, mask 0x81c081c0` leaves the sign at bit 15, exponent
 and mantissa at bits 8..6. Read as bf16, these bits are exactly e2m1 * 2^-126 (0.5 is subnormal,
-which tensor cores and HMUL2 honour). In each half word, three codes fill 12 of the 16 bits under
-rotations. The remaining 4 bits are half the bits of two more codes, whose other half is in the
-pair's other word; one bitwise select joins both halves. Before scaling, 16 codes take 16
-instructions. An exhaustive search over rotations found this layout (`REGISTERS`, `SELECT_FIRST`).
+which tensor cores and HMUL2 honour). In each half word, three codes take 12 of the 16 bits, each
+code at its own rotation. The other 4 bits belong to two more codes, which have 4 more bits in the
+pair's other word; one bitwise select joins them. Before scaling, 16 codes take 16 instructions. An
+exhaustive search over rotations found this layout (`REGISTERS`, `SELECT_FIRST`).
 
-A fragment's scales are one byte each, unsigned, with 5 exponent and 3 mantissa bits (bias 15).
-Every finite non-negative e4m3 value, subnormals included, has such a byte, and `(byte << 4) +
-0x7380` is the bf16 of scale * 2^119. A block whose scale is zero gets zero codes. The product of
-the two bf16 numbers, e2m1 * scale * 2^-7, has 6 significant bits, so the decode is exact.
+A scale is one unsigned byte with 5 exponent and 3 mantissa bits (bias 15). Such bytes represent
+every finite non-negative e4m3 value, subnormals included. `(byte << 4) + 0x7380` is scale * 2^119
+as bf16. A block whose scale is zero gets zero codes. The two bf16 numbers multiply to e2m1 * scale *
+2^-7, which has 6 significant bits. So the decode is exact.
 """
 
 from functools import cache
@@ -58,9 +58,9 @@ def scale_table() -> torch.Tensor:
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay NVFP4 weights out in fragments, in torch; on a GPU `fragments.to_fragments` does the same.
 
-    Return words int32 [E, N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64], from packed
-    uint8 [E, N, K/2] and scale e4m3 [E, N, K/16]. Raise ValueError if N or K is no multiple of 64, or
-    a scale is negative or NaN. Temporaries take 4 bytes per weight: few experts are done at a time.
+    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return words int32 [E, N/64, K/64, 512],
+    and scale bytes as int32 [E, N/64, K/64, 64]. Raise ValueError if N or K is no multiple of 64, or a
+    scale is negative or NaN. Temporaries take 4 bytes per weight, so few experts are done at a time.
     """
     experts, rows, half = packed.shape
     if rows % FRAGMENT or half % (FRAGMENT // 2):
@@ -111,7 +111,7 @@ def byte_table() -> torch.Tensor:
 
 
 def decode_fragments(words: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decode fragments in torch as the kernel's assembly does: e2m1 * scale * 2^-7, bf16 [E, N, K]."""
+    """Decode fragments in torch as the kernel does; return e2m1 * scale * 2^-7, bf16 [E, N, K]."""
     experts, row_tiles, column_tiles, _ = words.shape
     pairs = words.reshape(-1, 2).long() & 0xFFFFFFFF
     first = sum(1 << (bit + 16 * half) for bit in SELECT_FIRST for half in range(2))

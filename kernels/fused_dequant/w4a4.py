@@ -1,9 +1,9 @@
-"""The layout of block scales of NVFP4 weights that Blackwell multiplies by NVFP4 rows (W4A4).
+"""The layout of NVFP4 weights' block scales on Blackwell, for products with NVFP4 rows (W4A4).
 
 The tensor cores read codes as they are on disk. They read the scales of 128 rows x 64 columns
-together, as 512 bytes: byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r and columns 16 c ..
-16 c + 15. A *tile* is 128 x 4 scales in this order (PTX, tcgen05.mma, scale_vec::4X), so that a
-block of the kernel reads consecutive bytes. Scales of 0 fill up the last tiles.
+together, as 512 bytes. Byte 16 (r % 32) + 4 (r // 32) + c is the scale of row r in columns 16 c to
+16 c + 15 (PTX, tcgen05.mma, scale_vec::4X). A *tile* is 128 x 4 scales in this order, which a
+thread block reads as consecutive bytes. Scales of 0 fill up the last tiles.
 """
 
 import torch

@@ -1,25 +1,25 @@
 """Lays out the NVFP4 weights that Hopper multiplies in FP8; decodes them in torch as the kernel does.
 
-`wgmma` multiplies FP8 operands twice as fast as bf16 ones, and reads half the bytes of tokens. A weight
+`wgmma` multiplies FP8 operands twice as fast as bf16, and reads half the bytes of tokens. A weight
 becomes the e4m3 number nearest to e2m1 * scale / 8 (`formats.nvfp4_as_e4m3`). The 16 weights of a block
-share a table of eight magnitudes, which fits two registers; one PRMT instruction looks up four weights:
+share a table of eight magnitudes in two registers, in which one PRMT instruction looks up four weights:
 
     code (magnitude)   0  1 (0.5)  2 (1)  3 (1.5)   4 (2)   5 (3)       6 (4)   7 (6)
     byte of the table  0  b        b + 8  b + 12+d  b + 16  b + 20 + d  b + 24  b + 28 + d
 
-b is the e4m3 code of scale / 16. A factor of 2 adds 8 to a code, a factor of 1.5 adds 4 + d, where d
-depends only on the mantissa: by rounding half to even, d is 1 for mantissas 1 to 5, else 0. Nothing is
-subnormal, as blocks of scales below E4M3_LEAST_SCALE are zero. A scale is stored as b, its top bit d.
+b is the e4m3 code of scale / 16. A factor of 2 adds 8 to a code, and a factor of 1.5 adds 4 + d. As
+halves round to even, d is 1 for mantissas 1 to 5, else 0. Nothing is subnormal, because a block with
+a scale below E4M3_LEAST_SCALE is set to zero. A scale is stored as one byte: d is the top bit, then b.
 
 A *fragment* is 64 rows x 64 columns in the order of `wgmma`'s operand A, for two steps of 32
 columns. In this order, lane l of a warp holds columns 4(l%4) + {0..3, 16..19} of a step: four of
 each block of 16. Columns are reordered so that a thread needs only one block's scale per row: column
 16t + 4q + j of the weight, in block t, becomes column 16q + 4t + j of the product. The tokens'
-columns are stored in the same order (`quantize.place`), so the sum over columns is the same.
+columns are stored in the same order (`quantize.place`), so the product is the same.
 
-A thread's 16 bytes are two words of row g and two of row g + 8, all of block t. A word has 8 codes,
-code c for its c-th column. Bits 4c .. 4c + 2 hold code c's magnitude, as on disk. Its sign is bit
-8c + 7 (c < 4) or 8(c - 4) + 3: the top bit of a decoded byte, for c >= 4 after a shift by 4.
+The 16 bytes of a lane are two words of row g = l//4 and two of row g + 8, all of block t = l%4. A word
+has 8 codes, code c for column c. Bits 4c .. 4c + 2 hold code c's magnitude, as on disk. Its sign is bit
+8c + 7 if c < 4, else bit 8(c - 4) + 3: a decoded byte's top bit, for c >= 4 after a shift by 4.
 """
 
 import torch
@@ -31,8 +31,8 @@ from fused_dequant.w4a16 import FRAGMENT, FRAGMENTED_AT_ONCE
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lay NVFP4 weights out in fragments for FP8 products; N and K are multiples of 64.
 
-    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return the codes in words int32 [E,
-    N/64, K/64, 512], and scale bytes as int32 [E, N/64, K/64, 64].
+    `packed` is uint8 [E, N, K/2], `scale` e4m3 [E, N, K/16]. Return codes, as words int32
+    [E, N/64, K/64, 512], and scale bytes, as int32 [E, N/64, K/64, 64].
     """
     experts, rows, half = packed.shape
     tiles, columns = rows // FRAGMENT, half // (FRAGMENT // 2)

@@ -1,7 +1,7 @@
-"""Weights, quantized or BF16, of one Linear or of all experts, laid out for the kernel of a device.
+"""Weights of one Linear or of all experts, quantized or BF16, laid out for a device's kernel.
 
 `layouts.KERNELS` describes each scheme's tensors and names its kernel. `build` makes a weight from
-tensors as stored on disk, and chooses the layout by the device that holds them.
+tensors as stored on disk, and chooses the layout for the device that holds them.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Weight:
     data: Tensor
     scale: Tensor | None = None
     factor: Tensor | None = None
-    # whether another stream fills it; then kernels read it only once the previous kernel has ended
+    # whether another CUDA stream fills it; then kernels read it only after the previous kernel ended
     streamed: bool = False
 
     @property
@@ -52,7 +52,7 @@ class Weight:
 
     @property
     def multiply(self) -> Callable[..., Tensor]:
-        """Return what multiplies rows by this weight: a kernel's `launch`, or on a CPU torch code."""
+        """Return what multiplies rows by this weight: a kernel's `launch`, or a function in torch."""
         if not launches(self.data.device):
             return partial(_multiply_in_torch, self)
         kernel = import_module(f"fused_dequant.{KERNELS[self.scheme].module}")
@@ -65,7 +65,7 @@ class Weight:
         return tuning.choose(verb, self.scheme, rows, *self.shape[1:], self.data.device)
 
     def reads(self, x: Tensor, scale: Tensor | None = None) -> Activation:
-        """Return rows x [M, K] as this weight multiplies them: bf16, or 8 bits or NVFP4 with scales.
+        """Return rows x [M, K] as this weight reads them: bf16, or 8 bits or NVFP4 with their scales.
 
         If `scale` is given, x is already quantized. Raise ValueError if x does not fit the weight.
         """
@@ -118,11 +118,11 @@ def build(
         scheme: bf16, fp8, int8, nvfp4 or mxfp4.
         codes: [N, ...] for a dense weight, [E, N, ...] for experts.
         scale: scales of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
-        factor: for NVFP4, 128 / global_scale, f32 [1], [E] or, for gate and up, [E, 2]; None for 1.
-        in_fp8: whether to lay NVFP4 out for FP8 products (W4A8), which round weights to e4m3
-            (`formats.nvfp4_as_e4m3`) and read activations in FP8. On Hopper, experts' weights of
-            fitting shapes stay in 4 bits (nvfp4_e4m3); all other weights become scheme fp8.
-        shared: f32 [1], the activations' global scale, to lay NVFP4 out for FP4 units (W4A4); or None.
+        factor: 128 / global_scale of NVFP4: f32 [1], [E], or [E, 2] for gate and up. None means 1.
+        in_fp8: whether NVFP4 weights are for FP8 products (W4A8), which round them to e4m3 and read FP8
+            activations (`formats.nvfp4_as_e4m3`). On Hopper, experts' NVFP4 weights stay in 4 bits if N
+            and K are multiples of 64 (nvfp4_e4m3). All other NVFP4 weights become scheme fp8.
+        shared: f32 [1], the activations' global scale, if NVFP4 is for FP4 units (W4A4); else None.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
     if scale is None:
@@ -162,7 +162,7 @@ def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
 
 
 def in_fragments(device: torch.device, scheme: str) -> bool:
-    """Return whether NVFP4 weights of fitting shapes become fragments, of `scheme`, on `device`."""
+    """Return whether NVFP4 weights with N and K in multiples of 64 become `scheme` on `device`."""
     return is_hopper(device) and scheme not in dispatch.distrusted
 
 
@@ -191,7 +191,7 @@ def _multiply_in_torch(
     ids: Tensor | None = None,
     share: Tensor | None = None,
 ) -> Tensor:
-    """Do what `matmul.launch` does, with `ids` [M, topk] for blocks; experts' rows stay float32."""
+    """Do what `matmul.launch` does, with `ids` [M, topk] as blocks; experts' rows stay float32."""
     rows, columns = values((x, x_scale)), _columns(weight)
     if ids is None:
         y = reference.matmul_each(rows, _unscaled(weight)[0], sequence_rows(len(rows)))
@@ -239,7 +239,7 @@ def _unscaled(weight: Weight, *, halves: bool = False) -> Tensor:
 
 
 def _columns(weight: Weight) -> Tensor | None:
-    """Return what a product's columns are multiplied with, f32 [E, N]; None for nothing."""
+    """Return what a product's columns are multiplied by, f32 [E, N]; None if by nothing."""
     if weight.scheme in SCALED_ROWS:
         return weight.scale
     if weight.factor is None:

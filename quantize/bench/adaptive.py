@@ -4,7 +4,7 @@ Real canvases differ: some take a few denoising steps, some all. A slot holds on
 "By step", as in `serve`, a slot whose canvas has stopped takes its next canvas or another request at
 once. "By canvas", the slot first waits until every canvas of the batch has stopped. Each slot gets
 REQUESTS requests of two canvases, and the time includes encoding the prompts. Canvases of random
-weights never stop by themselves: they take recorded numbers of steps, as all canvases in `speeds` do.
+weights never stop by themselves: they take recorded numbers of steps. So do all in `speeds`.
 """
 
 import itertools
@@ -31,10 +31,10 @@ NEVER = 1e-30  # nats: no canvas has a mean entropy below it
 
 @dataclass(frozen=True)
 class AdaptiveRow:
-    """The speed of a batch whose slots never wait ("by step") or wait for each other ("by canvas")."""
+    """The speed of one batch; `slots_go_on` says whether its slots wait for each other."""
 
     batch: int
-    slots_go_on: str  # "by step" or "by canvas"
+    slots_go_on: str  # "by step": they never wait; "by canvas": they wait
     tokens_a_second: float
     steps_of_canvases: list[int]  # steps of each canvas, two canvases per request, in their order
 
@@ -63,7 +63,7 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time `prompts`, one per slot, "by step" and then "by canvas"; return both rows in this order.
 
-    Each prompt is asked REQUESTS times for two canvases; the engine must have room. `stops` has the
+    Each prompt makes REQUESTS requests of two canvases; the engine must have room. `stops` has the
     canvases' numbers of steps, in turn; if None, the sampler stops canvases. All slots are freed first.
     """
     for slot in range(engine.capacity):
@@ -91,9 +91,9 @@ def adaptive_rows(
 def speeds(
     checkpoint: Path, place: Placement, context: int, steps: Mapping[str, Sequence[int]]
 ) -> dict[str, float]:
-    """Return tokens/s for each key of `steps`: sampler setting -> numbers of steps that canvases took.
+    """Return tokens/s by sampler setting; `steps` maps settings to the recorded steps of canvases.
 
-    Prompts are `context` random tokens. Slots go on "by step". Canvases take these numbers of steps.
+    Canvases take these numbers of steps. Prompts have `context` random tokens. Slots go on "by step".
     """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)

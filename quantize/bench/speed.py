@@ -1,19 +1,19 @@
 """`quantize bench`: measures how fast a checkpoint denoises on this GPU, and compares with the floor.
 
 A row is one batch size with one number of denoising steps. With a fixed number, a canvas never stops
-early, so random weights take as long as real weights. N steps count as N + 1 forwards: the pass of the
-first step also encodes the previous canvas, which counts as a forward. "Adaptive" canvases stop by the
+early, so random weights take as long as real weights. N steps count as N + 1 forwards: the encoding of
+the previous canvas counts, though the first step's pass does it. "Adaptive" canvases stop by the
 checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a canvas has,
 greedily, one token per forward (`one_token`). Times include the host's work. Random weights have the
 model's exact shapes and routing, but their answers are noise.
 
     ms/canvas, ms/forward, tokens/s   median of `canvases` or more canvases, each after `context` tokens
-    W, J/forward, tokens/J            over SECONDS or more, between two updates of an energy counter
-    MHz, power-capped                 mean clock in that time, and how often power held the clock down
+    W, J/forward, tokens/J            means over SECONDS or more, from updates of an energy counter
+    MHz, power-capped                 mean clock, and share of updates at which power limited the clock
     first canvas ms                   time to encode a prompt of `context` tokens and write a canvas
     ms/step                           mean of steps that encode nothing, launched back to back
     x floor                           ms/step divided by the floor, the least that bytes and FLOP allow
-    parts                             GPU ms of one step's kernels by what they do, from a profile
+    parts                             GPU ms of one step's kernels, by part of the step, from a profile
     unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
 
@@ -130,11 +130,11 @@ def bench(
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
     If `checkpoint` is None, the model has the shapes of `config`, and random weights in the schemes of
-    MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases stop by
-    themselves, or, if given, after the steps that the JSON file `stops` lists, in turn. A row times
-    `canvases` canvases after `context` tokens. `autoregressive` adds rows of one token per forward, and
-    `hourly_price` a price per million tokens. Raise ResourceError if there is no GPU or too little
-    memory on it, and InputError if a mix or number of steps is unknown, or loading fails.
+    MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases take the numbers
+    of steps in the JSON file `stops`, in turn; without `stops` they stop by themselves. A row times
+    at least `canvases` canvases after `context` tokens. `autoregressive` adds rows of one token per
+    forward, `hourly_price` adds a price per million tokens. Raise ResourceError if there is no GPU or
+    it has too little memory. Raise InputError if a mix or number of steps is unknown, or loading fails.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")

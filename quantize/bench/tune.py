@@ -29,10 +29,10 @@ def tune_gpu(
 ) -> list["Choice"]:
     """Write each matrix product's fastest configuration to this device's table; return the choices.
 
-    The regular expression `only` selects products by "KEY M=TOKENS". `folder` has one table per device.
-    `timer` times a product's candidates; None compiles and times them on this GPU. Raise InputError if
-    `only` is no regular expression, finds no product, or finds only one of the experts' two products,
-    up and down. Raise ResourceError if there is no GPU that the kernels run on.
+    The regular expression `only` is searched in "KEY M=TOKENS" of each product. `folder` has one table
+    per device. `timer` times a product's candidates; None compiles and times them on this GPU. Raise
+    InputError if `only` is no regular expression, finds no product, or finds one of the experts' two
+    products (up, down) without the other. Raise ResourceError if no GPU here can be tuned.
     """
     device = torch.device("cuda")
     check_gpu([], device)

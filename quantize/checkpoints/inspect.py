@@ -1,12 +1,12 @@
-"""Finds what is in a checkpoint: format, schemes, counts, what stays BF16, and what is wrong with it.
+"""Finds what a checkpoint holds, which tensors stay BF16, and what is wrong with it.
 
-JSON files, headers, global scales and input scales are read, but no weights. A module's tensors show
-its scheme; if config.json states another scheme, that is a problem. Two layouts are known
-(`schemes.records`): compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
+Only JSON files, headers, global scales and input scales are read. A module's tensors show its scheme.
+A config.json that states another scheme is a problem. Two layouts are known (`schemes.records`):
+compressed-tensors' (ours, llm-compressor's, RedHatAI's) and ModelOpt's (NVIDIA's).
 
-Problems make servers fail or answer nonsense: scales on modules that servers read in BF16, two tensors
-for one module, a module without some of its tensors, missing experts, several schemes in one layer's
-experts, a wrong config or index, no tokenizer, scales not above 0, unequal if fused or missing in part.
+A problem makes servers fail or answer nonsense. Problems are: scales on modules that servers read in
+BF16; two tensors for one module; missing tensors or experts; several schemes in one layer's experts; a
+wrong config or index; no tokenizer; scales that are not above 0, unequal if fused, or missing in part.
 """
 
 import re
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a checkpoint holds, and what is wrong with it; `rows` with the most bytes come first."""
+    """What a checkpoint holds, and what is wrong with it; `rows` are sorted, most bytes first."""
 
     folder: Path
     format: str
@@ -194,7 +194,7 @@ def _first(faults: Sequence[str], what: str = "") -> Iterator[str]:
 
 
 def owners(checkpoint: Checkpoint) -> Counter[str]:
-    """Return name -> number of tensors after encoder and decoder are merged, without layer scalars."""
+    """Return name in servers' merged tree -> number of tensors that get it; no layer scalars."""
     return Counter(
         re.sub(r"^model\.(decoder|encoder\.language_model)\.", "model.", name)
         for name in checkpoint.tensors

@@ -1,7 +1,7 @@
 """Computes which tensors a checkpoint must hold by its config.json, and checks that it holds them.
 
 The BF16 layout is that of transformers' own class, under on-disk names: 1,047 tensors for the 26B
-model. If the config states all that shapes depend on, `architecture` computes the layout, since
+model. If the config has all fields that shapes depend on, `architecture` computes the layout, since
 importing transformers takes seconds. The quantized layout follows from the BF16 layout and
 `quantization_config`: if a config group targets a Linear that `ignore` does not name, the tensors of
 the group's scheme replace the Linear's weight. Each projection of an expert is one Linear.
@@ -46,7 +46,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return `bf16_layout` of `config` as transformers builds it on the meta device, without memory."""
+    """Return the `bf16_layout` that transformers builds without memory; InputError if it cannot."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 
@@ -115,9 +115,9 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Check a checkpoint's tensors; return the layout (name -> spec) that its config.json calls for.
 
-    Tied copies in a BF16 checkpoint are ignored, and so are scales of ModelOpt's KV cache. Raise
-    InputError for a missing or unexpected tensor (the message names the first and counts all), a wrong
-    dtype or shape, or a total_size in the index that is not the bytes of all tensors.
+    Tied copies in a BF16 checkpoint and scales of ModelOpt's KV cache are ignored. Raise InputError if
+    the config or the index's total_size is wrong, or if a tensor is missing, unexpected, or of a wrong
+    dtype or shape. The message names the first missing or unexpected tensor and counts all.
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
@@ -178,7 +178,7 @@ def check_mode(checkpoint: Checkpoint, activations: ActivationMode) -> None:
 
 
 class ConfigSchemes:
-    """Finds modules' schemes in a compressed-tensors config; `used` is the set of schemes in it."""
+    """Finds modules' schemes in a compressed-tensors config; `used` is the set of its schemes."""
 
     passed_over: re.Pattern[str] | None = None
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("compressed")

@@ -1,9 +1,9 @@
-"""Loads a checkpoint folder as a DiffusionGemma model: unless every key fits, nothing loads.
+"""Loads a checkpoint folder as a DiffusionGemma model; nothing loads unless every key fits.
 
 transformers' own from_pretrained skips per-expert weights, fills the experts with random numbers and
 only warns; it cannot load NVFP4 at all. Here names, dtypes and shapes on disk are first compared with
 what config.json calls for. Then the tensors are dequantized to BF16 and stacked to fused experts, and
-transformers builds the model from them. It must report no missing and no unexpected key.
+transformers builds the model from them. A missing or unexpected key that it reports is an error.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class _Lazy:
 
 
 def lazy_weights(checkpoint: Checkpoint) -> dict[str, _Lazy]:
-    """Return BF16 name -> tensor that is read, dequantized and fused when transformers slices it."""
+    """Return BF16 name -> lazy tensor: slicing it reads, dequantizes and fuses the stored tensors."""
     schemes = schemes_by_module(checkpoint.config)
     return {
         name: _Lazy(partial(read_weight, checkpoint, name, spec.shape, schemes))
@@ -133,7 +133,7 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:
-    """Return quantized Linear -> (scheme, input global scale, None if the scheme is not calibrated)."""
+    """Return quantized Linear -> (scheme, input global scale); the scale is None if not calibrated."""
     return {
         module: (scheme, _input_global_scale(checkpoint, module) if scheme.calibrated else None)
         for module, scheme in schemes_by_module(checkpoint.config).items()

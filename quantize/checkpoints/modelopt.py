@@ -3,12 +3,12 @@
 `quantize.schemes.records` says which tensors a Linear of each quant_algo has.
 
 config.json has `quantization_config` {quant_method: "modelopt", quant_algo, ignore}. Older exports have
-only hf_quant_config.json, where `ignore` is `exclude_modules`. If quant_algo is MIXED_PRECISION,
+only hf_quant_config.json, which calls `ignore` `exclude_modules`. If quant_algo is MIXED_PRECISION,
 `quantized_layers` gives each module its own quant_algo. An entry names a Linear or a module above it;
-in `ignore`, `*` and `?` are wildcards. Encoder and decoder are tied: an entry may name either's module.
+in `ignore`, `*` and `?` are wildcards. Entries may name modules of the encoder or the tied decoder.
 
 Source: ModelOpt's export code and vLLM's loader, which were read and not run. No published checkpoint
-was at hand; tests write their own from this description. So this reader is UNVERIFIED against NVIDIA's
+was at hand; tests write files from this description. So this reader is UNVERIFIED against NVIDIA's
 real checkpoints. Block-128 and per-channel FP8, MX formats, AWQ and SVD variants are refused by name.
 Scales of an FP8 KV cache are ignored, since the cache here is BF16.
 """
@@ -27,7 +27,7 @@ KV_SCALES = re.compile(r".+\.self_attn\.[kv]_proj\.[kv]_scale")
 
 
 class ModelOptSchemes:
-    """Finds modules' schemes in ModelOpt's quantization_config; `used` is the set of schemes in it."""
+    """Finds modules' schemes in ModelOpt's quantization_config; `used` is the set of its schemes."""
 
     on_disk: Callable[[Scheme], OnDisk] = attrgetter("modelopt")  # never None for what `of` returns
 

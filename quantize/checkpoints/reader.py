@@ -3,7 +3,7 @@
 A safetensors file is an 8-byte little-endian header length, a JSON header
 `{name: {dtype, shape, data_offsets: [begin, end]}}` and the bytes of all tensors, contiguous, in any
 order (format: https://huggingface.co/docs/safetensors). A checkpoint is one such file, or several
-with `model.safetensors.index.json`, which says which file holds which tensor. Neither pickles nor code
+with `model.safetensors.index.json`, which maps each tensor to its file. Neither pickles nor code
 are read. If index, headers and file sizes disagree, an error is raised before any weight is read.
 `layout` checks tensors against config.json.
 """
@@ -324,10 +324,10 @@ def known_config(model: str) -> dict[str, Any] | None:
 def resolve(model: str | None, revision: str | None = None) -> Path:
     """Return the checkpoint folder of `model`; a model of the Hub is downloaded to the Hub's cache.
 
-    `model` is a checkpoint folder, a run's folder, a Hub id, or None or "bundled" for the bundled
-    model. A Hub id may carry its revision (`ORG/NAME@revision`). If HF_HUB_OFFLINE is set, the cache is
-    searched and nothing is downloaded. Raise InputError if there is no such folder, model or revision,
-    ResourceError if the Hub cannot be reached for a model that is not cached, or withholds a gated one.
+    `model` is a checkpoint folder, a run's folder or a Hub id. None and "bundled" mean the bundled
+    model. A Hub id may carry its revision (`ORG/NAME@revision`). If HF_HUB_OFFLINE is set, only the
+    cache is searched. Raise InputError if folder, model or revision does not exist, or if two revisions
+    are given; ResourceError if a model is gated, or not cached while the Hub cannot be reached.
     """
     if model in (None, "bundled"):
         from quantize.bundled import CHECKPOINT

@@ -1,10 +1,10 @@
 """Checks global scales and input scales, each of which is one number for a whole matrix.
 
-A scale must be finite and above 0, since a server divides by it. If a server fuses Linears into one
-matrix (q/k/v of a layer, gate/up of an expert or MLP), their scales must be equal, since the server
-applies one of these scales, the first or the largest, to all rows. Different experts may have different
-scales. If one Linear of a fused matrix, or one expert of a layer, has an input scale, all of them must
-have one, since a server loads a missing scale as 0.
+A scale must be finite and above 0, since a server divides by it. Servers fuse some Linears into one
+matrix (q/k/v of a layer, gate/up of an expert or MLP), and apply the first or the largest of their
+scales to all rows. So scales of fused Linears must be equal; different experts may have different
+scales. A server loads a missing input scale as 0. So if one Linear of a fused matrix has an input
+scale, all Linears of that matrix must have one; the same holds for the experts of a layer.
 """
 
 import math
@@ -56,9 +56,9 @@ def shared(scales: Scales) -> Iterator[Finding]:
 
 
 def complete(scales: Scales) -> Iterator[Finding]:
-    """Yield a finding for each Linear: whether it has each input scale that any of its group has.
+    """Yield a finding for each Linear: whether it has every input scale that its group's Linears have.
 
-    A group is the Linears of one fused matrix, or of all experts of one layer, that have some scale.
+    A group is one fused matrix or all experts of a layer; Linears without any scale do not count.
     """
     groups: dict[str, list[str]] = defaultdict(list)
     for module in scales:

@@ -4,11 +4,11 @@ All headers are known before the first weight is read: dtype and shape of every 
 plan. A shard is its header, followed by the bytes of its pieces, which tasks return block by block.
 Worker threads read and quantize the next few blocks. Meanwhile one thread writes a finished block, one
 hashes that block, and one syncs earlier blocks to disk. One core hashes 0.85 GB/s, as much as four
-cores quantize, so with more cores several files are written side by side.
+cores quantize. So with more cores, several files are written side by side.
 
 Restart: a shard is finished when it is on disk (fsync) and `<folder>.state.json` holds its sha256. A
-later try keeps finished shards whose bytes still have this hash, and writes all other shards from their
-first byte. A try with another source or plan, which would write other bytes, starts over. In a format
+later try keeps finished shards whose bytes still have this hash. It writes all other shards from their
+first byte. A try with another source or plan starts over, since its bytes would differ. In a format
 with one large file, several shards are stretches of that file: see `Shard.begin`.
 """
 
@@ -67,8 +67,8 @@ class Piece:
 class Shard:
     """One file to be written, or the stretch of a file that starts at byte `begin`.
 
-    `header` holds the bytes before the first tensor. The stretches of a file come in order. If one
-    stretch must be written again, all later stretches of its file are too, even finished ones.
+    `header` holds the bytes before the first tensor. The stretches of a file are written in order. If
+    a stretch is written again, so are all later stretches of its file, even finished stretches.
     """
 
     name: str
@@ -88,9 +88,9 @@ class Shard:
 
 
 def plan_shards(pieces: Sequence[Piece], max_shard_bytes: float) -> list[Shard]:
-    """Return shards of `pieces`, in order; only a shard of one piece may exceed `max_shard_bytes`.
+    """Return shards of `pieces`; only a shard of one piece may exceed `max_shard_bytes`.
 
-    But pieces whose size is no multiple of 4 bytes (layer scalars) go last: FP32 scales stay aligned.
+    Order is kept, but layer scalars (no multiple of 4 bytes) go last, so FP32 scales stay aligned.
     Raise InputError if a tensor would be written twice.
     """
     groups: list[list[Piece]] = [[]]
@@ -136,8 +136,8 @@ def write_shards(
 ) -> dict[str, str]:
     """Write all shards to `folder`, with an index for several files; return `Shard.key` -> sha256.
 
-    Shards that an earlier try with the same `identity` finished are kept. So `identity` must differ if
-    source or settings give the same plan other bytes. `workers` threads produce blocks, by default one
+    Shards that an earlier try with the same `identity` finished are kept. So `identity` must change
+    with every source or setting that changes bytes. `workers` threads produce blocks, by default one
     for each usable core. `workers` / `workers_a_file` files, at least one, are written side by side.
     `what` titles the progress bar. Raise ResourceError if the disk is too small or fails.
     """
@@ -208,7 +208,7 @@ def _explained(folder: Path) -> Generator[None]:
 
 
 def state_path(folder: Path) -> Path:
-    """Return the path of `folder`'s state file, which records finished shards: beside the folder."""
+    """Return the path of the state file beside `folder`, which records finished shards."""
     return folder.with_name(folder.name + ".state.json")
 
 

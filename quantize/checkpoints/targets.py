@@ -1,9 +1,9 @@
 """Decides which scheme each tensor of a DiffusionGemma gets, and why other tensors stay BF16.
 
 On disk the BF16 model has one set of text weights, under `model.decoder.*`; the 128 experts of a layer
-are fused into two 3-D tensors. Under `model.encoder.*` are the vision tower and the `layer_scalar`s of
-the encoder's text stack, which is otherwise tied to the decoder. `lm_head` is tied to the embedding. A
-name that no rule below matches is an error, since an unknown tensor means a changed model.
+are fused into two 3-D tensors. Under `model.encoder.*` are the vision tower and the encoder's
+`layer_scalar`s. The encoder's other text weights are tied to the decoder's, and `lm_head` is tied to
+the embedding. A name that neither CLASSES nor DROPPED matches is an error: the model has changed.
 
 A recipe is refused if it would quantize a tensor that vLLM reads only in BF16: vLLM builds the router
 and self-conditioning without a quantization config, and its embedding takes neither FP8 nor NVFP4.
@@ -87,7 +87,7 @@ def module_class(name: str) -> str:
 def linear_modules(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names of the Linear modules that an on-disk tensor holds, () for none.
 
-    A fused tensor of experts is [E, 2I, H] (gate and up projections) or [E, H, I] (down projections).
+    Fused tensors of experts are [E, 2I, H] (two Linears per expert: gate, up) or [E, H, I] (down).
     """
     fused = re.fullmatch(rf"({DECODER_LAYER}experts)\.(gate_up|down)_proj", name)
     if fused:
@@ -162,7 +162,7 @@ def _target(info: TensorInfo, chosen: Chosen) -> Target:
 
 
 def linear_shape(shape: tuple[int, ...], modules: tuple[str, ...]) -> tuple[int, int]:
-    """Return the shape (out, in) of each of the Linears `modules` that a tensor of `shape` holds."""
+    """Return the shape (out, in) of one Linear, if a tensor of `shape` holds the Linears `modules`."""
     if len(shape) == 2:
         return shape[0], shape[1]
     experts, rows, columns = shape
@@ -214,7 +214,7 @@ def _chosen_by(quantization: Quantization) -> Chosen:
 
 
 def named_by(entries: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether one of `entries` names a Linear, given the Linear's name.
+    """Return a function: name of a Linear -> whether one of `entries` names this Linear.
 
     Entries are as in compressed-tensors: `Linear` names every Linear, `re:PATTERN` every Linear whose
     name begins with a match of the pattern. Any other entry is the exact name of a module.
@@ -250,15 +250,15 @@ def layout_bytes(layout: OnDisk, out: int, inputs: int) -> int:
 
 
 def sum_bytes(targets: Sequence[Target]) -> tuple[int, int]:
-    """Return (bytes before, bytes after) quantization of all tensors of a plan."""
+    """Return a pair: the bytes of all tensors of a plan before and after quantization."""
     return sum(t.bytes_before for t in targets), sum(t.bytes_after for t in targets)
 
 
 def ignore_for_config(targets: list[Target]) -> list[str]:
     """Return the `ignore` list of quantization_config, which names every Linear that stays BF16.
 
-    vLLM and compressed-tensors apply the scheme to each Linear that `ignore` does not name, so the list
-    has the tied lm_head and the encoder's Linears too. The list's patterns match on-disk names.
+    vLLM and compressed-tensors quantize each Linear that `ignore` does not name. So the list also names
+    the tied lm_head and the encoder's Linears. Its patterns match on-disk names.
     """
     ignore = ["lm_head", *KEPT_LINEARS.values()]
     for target in targets:

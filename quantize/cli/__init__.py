@@ -85,8 +85,8 @@ def cli(context: click.Context) -> None:
       quantize plan --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
       quantize run  --recipe nvfp4 --model google/diffusiongemma-26B-A4B-it
 
-    A run is a folder, outputs/RECIPE-HASH/. --resume continues a run that was interrupted, or whose
-    files were changed, and keeps all results that are still valid.
+    A run is a folder, outputs/RECIPE-HASH/. If a run was interrupted, or its files were changed,
+    --resume continues the run and keeps all results that are still valid.
     """
     command = context.invoked_subcommand
     if command not in [stage.name for stage in STAGES if stage.shares_work]:

@@ -46,8 +46,8 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
 def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
-    Lists the questions that only one run got right, or that both got wrong with different answers;
-    questions of a private task as hashes. The exit code is 4 if the scores are not comparable.
+    Lists the questions that only one run got right, or that both got wrong with different answers.
+    A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable.
     """
     from rich.console import Console
 
@@ -68,9 +68,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
 def baseline() -> None:
     """Take BF16's answers from one machine to another.
 
-    BF16's answers do not depend on the recipe, and on a small GPU making them takes most of an
-    evaluation. Once a pack of answers is imported, `run` and `evaluate` ask only the quantized
-    model; the report and the card name the pack's origin.
+    BF16's answers do not depend on the recipe. On a small GPU, making them takes most of the time
+    of an evaluation. Once a pack of answers is imported, `run` and `evaluate` ask only the
+    quantized model; the report and the card name the pack's origin.
     """
 
 
@@ -91,9 +91,9 @@ def export_(run: Path, pack: Path) -> None:
 def import_(pack: Path, out: Path) -> None:
     """Let the runs in the folder --out take BF16's answers from the file PACK.
 
-    A run with other BF16 weights ignores PACK. Else PACK fits if its sampler, data, seed, tokenizer
-    and versions (those that answers depend on) equal the run's. If a run finds packs of its weights
-    and none fits, it stops and says what differs.
+    A run ignores packs of other BF16 weights. A pack fits if it and the run have the same sampler,
+    data, seed, tokenizer and versions of the packages that decide answers. If a run finds packs of
+    its weights, but none fits, the run stops and says what differs.
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
@@ -115,10 +115,10 @@ def import_(pack: Path, out: Path) -> None:
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     """Choose a scheme for every layer's attention, MLP and experts, and write the choice as a recipe.
 
-    Measures the model's KL from BF16 with each part quantized alone, and with some whole choices,
-    to predict the KL of the others. The choice with the least KL within --bytes, or the fewest
-    bytes within --kl, is then measured too. All other settings are RECIPE's. A second search with
-    the same RECIPE and model reuses the measurements.
+    Measures the model's KL from BF16 with only one part quantized, part by part, and for some whole
+    choices. It predicts the KL of all other choices from these. The choice with the least KL within
+    --bytes, or the fewest bytes within --kl, is then measured too. All other settings are RECIPE's.
+    A second search with the same RECIPE and model reuses the measurements.
     """
     from quantize.pipeline.search import search as search_schemes
 

@@ -30,12 +30,12 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy of the model before the run that takes hours.
 
     Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
-    small limits: 32 prompts, all weights, 4 questions per task. Findings, which would end a run, do
-    not end the rehearsal: all are printed, with the most time and disk that the whole run takes.
+    small limits: 32 prompts, all weights, 4 questions per task. A finding would end a run, but does
+    not end the rehearsal. All findings are printed, and the most time and disk that a run may take.
     The verdict of so few answers says nothing. The exit code is that of the first finding, else 0.
 
-    rehearsal.json in the run folder holds all of this, with versions and hardware, but no questions or
-    answers: send it along when you ask for help. The same command continues an interrupted rehearsal.
+    rehearsal.json in the run folder holds these results, versions and hardware, but no questions or
+    answers: send it when you ask for help. The same command continues an interrupted rehearsal.
     """
     from quantize.pipeline.rehearse import rehearse as rehearse_run
 

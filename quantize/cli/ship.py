@@ -85,10 +85,10 @@ def bundle(run: Path, out: Path | None) -> None:
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded; upload nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask (for CI).")
 def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any) -> int:
-    """Upload a run to the Hugging Face Hub if it passed its gate, with a model card made from it.
+    """Upload a run to the Hugging Face Hub if it passed its gate, with a model card of the run.
 
-    --dry-run shows what would be uploaded and, without a token or a network, what it could not check.
-    The token comes from HF_TOKEN or from `hf auth login`. Interrupted? The same command goes on.
+    --dry-run shows what would be uploaded. Without a token or a network, it also says what it did
+    not check. The token is HF_TOKEN or that of `hf auth login`. Interrupted? Run the command again.
     """
     from quantize.hub.publish import push as push_release
     from quantize.hub.release import Request

@@ -1,4 +1,4 @@
-"""`quantize plan`, and one command per stage in STAGES, which runs that stage of a run again."""
+"""`quantize plan`, and for every other stage in STAGES a command that runs the stage again."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
-    --model may also be a config.json: the plan then comes from the config alone. The exit code is 3
-    if a stage does not fit --gpu-memory. Times are for --gpu, else for this GPU, else for an H200.
+    --model may also be a config.json: the plan then needs no other file. The exit code is 3 if a
+    stage does not fit --gpu-memory. Times are for --gpu, else for this GPU, or for an H200.
     """
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan

@@ -101,9 +101,9 @@ def bench(
     """Measure how fast a checkpoint denoises on this GPU, against the least time that is possible.
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the driver
-    reports energy, each row is measured for 10 s or more and also shows means: W, J per forward,
-    tokens per joule, MHz, and how often the power limit held the clock down.
+    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the
+    driver reports energy, each row is measured for 10 s or more. It then also shows mean W, J per
+    forward, tokens per joule, MHz, and how often the power limit held the clock down.
 
     \b
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
@@ -136,7 +136,7 @@ def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
     Every matrix product of the 26B model is timed in every configuration, at 64 to 8,192 tokens.
-    The fastest at 8,192 tokens is also used for more. Tuning products of 64, 256 and 1,024 tokens
+    The fastest at 8,192 tokens also serves more tokens. Tuning products of 64, 256 and 1,024 tokens
     takes about two minutes on an H200. The table goes into the user's cache folder; generate, bench,
     serve and all stages then use it. Prints how much each product gained.
     """

@@ -5,8 +5,8 @@
     tensors  in the header's order, each beginning at a multiple of 32 bytes
 
 The file is written in stretches of about a gigabyte (`checkpoints.shards`), with a few blocks of
-4 MB in memory at a time. After an interruption the same call continues after the last finished
-stretch, and the file gets the same bytes. The file gets its final name when it is complete.
+4 MB in memory at a time. After an interruption, the same call continues after the last finished
+stretch and makes the same bytes. The file gets its final name when it is complete.
 """
 
 import json
@@ -51,10 +51,10 @@ def export_gguf(
 
     Viewers show `name`. Matrices that the checkpoint holds in BF16 become `kept_as`. An interrupted
     export resumes after the last complete stretch; a stretch has about `stretch` bytes.
-    Raise InputError if `out` exists or does not end in .gguf, if GGUF or llama.cpp cannot hold the
-    source's schemes, widths, config or tokenizer, if a weight is NaN, infinite or too large for Q8_0,
-    or if `source` changes meanwhile. Raise ResourceError if the disk is too small or fails, or if
-    another process writes `out`.
+    Raise InputError if `out` exists or does not end in .gguf, or if `source` changes meanwhile. Raise
+    it too if GGUF or llama.cpp cannot hold the source's schemes, widths, config or tokenizer, or if a
+    weight is NaN, infinite or too large for Q8_0. Raise ResourceError if the disk is too small or
+    fails, or if another process writes `out`.
     """
     if out.suffix != ".gguf":
         raise InputError(f"{out}: must end in .gguf; name the file, not its folder")

@@ -24,7 +24,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return GGUF key -> value of a checkpoint; InputError if llama.cpp cannot compute the model."""
+    """Return a checkpoint's GGUF keys and values; InputError if llama.cpp cannot compute the model."""
     text = model_config(source.config).to_dict()["text_config"]  # with transformers' defaults
     for key, wanted in BUILT_IN.items():
         value: Any = text

@@ -6,16 +6,16 @@ prefix `enc_` marks the encoder's layer scalars. A BF16 matrix stays BF16, bit f
 Q8_0. Vectors and the router become F32, exactly, as llama.cpp wants.
 
 An NVFP4 Linear becomes two tensors. `.weight` holds its codes and its scales of groups of 16 inputs.
-`.scale`, F32 [1] or [experts], holds 1 / weight_global_scale, by which llama.cpp multiplies the
-product. Experts in NVFP4 become three such pairs (gate, up, down), since llama.cpp fuses gate and up
-only if they have no scale. Then `ffn_down_exps.scale` holds, in float32, 1 / weight_global_scale of
-each expert's down matrix, times the router's scale of that expert.
+`.scale`, F32 [1] or [experts], holds 1 / weight_global_scale. llama.cpp multiplies the product by it.
+Experts in NVFP4 become three such pairs (gate, up, down), since llama.cpp fuses gate and up only if
+they have no scale. `ffn_down_exps.scale` then holds one float32 number per expert: its down matrix's
+1 / weight_global_scale, times its router's scale.
 
 `rope_freqs` divides the angles of full-attention layers: 1 where they rotate, 1e30 where they do not.
 A GGUF block of NVFP4 holds four groups of 16 values: 4 scales in e4m3, read without their sign, and
-4 x 8 bytes of codes. Byte j of a group has the codes of values j (low nibble) and j + 8, while in a
-checkpoint byte j has the codes of values 2 j and 2 j + 1. The `gguf` package reads such blocks (as
-tests do), but cannot write them.
+4 x 8 bytes of codes. Byte j of a group has the codes of values j (low nibble) and j + 8. In a
+checkpoint, byte j has the codes of values 2 j and 2 j + 1. The `gguf` package can read such blocks
+(tests use this), but cannot write them.
 
 llama.cpp takes text only, so the vision tower is left out. The calibrated input scales are left out
 too, since llama.cpp reads but does not use them. The embedding is also the output matrix.

@@ -1,6 +1,6 @@
 """Turns tokenizer.json and the chat template into GGUF's tokenizer keys.
 
-llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can be written:
+llama.cpp selects a BPE by name, not by its rules, so only two kinds of tokenizer can be written:
 
     gemma4   byte fallback, spaces as "▁": Gemma's own
     gpt2     bytes as characters, split beforehand by the bundled model's pattern. llama.cpp's splitter
@@ -8,9 +8,9 @@ llama.cpp knows a BPE by name, not by its rules, so two kinds of tokenizer can b
              together, which changes nothing: no merge of this model joins two punctuation marks
 
 Any other tokenizer is refused; the message names its model or splitter. Special tokens become
-CONTROL, except those of thinking and tool calls: these become USER_DEFINED, as llama.cpp's chat
-parser must see them in the text. Other added tokens become USER_DEFINED too, and `<0xXX>`
-becomes BYTE. UNUSED tokens fill up a vocabulary that is smaller than the embedding.
+CONTROL. But the markers of thinking and tool calls become USER_DEFINED, since llama.cpp's chat
+parser must see them in the text. Other added tokens also become USER_DEFINED. `<0xXX>` becomes
+BYTE. UNUSED tokens fill up a vocabulary that is smaller than the embedding.
 
 Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
 """
@@ -35,10 +35,10 @@ DEFAULT = {"mask": "<mask>"}  # Gemma's token; `llama-diffusion-cli` does not st
 
 
 def vocabulary(folder: Path, size: int) -> dict[str, Any]:
-    """Return GGUF key -> value of the tokenizer in `folder`; the model's embedding has `size` rows.
+    """Return the tokenizer of `folder` as GGUF keys and values; the model's embedding has `size` rows.
 
     Raise InputError if tokenizer or chat template are missing or faulty, if llama.cpp has no name for
-    the tokenizer, or if a token lies outside of the embedding.
+    the tokenizer, or if a token's id is not below `size`.
     """
     if not (path := folder / "tokenizer.json").is_file():
         raise InputError(f"{path}: missing; a GGUF file carries the tokenizer, {FIX}")

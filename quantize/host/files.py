@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: a kill or a power cut never leaves an incomplete one.
+"""Writes files and folders atomically, so that a kill or a power cut leaves none incomplete.
 
 A file or folder is written under a temporary name in the same place, synced to disk, then renamed.
 """
@@ -35,7 +35,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, atomically, with stable formatting; ValueError: NaN or infinity."""
+    """Write `value` as JSON, atomically, in stable formatting; ValueError if it has NaN or infinity."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -43,9 +43,7 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
     """Return the JSON object in a file; it must have all `keys` ("a.b" is the key "b" within "a").
 
     `remedy` ends error messages; the default says that `quantize run` makes the file again.
-
-    Raises:
-        InputError: the file is not JSON, is not an object, or lacks a key.
+    Raise InputError if the file is not JSON, is not an object, or lacks a key.
     """
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))

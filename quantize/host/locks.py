@@ -17,8 +17,7 @@ from quantize.host.processes import is_alone, is_first
 def locked(file: Path, what: str) -> Generator[None]:
     """Hold the lock `file` while the block runs; under torchrun only the first process takes it.
 
-    Raises:
-        ResourceError: at once, if another process holds the lock; the message begins with `what`.
+    If another process holds the lock, raise ResourceError at once; the message begins with `what`.
     """
     if not is_first():
         yield

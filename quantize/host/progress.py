@@ -1,8 +1,8 @@
 """Shows on stderr how far a loop is: units and tokens done, their rate, the time that is left.
 
-A terminal shows a bar. Elsewhere (CI, a pipe) one line is printed when the loop begins, one every 30
-seconds with an estimate of the time left, and one when it ends, so that a log stays readable. An
-inner loop has no bar or lines of its own; the outer loop's bar or lines show its progress too.
+A terminal shows a bar. Elsewhere (CI, a pipe) a line is printed when the loop begins, when it ends,
+and every 30 seconds between, with an estimate of the time left; so a log stays readable. An inner
+loop has no bar or lines of its own; the outer loop's bar or lines show the inner loop's progress.
 
 While `noted` runs, a file holds the same figures for another terminal (`quantize status`).
 """

@@ -1,7 +1,7 @@
 """Measures seconds and peak memory of a block of work, a disk's rate, and the host's free memory.
 
-Writing 5 to /proc/self/clear_refs resets Linux' peak of a process' resident memory (VmHWM), so that
-each stage has its own peak. If that is refused, the peak is None: it may be an earlier stage's.
+Writing 5 to /proc/self/clear_refs resets the peak of a process' resident memory (VmHWM) before each
+stage. If Linux refuses the reset, None is reported, since VmHWM may be an earlier stage's peak.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Calls the Hub, and retries while it is busy; a failure is one clear line without the token.
 
 `HfApi` retries uploads, but neither commits nor most small requests. `patiently` repeats a call on
-408, 429, 500, 502, 503, 504 and broken connections, after the time that Retry-After asks for, else
-after 1, 2, 4 and 8 seconds. A call that still fails raises a QuantizeError with the exit code that
-fits. No message holds the token, or the query part of a URL, where storage services put signatures.
+408, 429, 500, 502, 503, 504 and broken connections. It waits as long as Retry-After says, else 1,
+2, 4 and 8 seconds. A call that still fails raises a QuantizeError with the exit code that fits. No
+message holds the token, or the query part of a URL, where storage services put signatures.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Publishes a run to a model repository on the Hub: only if the gate passed, and never half of the run.
+"""Publishes a run on the Hub if its gate passed or was overruled, and never half of the run.
 
   1. gate      the checkpoint is whole and is the one that was verified and scored; the verdict is PASS,
                or was overruled by an option that the model card names.
@@ -60,7 +60,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The `changes` of a push to `revision` of `there`; `account` is None if the Hub was not asked."""
+    """What a push to `revision` of `there` changes; `account` is None if the Hub was not asked."""
 
     account: str | None
     there: Repository
@@ -71,8 +71,8 @@ class Plan:
 def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
     """Check a run, show the changes, and publish them if `confirm()` returns True; return exit code 0.
 
-    If it returns False, raise InputError. `dry_run` uploads nothing, and shows what can be known, even
-    without a token or a network.
+    If `confirm()` returns False, raise InputError; raise also as `prepare` does. `dry_run` uploads
+    nothing, and shows what can be known, even without a token or a network.
     """
     if dry_run:
         return _show(run, request)

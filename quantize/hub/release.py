@@ -1,8 +1,8 @@
 """Decides what may be published: a verified checkpoint whose gate passed, with card and checksums.
 
-The checkpoint must be the one that was verified and scored: verification.json and the scores name its
-fingerprint. Its files must be exactly those whose sha256 verification.json lists. If the verdict is
-not PASS, an option must overrule it, and the card and publication.json name that option.
+The checkpoint must be what was verified and scored: verification.json names its fingerprint, and
+scores name no other. Its files must be exactly those whose sha256 verification.json lists. If the
+verdict is not PASS, an option must overrule it, and the card and publication.json name that option.
 """
 
 import json
@@ -189,7 +189,7 @@ def _listed_files(run: RunDir) -> list[File]:
 def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     """Return the Hub id of the BF16 model, or None if the id is not certain.
 
-    It is certain if the Hub lists, under this id, the checksums of the local config.json and weights.
+    The id is certain if the Hub lists under it the checksums of the local config.json and weights.
     A name in the manifest's `source`, or of a folder, proves nothing. ResourceError: no Hub access.
     """
     if (name := base_model(source, recipe)) is None:

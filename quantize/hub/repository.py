@@ -109,7 +109,7 @@ class Hub:
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
-        """Return the number of `account`'s pull request `title`, draft or open, else of a new draft."""
+        """Return the number of `account`'s open or draft pull request `title`, or of a new one."""
         listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
         doing = "list pull requests"
         for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):
@@ -175,7 +175,7 @@ class Hub:
     def differing(
         self, revision: str, files: Sequence[File], deleted: Sequence[str] = ()
     ) -> list[str]:
-        """Return the faults at `revision`: `files` that differ, and `deleted` paths still there."""
+        """Return faults at `revision`: `files` missing or unequal, `deleted` paths still there."""
         remote = self.files(revision)
         wrong = [
             f"{file.path} ({'missing' if file.path not in remote else 'another checksum'})"

@@ -1,9 +1,9 @@
 """Signs a release and checks signatures, with OpenSSF's model signing (the package `model-signing`).
 
-One signature, `model.sig`, covers the sha256 of every file of the folder except itself, git's own
-files (`.gitattributes`, `.git`) and what downloads leave in `.cache`. So a check finds files that were
-changed, removed or added. Links are followed, since files in the Hub's cache are links. A key pair
-(PEM, an elliptic curve) needs no network; Sigstore, which signs for an account, needs a network.
+One signature, `model.sig`, covers the sha256 of every file of the folder. Only itself, git's own
+files (`.gitattributes`, `.git`) and what downloads leave in `.cache` are left out. So a check finds
+files that were changed, removed or added. Links are followed, since files in the Hub's cache are
+links. Sigstore signs for an account and needs a network; a key pair (PEM, elliptic curve) does not.
 """
 
 import base64
@@ -44,7 +44,7 @@ def sign(folder: Path, key: Path | None, out: Path | None = None) -> Path:
 
 
 def sign_files(files: Mapping[str, Path | bytes], key: Path | None) -> bytes:
-    """Return the signature of `files`, name -> path or bytes, by a private `key` or Sigstore."""
+    """Return the signature of `files` (name -> path or bytes) by `key`, or by Sigstore if None."""
     with tempfile.TemporaryDirectory(prefix="quantize-sign-") as scratch:
         folder = Path(scratch, "release")
         for name, content in files.items():

@@ -26,7 +26,7 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
 
     Raises:
         InputError: a result is stale; the point was not judged, or not in the run's activation mode.
-        GateError: the named point does not pass, or no point passes, or as in `advance`.
+        GateError: the named point fails, no point passes, or `advance` raises one.
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)

@@ -1,9 +1,9 @@
 """Judges a quantized checkpoint that was built elsewhere, by NVIDIA or RedHatAI for example.
 
-A judgement does what `quantize run` does after conversion, in a run folder of its own. Verification
-would need our plan; instead the checkpoint is inspected, and its weights are compared with the BF16
-model's (`stages.verify.against_source`) unless it was fine-tuned. The recipe gives tasks, limits and
-gate; its `quantization` section is not used. `quantize compare` compares such a run with one of ours.
+A judgement does what `quantize run` does after conversion, in a run folder of its own. There is no
+plan to verify against. Instead the checkpoint is inspected and, unless it was fine-tuned, its weights
+are compared with the BF16 model's (`stages.verify.against_source`). The recipe gives tasks, limits and
+gate; its `quantization` section is not used. `quantize compare` compares a judgement with another run.
 """
 
 from collections.abc import Generator, Sequence
@@ -39,10 +39,10 @@ def judging(
     name: str, against: str | None, recipe_name: str, out: Path, *, resume: bool,
     tasks: Sequence[str] = (), limit: int | None = None, fine_tuned: bool = False, **options: Any,
 ) -> Generator[Run]:  # fmt: skip
-    """Yield a run that judges a checkpoint when given to `advance`; the block locks its folder.
+    """Yield a run for `advance`, which judges a checkpoint; lock the run's folder in the block.
 
-    `name` is the folder or Hub id of the quantized checkpoint, `against` that of the BF16 model (None:
-    the bundled model). If `fine_tuned`, weights are not compared. Other arguments: as in `started`.
+    `name` is the quantized checkpoint and `against` the BF16 model, as folder or Hub id. None is the
+    bundled model. If `fine_tuned`, weights are not compared. Other arguments are as in `started`.
 
     Raises:
         InputError: `name` is not quantized, `against` is, or the run exists and `resume` is off.

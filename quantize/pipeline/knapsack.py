@@ -1,7 +1,7 @@
 """Chooses an option for each group: least damage within a budget of bytes, or the reverse.
 
 An option has two costs, bytes and damage. x is 1 for a chosen option and else 0, and sums to 1 over
-each group. HiGHS finds the x that makes the sum of one cost least while the other's keeps its bound.
+each group. The solver HiGHS minimizes the sum of one cost; the sum of the other keeps a bound.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Choice = tuple[int, float]  # bytes and damage of an option
 
 
 class Knapsack:
-    """Chooses exactly one option of each of `groups`; an option is its bytes and its damage."""
+    """Chooses exactly one option from each of `groups`; an option is a pair (bytes, damage)."""
 
     def __init__(self, groups: Sequence[Sequence[Choice]]) -> None:
         sizes = [len(options) for options in groups]
@@ -54,12 +54,12 @@ class Knapsack:
         return self._options(found)
 
     def frontier(self, points: int) -> list[Choice]:
-        """Return (bytes of the budget, least damage) at each budget of `budgets` with a choice."""
+        """Return pairs (bytes, least damage with at most these bytes) for the possible `budgets`."""
         found = [(n, self._least(self._damage, self._bytes, n)) for n in self.budgets(points)]
         return [(budget, float(x @ self._damage)) for budget, x in found if x is not None]
 
     def budgets(self, points: int) -> list[int]:
-        """Return up to `points` evenly spaced budgets in bytes, from least choice to largest."""
+        """Return up to `points` evenly spaced budgets in bytes, from smallest to largest choice."""
         return [int(n) for n in dict.fromkeys(np.linspace(self.least, self._most, points).round())]
 
     def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:

@@ -4,9 +4,9 @@
     calibrate on 32 prompts x 1 canvas; convert and verify everything; replay; 4 questions per task
     project seconds, memory and disk of the whole run from what was measured
 
-A finding is what would end the whole run, perhaps after days. It does not end the rehearsal, so one try
-shows all findings. rehearsal.json, in the run folder, holds versions, hardware, seconds and findings,
-but no questions or answers, so it can be sent back. Scores on 4 questions say nothing about quality.
+A finding is a fault that would end the whole run, perhaps after days. It does not end the rehearsal, so
+one try shows all findings. rehearsal.json in the run folder holds versions, hardware, seconds and
+findings, but no questions or answers. So it may be sent back. 4 questions do not measure quality.
 """
 
 import json
@@ -81,7 +81,7 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
 
 
 def small(recipe: Recipe) -> Recipe:
-    """Return `recipe`, named NAME_rehearsal, with few prompts, canvases, questions, one answer each."""
+    """Return the recipe NAME_rehearsal: few prompts and questions, one canvas, one answer each."""
     settings, calibration = recipe.evaluation, recipe.calibration
     if calibration is not None:
         least = {"prompts": min(PROMPTS, calibration.prompts), "canvases": CANVASES}
@@ -183,7 +183,7 @@ def _measured(run: Run, stage: Stage) -> str:
 
 
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return the whole run's seconds by stage, disk and peak memory in bytes; None: not measured.
+    """Return the whole run's seconds by stage, disk and peak memory in bytes; None if not measured.
 
     Calibration and rounding are scaled by prompts and canvases, replay by canvases, evaluation by
     answers. The seconds are an upper bound: loading is scaled too, and every task asks all questions.
@@ -207,7 +207,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return measured bytes/s of disk and GPU link, and per stage the most seconds at these rates."""
+    """Return measured bytes/s of disk and GPU link, and each stage's most seconds at these rates."""
     disk, link = disk_rate(run.folder.path), None
     place = run.machine.place
     gpu, budget = gpu_of(None), budget_of(place)

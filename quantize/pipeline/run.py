@@ -2,9 +2,9 @@
 
     plan -> calibrate -> round -> convert -> verify -> fidelity -> evaluate -> report
 
-The run folder is named after the recipe and a hash of the resolved recipe and the model's
-fingerprint, so the same command finds its run again. The manifest records versions and hardware, and
-each stage's seconds and peak memory. Files that must be equal in equal runs hold none of these facts.
+A run folder is named RECIPE-HASH. HASH covers the resolved recipe and the model's fingerprint, so the
+same command finds its run again. The manifest records versions and hardware, and each stage's seconds
+and peak memory. Files that must be equal in equal runs hold none of these facts.
 """
 
 import gc
@@ -48,7 +48,7 @@ def started(
     revision: str | None = None, tasks: Sequence[str] = (), limit: int | None = None,
     **options: Any,
 ) -> Generator[Run]:  # fmt: skip
-    """Yield a new or continued run of a recipe on a model; show its plan; the block locks its folder.
+    """Yield a new or continued run of a recipe on a model; show its plan; lock its folder in the block.
 
     `recipe` is a Recipe, which is used as it is, or a recipe's name; a named recipe is adapted to
     `model`, `tasks` and `limit`. `out` is the folder of runs. `options` are those of `Run`.
@@ -244,7 +244,7 @@ def run_alone(run: Run, stage: Stage) -> int:
 
 @contextmanager
 def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock a run to be published, check that its report is up to date; yield its folder and recipe.
+    """Lock a run for publication, check its stages and report, and yield its folder and recipe.
 
     Raises:
         InputError: a stage is stale or missing, or the report differs from what the scores give.

@@ -1,20 +1,18 @@
 """Searches which parts of a model should have which scheme: `quantize search`.
 
-A group is the attention, the dense MLP or the experts of a layer; servers need one scheme for it. Each
-group is quantized alone, under every scheme, in the BF16 model. Its damage is the KL from BF16 on
+A group is the attention, the dense MLP or the experts of a layer; servers need one scheme per group.
+Each group is quantized alone, under every scheme, in the BF16 model. Its damage is the KL from BF16 on
 held-out trajectories, with activations rounded as they would be served. A choice of schemes is ranked
-by the sum S of its groups' damage:
+by the sum S of its groups' damage. `knapsack` finds the exact choice for the user's bound: least S with
+at most N bytes, or fewest bytes with a predicted KL <= X. A model's KL is below S. The prediction is
 
-    least S with at most N bytes, or fewest bytes with KL <= X     exactly: quantize.pipeline.knapsack
-    log KL = a + b log S     predicted, since the KL of a whole model is below the sum of its groups
+    log KL = a + b log S
 
 To fit a and b, ANCHORS models are measured whole: the choices of least S at evenly spaced sizes. The
 choice for the user's bound is measured whole too, and written as a recipe. Weights are rounded as the
-recipe's `rounding` says. Memory holds one BF16 model, and again the layers with a quantized group.
-After a kill the same command goes on.
-
-NVFP4 takes as many bytes as NVFP4A16, and also rounds activations to 4 bits. So neither bound favours
-NVFP4: where FP4 matrix units are wanted, name the schemes (`--scheme`).
+recipe's `rounding` says. Memory holds one BF16 model, and a copy of each layer with a quantized group.
+A killed search continues with the same command. NVFP4 takes as many bytes as NVFP4A16, and also rounds
+activations to 4 bits. So neither bound favours NVFP4: to use FP4 units, name the schemes (`--scheme`).
 """
 
 import re
@@ -81,8 +79,8 @@ class Option:
     """One scheme for one group, with its cost in bytes and in KL."""
 
     scheme: str  # a scheme's name, or BF16
-    nbytes: int  # bytes of the group's tensors under it
-    kl: float  # mean KL from BF16 in nats of the model in which this group alone has it
+    nbytes: int  # bytes of the group's tensors under this scheme
+    kl: float  # mean KL from BF16 in nats of the model with only this group quantized
 
 
 def search(
@@ -90,16 +88,16 @@ def search(
     kl: float | None = None, schemes: Sequence[str] = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC"),
     revision: str | None = None, gpu: str | None = None, gpu_memory: float | None = None,
 ) -> Path:  # fmt: skip
-    """Choose groups' schemes and measure them; write recipe and frontier; return the recipe's path.
+    """Choose and measure each group's scheme; write frontier and recipe; return the recipe's path.
 
     `recipe_name` gives everything that is not searched; `out` gets the folder `search-RECIPE-HASH`.
     Give one bound: `nbytes`, the most bytes of the checkpoint, or `kl`, the most predicted KL in nats.
     A group gets one of `schemes`, or stays in BF16. Step times are estimated for `gpu`, by default this
-    machine's. `gpu_memory` is in bytes, by default all that is free.
+    machine's GPU. `gpu_memory` is in bytes, by default all free memory.
 
     Raises:
-        InputError: none or both of `nbytes` and `kl` are given, a scheme is unknown, no choice keeps
-            within the bound, or a calibration that a scheme needs is missing.
+        InputError: neither or both of `nbytes` and `kl` are given; a scheme is unknown; no choice
+            meets the bound; or the recipe has no calibration section.
     """
     if (nbytes is None) == (kl is None):
         raise InputError("name one bound: --bytes N, or --kl X")
@@ -122,7 +120,7 @@ class Line:
     """A straight line fitted to some models: log of a model's KL over log of its groups' summed KL.
 
     Args:
-        sums: for each model, the sum of what its groups cost alone, in nats; not all are equal.
+        sums: for each model, the sum of its groups' KL, in nats; the sums must not all be equal.
         wholes: for each model, the KL from BF16 that was measured, in nats.
     """
 
@@ -135,7 +133,7 @@ class Line:
         self._error = np.sqrt((left**2).sum() / (len(x) - 2))
 
     def predict(self, damage: float) -> tuple[float, float, float]:
-        """Return the KL predicted for a model whose groups' sum is `damage`, and its 95 % interval."""
+        """Return (KL, low, high) predicted for the sum `damage`, in nats, with a 95 % interval."""
         if not damage:
             return 0.0, 0.0, 0.0
         away = np.log(damage) - self._mean
@@ -146,7 +144,7 @@ class Line:
         return kl, least, most
 
     def damage(self, kl: float) -> float:
-        """Return the groups' sum for which `predict` gives `kl`."""
+        """Return the sum of the groups' KL for which `predict` gives `kl`."""
         away = (np.log(max(kl, TINY)) - self._at_mean) / self._slope
         return float(np.exp(self._mean + away))
 
@@ -312,11 +310,11 @@ def partly_quantized(
     folder: Path,
     rounded: Mapping[str, Checkpoint],
 ) -> Checkpoint:
-    """Return `source` with the weights `targets` quantized, and no others; they must be whole groups.
+    """Return `source` with only the weights `targets` quantized; `targets` must be whole groups.
 
     Quantized tensors are written to `folder`. `scales` maps a module to its input global scale.
-    `rounded` maps `Scheme.kernel` ("nvfp4", for example) to what GPTQ rounded; other weights are
-    rounded to nearest.
+    `rounded` maps a `Scheme.kernel`, such as "nvfp4", to GPTQ's codes and scales. Weights of other
+    kernels are rounded to nearest.
     """
     observer = recipe.quantization.observer
     kernels = {target: target.scheme.kernel for target in targets if target.scheme}

@@ -1,6 +1,6 @@
 """Measures tokens/s of scored models on this GPU, with the numbers of steps that their answers took.
 
-All models have the same noise, prompts and number of slots, so speeds differ only by format and steps.
+Noise, prompts and slots are equal for all models. So speeds differ only by weight format and steps.
 Models run as they are served: the GPU's kernels decide how a quantized model rounds activations, unless
 its operating point names an activation mode.
 """

@@ -104,7 +104,7 @@ MACHINE = {each.name for each in fields(Machine)}
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage reads, does and leaves, and what its command offers."""
+    """What a stage reads, does and writes, and what its command offers."""
 
     name: str  # name of the stage and of its command
     result: str  # path in the run folder that exists once the stage has been done
@@ -113,9 +113,9 @@ class Stage:
     summary: str = ""  # help text of the command that runs this stage alone
     # Returns the exit code of the finished stage, 0 or 4; raises GateError for 1.
     verdict: Callable[[Run], int] = lambda _: 0
-    # All files and folders that it leaves, if there are more than `result`.
+    # All files and folders that it writes, if there are more than `result`.
     files: tuple[str, ...] = ()
-    # Returns what this run asks for and a finished stage has not done, as text; None for nothing.
+    # Returns, as text, what this run asks for and the finished stage lacks; None if nothing.
     lacks: Callable[[Run], str | None] = lambda _: None
     is_needed: "Callable[[Recipe], bool]" = lambda _: True  # whether a recipe has this stage at all
     # Checks, before the first stage of a run, what this stage will read from outside the run.
@@ -248,7 +248,7 @@ def evaluate_more(
 
     If `operating_points` is set, the recipe's operating points are scored too. Each limit on denoising
     steps in `steps` adds a point. On a GPU the tokens/s of points are measured. `batch_size` replaces
-    the recipe's. `models` are fields of `ModelOptions`. Other arguments: `stages.evaluate.evaluate`.
+    the recipe's. `models` are fields of `ModelOptions`. See `stages.evaluate.evaluate` for the rest.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES

@@ -2,10 +2,10 @@
 
 stages.json in the run folder, by stage:
   inputs   the model's fingerprint, and the digest of every result that the stage read
-  result   the digest of the result that it wrote
+  result   the digest of the result that the stage wrote
 
-A stage is stale when it has no entry, when its files are not the ones that it wrote, or when one of
-its inputs has changed since. A digest covers every byte, or, for results over 2 GB, sizes and samples.
+A stage is stale if it has no entry, if its files have changed since, or if one of its inputs has. A
+digest covers every byte of a result; for results over 2 GB it covers sizes and samples.
 """
 
 from collections.abc import Iterable, Iterator
@@ -65,14 +65,14 @@ def upstream(stage: Stage) -> list[Stage]:
 
 
 def input_digests(folder: RunDir, stage: Stage) -> dict[str, str | None]:
-    """Return name -> digest of what a stage reads: the model, and other stages' results."""
+    """Return name -> digest of what a stage reads: the model, and results (None if missing)."""
     digests = {s.name: result_digest(folder, s) for s in STAGES if s.name in stage.inputs}
     about = read_json(folder.manifest_json, "source.fingerprint")["source"]
     return {"model": about["fingerprint"]} | digests
 
 
 def result_digest(folder: RunDir, stage: Stage) -> str | None:
-    """Return a sha256 over a stage's files, None if its result does not exist."""
+    """Return a sha256 over a stage's files, or None if the result does not exist."""
     if not (folder.path / stage.result).exists():
         return None
     return hashed({str(f.relative_to(folder.path)): f for f in sorted(_files(folder, stage))})

@@ -8,8 +8,8 @@
           ignore: [lm_head, "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 
 Such a file says what is quantized and how weights are rounded. Calibration, tasks and gate come from
-the recipe that ships for its scheme, limits on errors from the scheme. A setting that llm-compressor
-applies in another way than this project is refused by name, never dropped. Written for version 0.14.
+the recipe that ships for the file's scheme. Limits on errors come from the scheme's record. A setting
+that this project applies differently is refused by name. Written for llm-compressor 0.14.
 """
 
 import os
@@ -41,7 +41,7 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Return an llm-compressor recipe as our `quantization` section: field -> value.
 
     Raises:
-        InputError: the recipe has not just one of MODIFIERS, or has a setting that is refused here.
+        InputError: the recipe does not have exactly one of MODIFIERS, or a setting is refused here.
     """
     name, arguments = _only_modifier(fields)
     modifier = _built(name, arguments)

@@ -1,8 +1,8 @@
 """Recipes: what to quantize, how to calibrate, how to judge, in a strictly checked YAML file.
 
-Under `quantization`, `scheme`, `targets` and `ignore` are as in llm-compressor's QuantizationModifier,
-and llm-compressor's recipe files are read too (`llm_compressor`). An unknown key is an error, whose
-message names the nearest known key: a misspelt `ignore` must not quantize the router.
+The keys `scheme`, `targets` and `ignore` are those of llm-compressor's QuantizationModifier. Recipe
+files of llm-compressor are read too (`llm_compressor`). An unknown key is an error, and the message
+names the nearest known key: a misspelt `ignore` must not quantize the router.
 """
 
 import difflib
@@ -82,7 +82,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def counted(self) -> dict[str, Any]:
-        """Return, as a JSON object, the fields that digests of the recipe and of its tasks cover."""
+        """Return a JSON object of the fields that hashes of recipes, tasks and recordings cover."""
         stated = self.model_dump(mode="json", exclude_defaults=True)
         return _counted(self.model_dump(mode="json"), stated)
 
@@ -108,12 +108,12 @@ class Quantization(Section):
     """The modules that are quantized, and the scheme that each of them gets.
 
     `scheme` is one scheme for all `targets`, or maps each scheme to its own targets. An entry of
-    `targets` or `ignore` is `Linear` (all Linears), a module's name, or `re:` and a regular expression
-    that matches from the start of a name. An entry that matches nothing is an error, unless it is in
-    `ignore` with `optional:` before it. A scale covers the largest magnitude of its weights or, with
-    `observer: memoryless_mse`, the range of least error. `rounding: nearest` uses no activations. With
-    `rounding: gptq`, which needs the default observer, GPTQ rounds weights and chooses NVFP4's block
-    scales, by Hessians summed while the calibration prompts are denoised.
+    `targets` or `ignore` is `Linear` (all Linears), a module's name, or `re:PATTERN`. The regular
+    expression PATTERN must match from the start of a name. An entry that matches nothing is an error,
+    except an entry `optional:...` of `ignore`. A scale covers the largest magnitude of its weights.
+    With `observer: memoryless_mse` it covers the range of least error. `rounding: nearest` uses no
+    activations. `rounding: gptq` needs the default observer. GPTQ then rounds weights and chooses
+    NVFP4's block scales. Its Hessians are summed while the calibration prompts are denoised.
     """
 
     scheme: SchemeName | dict[SchemeName, list[Pattern]]
@@ -134,7 +134,7 @@ class Quantization(Section):
 
 
 class Calibration(Section):
-    """The prompts that the BF16 model answers while input ranges, and Hessians for GPTQ, are measured.
+    """The prompts on which the BF16 model's input ranges, and Hessians for GPTQ, are measured.
 
     An entry of `datasets` is `bundled`, the path of a jsonl file of chats, or the name of a Hub data
     set. The model answers `prompts` chats, `batch_size` at a time, with at most `canvases` canvases
@@ -171,7 +171,7 @@ class OwnTask(Section):
     commas, $ and a full stop at the end are ignored when answer and target are compared. An answer has
     at most `max_tokens` tokens; `thinking` turns the thinking channel on. An `lm_eval` file states all
     these settings itself. If `private` is set here or in such a file's `metadata`, no question, answer
-    or target is written: scores and reports hold hashes instead, and samples hold only what `extract`
+    or target is written. Scores and reports hold hashes instead; samples hold only what `extract`
     found. Paths are relative to the folder in which the command runs.
     """
 
@@ -211,7 +211,7 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
     """Sampler settings under which the candidate is judged too; a setting left out stays the model's.
 
     A canvas takes at most `max_denoising_steps` steps, and exactly that many if `fixed` is set.
-    docs/runtime.md explains the other settings. The mode `activations` is by default `evaluation`'s.
+    docs/runtime.md explains the other settings. `activations` is by default the mode of `evaluation`.
     """
 
     fixed: bool = False
@@ -236,14 +236,14 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
 class Evaluation(Section):
     """What is scored, how often, and from which seed.
 
-    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. For each task, `limit` says
-    how many of its first questions are asked (at least two), `repeats` how many answers each question
-    gets. At most `batch_size` samples are answered together (16 by default). `activations` is the
-    activation mode of a quantized model while it is scored. `none` keeps activations in BF16. Beside
-    NVFP4 weights, `per_expert` and `per_layer` round activations to NVFP4, with one input scale per
-    expert or per layer; `fp8` rounds them to FP8 (W4A8), which vLLM does not do. Beside 8-bit weights,
-    these three round to 8 bits. With --operating-points, `operating_points` are scored too; the report
-    names the fastest point whose total loss, from quantization and its settings, fits the margin.
+    `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` maps a task to the
+    number of its first questions that are asked (at least two). `repeats` maps a task to the number of
+    answers per question. At most `batch_size` samples are answered together (16 by default).
+    `activations` is the activation mode in which a quantized model is scored. `none` keeps activations
+    in BF16. With NVFP4 weights, `per_expert` and `per_layer` round activations to NVFP4, with one input
+    scale per expert or per layer; `fp8` rounds to FP8 (W4A8), which vLLM does not do. With 8-bit
+    weights, all three round to 8 bits. With --operating-points, `operating_points` are scored too. The
+    report names the fastest point whose total loss, by quantization and settings, fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -295,17 +295,17 @@ class Evaluation(Section):
 class Gate(Section):
     """The release gate: how much a quantized model may lose and still pass.
 
-    `estimand` says for which questions the loss is judged: `these_questions` are exactly those of the
-    benchmark, `such_questions` all questions of its kind, of which the benchmark is a sample
-    (recovery.estimands). `estimand` has no default, because a margin means nothing without it.
+    `estimand` says for which questions the loss is judged (recovery.estimands). `these_questions` are
+    exactly the benchmark's questions. `such_questions` are all questions of their kind: the benchmark
+    is a sample. `estimand` has no default, because a margin means nothing without it.
     `margin_pp` maps a task to the allowed loss of accuracy in percentage points; every task that ships,
     except SVAMP, has a default in its file (`recovery/tasks`). `max_kl_nats` maps an activation mode to
     the largest mean KL from BF16 allowed on replayed trajectories; a mode without a limit is not
     judged. `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1
-    is 10 %); a run that is shown to exceed it fails. Null turns this limit off. A run with served
-    models needs null, since servers report no steps. `health_pp` maps each sign of ill health to the
-    points by which it may be more frequent than in BF16's answers (`recovery.health` has the signs and
-    defaults); a sign set to null is not judged. `confidence` is that of all intervals and tests.
+    is 10 %); a run that is shown to exceed this share fails. Null turns the limit off. A run with
+    served models needs null, since servers report no steps. `health_pp` maps a sign of ill health to
+    points: the sign may be this much more frequent than in BF16's answers. `recovery.health` lists
+    signs and defaults; null turns a sign off. `confidence` is the level of all intervals and tests.
     """
 
     estimand: Estimand
@@ -362,14 +362,14 @@ class Recipe(Section):
         return self
 
     def for_bundled_model(self) -> "Recipe":
-        """Return the recipe with `bundled` sections in place of its own; they add no `calibration`."""
+        """Return the recipe with its `bundled` sections; they replace a `calibration`, but add none."""
         found = {key: own for key, own in self.bundled if own is not None}
         if self.calibration is None:
             found.pop("calibration", None)
         return self.model_copy(update=found)
 
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
-        """Return the recipe with `tasks`, its own if empty, each with its first `problems` questions.
+        """Return the recipe with these `tasks` (if empty, its own) and `problems` questions for each.
 
         If `problems` is None, limits stay. Raise InputError if a task is unknown or has no margin.
         """
@@ -386,7 +386,7 @@ class Recipe(Section):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a scheme of the recipe has calibrated input scales (NVFP4 with activations)."""
+        """Whether a scheme of the recipe has calibrated input scales, as NVFP4 has."""
         return any(SCHEMES[name].calibrated for name in self.quantization.targets_by_scheme())
 
     def to_yaml(self) -> str:
@@ -419,8 +419,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     """Return a shipped recipe, given its name, or the recipe in a YAML file, given its path.
 
     Raises:
-        InputError: there is no such recipe, it is not YAML, a key is missing, unknown or has a wrong
-            value (the message names the key), or a task's file cannot be read.
+        InputError: the recipe does not exist or is not YAML; a key is missing, unknown or has a wrong
+            value (the message names the key); or a task's file cannot be read.
     """
     if name_or_path.endswith((".yaml", ".yml")):
         recipe = read_recipe(Path(name_or_path))
@@ -440,9 +440,9 @@ def load_recipe(name_or_path: str) -> Recipe:
 def resolved(
     name: str, *, bundled: bool, tasks: Sequence[str] = (), limit: int | None = None
 ) -> Recipe:
-    """Return a recipe, for the bundled model if `bundled`, limited by `Recipe.asking(tasks, limit)`.
+    """Return recipe `name` after `for_bundled_model`, if `bundled`, and `asking(tasks, limit)`.
 
-    Raise InputError if there is no such recipe or task, or if a task has no margin.
+    Raise InputError as `load_recipe` does, or if a task is unknown or has no margin.
     """
     recipe = load_recipe(name)
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)

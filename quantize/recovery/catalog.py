@@ -26,7 +26,7 @@ def known_tasks() -> list[str]:
 
 
 def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the `metadata` of `own`, a recipe's own task, or of the shipped `task`; {} if unknown.
+    """Return the `metadata` of a recipe's task `own`, or of the shipped `task`; {} if unknown.
 
     Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the
     longest prompt, if prompts are long; `margin_pp`, the loss allowed by default, in points.

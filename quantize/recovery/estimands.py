@@ -29,7 +29,7 @@ outright, else less. If Student's t gives a wider interval (few observations), t
 A true loss may also be of a kind that was not seen: units lost outright. If a share q of all units
 were lost in this way, N units would show no such loss with probability exp(-q N). Let L be
 -log(1 - confidence) / N, which is 3 / N at 95 %. `margin_p_values` excludes a loss only if the loss
-is at least L, and at least L larger than the observed loss. `limits` demands only the latter. For
+is at least L, and exceeds the observed loss by at least L. `limits` demands only the second. For
 such_questions, 30 questions can exclude a loss of 10 points; for these_questions, 30 x 64 answers
 can exclude 0.16 points.
 
@@ -123,7 +123,7 @@ def unseen_loss_p(units: int, share_pp: Number) -> Number:
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return how many times as many such units would give a verdict; None if more than 2^19."""
+    """Return the multiple of these units that would give a verdict; None if it exceeds 2^19."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING

@@ -32,9 +32,9 @@ _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incor
 
 
 def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    r"""Return exact_match 1 if `results[0]`, from \boxed{}, is the right integer, else 0.
+    r"""Return exact_match 1 if `results[0]`, a \boxed{} text, states the right integer, else 0.
 
-    lm-eval calls it as `process_results`. ValueError: the data set's answer is not an integer.
+    lm-eval uses this as `process_results`. ValueError: the data set's answer is not an integer.
     """
     gold = integer(str(doc["answer"]))
     if gold is None:
@@ -84,7 +84,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X, or if the last line is only X; else ""."""
+    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of X, else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

@@ -12,7 +12,7 @@ also needs enough units (`estimands`) for a loss as large as the margin to show.
 
 Two p-values decide; with a single look the bounds give the same verdict. With several looks the
 p-values are sequential: once a look has decided, no later answer changes the verdict. So the
-verdict shows the difference and bounds at the look that decided, then those of all answers.
+verdict shows difference and bounds at the look that decided, then both over all answers.
 
 Step inflation (`steps`) and signs of ill health (`health`) are judged together with accuracy, at
 the same looks and under the same correction. A task passes only if every sign is also shown to be
@@ -21,7 +21,7 @@ lack what a limit judges (a server may not report its steps), a run that does no
 INCONCLUSIVE.
 
 Over all tasks: PASS if every task passes (an intersection-union test, which needs no correction).
-FAIL if some task fails after Holm's correction; without it, many tasks would make a false alarm
+FAIL if some task fails after Holm's correction. Uncorrected, many tasks would make a false alarm
 likely. NOT COMPARABLE if questions or conditions of baseline and candidate differ.
 """
 
@@ -137,10 +137,10 @@ def judge(seen: Mapping[str, Comparison | None]) -> Verdict:
 
 
 def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
-    """Return operating point -> p-value of "it does not fit", Holm-corrected over the points.
+    """Return operating point -> p-value of "the point does not fit", Holm-corrected over points.
 
-    A point fits if no task's loss (from format and sampler settings together) reaches the margin,
-    and no sign of ill health reaches its limit. A point's p-value is the largest of these tests.
+    A point fits if no task's loss (by format and sampler settings together) reaches the margin, and
+    no sign of ill health reaches its limit. Each test has a p-value; the point has the largest.
     """
     return holm({
         name: max(

@@ -20,9 +20,9 @@ answer of the candidate that has the sign by chance would prevent PASS: P(Poisso
 4.0 %. `never_stopped` has no default limit: `max_step_inflation` judges its cost.
 
 Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the
-limit instead: with the smaller one, healthy models with a frequent sign would stay undecided. In
-this case the mean of y - 1.5 x is judged: x is 1 if BF16's answer has the sign, y is 1 if the
-candidate's has it, else they are 0.
+limit instead. With the smaller limit, healthy models with a frequent sign would stay undecided. The
+mean of y - 1.5 x is then judged: x is 1 if BF16's answer has the sign, else 0; y is the same for
+the candidate's answer.
 
 For simulated error rates see docs/evaluation.md.
 """
@@ -70,7 +70,7 @@ def without_thinking(text: str) -> str:
 
 
 def text_signs(text: str) -> list[str]:
-    """Return the signs that an answer's whole text shows, thoughts included."""
+    """Return the signs of ill health (of OF_TEXT) in an answer's whole text, thoughts included."""
     words = text.split()
     grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
     found = {
@@ -82,7 +82,7 @@ def text_signs(text: str) -> list[str]:
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:
-    """Return sign -> how many points more frequent than with BF16 it may be; None: not judged.
+    """Return sign -> points by which it may be more frequent than with BF16; None: not judged.
 
     `units` is the planned number of answers or of questions, whichever the estimand counts.
     """

@@ -2,7 +2,7 @@
 
 lm-eval has neither seeded samples nor resumable runs, so this model adds both. Repeat j of a prompt
 has a seed hashed from the run's seed, the prompt and j, and answers come from a `SampleStore`. A
-canvas is denoised whole, so the finished answer is cut at stop strings, without its thoughts.
+canvas is denoised whole, so an answer loses its thoughts and is cut at stop strings when finished.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Part
 
 
 class BlockDiffusionLM(LM):
-    """Gives lm-eval the answers of `part`, one repeat per call; the first generates all repeats."""
+    """Gives lm-eval the answers of `part`, one repeat per call; the first call generates all."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""A needle in a haystack: finding a number that occurs once in a text, at a new depth per question.
+"""A needle in a haystack: questions about a number that a long text states once, at varying depth.
 
 A text depends only on its index, its length and the number of questions, so all machines ask the
-same questions. A word is one token or more, so 1,024 words exceed the sliding window of 1,024
-tokens; a prompt is some words longer than its text.
+same questions. A word has one token or more. A text of 1,024 words therefore exceeds the sliding
+window of 1,024 tokens; its prompt is some words longer.
 """
 
 import random

@@ -26,8 +26,8 @@ def from_questions(
     right answer. `extract` is a regular expression; its group's last match is the model's answer.
 
     Raises:
-        ValueError: the file cannot be read, its first line is no JSON object, or a line stands there
-            twice; a text is not a Jinja template, or names a field that the first line lacks;
+        ValueError: the file cannot be read, its first line is no JSON object, two lines are equal;
+            `prompt` or `target` is no Jinja template, or names a field that the first line lacks;
             `extract` is not a regular expression with one group.
     """
     first, count = _first_line(file)
@@ -128,8 +128,8 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 def finding(definition: Definition) -> Callable[[str], str]:
     """Return a function that reduces an answer to the match of a private task's regular expression.
 
-    Scoring later sees only this match, so the expression must find the same in it as in the whole
-    answer; if not, the returned function raises ValueError. Without a match it returns "".
+    Scoring sees only this match. The expression must find in it what it finds in the whole answer,
+    else the returned function raises ValueError. If nothing matches, that function returns "".
 
     Raises:
         ValueError: the task has no single filter that begins with a regular expression.

@@ -1,15 +1,15 @@
 """Stores a task's samples on disk, each as soon as it is finished.
 
 There is one file per task and model. Its first line says what made the samples (model, sampler,
-precision); a store for anything else refuses to open the file. Every further line is one sample
+precision). A store of samples made otherwise refuses the file. Every further line is one sample
 (several in files of earlier versions): `{"batch": [{"key", "text", "tokens", "denoising_steps",
 "truncated", "signs"}], "sha256"}`. A killed process loses only its samples in flight. A thread
-syncs the file, so that no model waits for the disk; if the machine goes down, at most the samples
-that finished during two syncs are lost. An incomplete last line is removed; any other line whose
+syncs the file, so that no model waits for the disk. A machine that goes down loses at most the
+samples that finished during two syncs. An incomplete last line is removed; any other line whose
 sha256 does not match is an error.
 
-Process r of n makes every n-th sample and writes a file of its own. A store reads the files of all
-processes when it is opened, so a resumed run may have any number of processes.
+Process r of n makes every n-th sample and writes a file of its own. A store that is opened reads
+the files of all processes. So a resumed run may have another number of processes.
 
 A sample is identified by its key, a hash of prompt, seed, token limit and whether thinking is on.
 """
@@ -80,9 +80,9 @@ class SampleStore:
     """The finished samples of one task and model, in memory (`done`, by request's key) and on disk.
 
     `complete` creates the file `path`, or `path`.RANK in processes after the first. `made_with` is
-    what samples depend on besides their requests. `share` is this process' share; None: all samples.
+    what samples depend on besides their requests. `share` is this process' share, by default all.
 
-    Raise ValueError if a file's samples were made with something else, or a line of it is damaged.
+    Raise ValueError if a file's samples have another `made_with`, or if a line is damaged.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ def first_requests(
     questions: Sequence[int],
     seed: int,
 ) -> list[Request]:
-    """Return the requests that `score` makes for one answer to each question index in `questions`."""
+    """Return `score`'s requests, by ascending index, for one answer to each of `questions`."""
     done: dict[str, Completion] = {}
 
     def note(requests: Sequence[Request]) -> None:

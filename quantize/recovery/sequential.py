@@ -6,11 +6,11 @@ level spent up to information fraction t is
 
     spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
 
-which is almost 0 early and leaves nearly all of alpha to the last look. Sums of independent units
-are a Brownian motion in information. Look j's nominal level is chosen so that the motion crosses
-its bound for the first time at look j with probability spent(t_j) - spent(t_j-1). The level is
-found by integrating the density of the motion that has not crossed a bound yet (Armitage, McPherson
-and Rowe 1969). PASS and FAIL each have an alpha of their own.
+which is almost 0 early and leaves nearly all of alpha to the last look. As information grows, a sum
+of independent units moves like a Brownian motion. Look j's nominal level sets a bound, which the
+motion first crosses at look j with probability spent(t_j) - spent(t_j-1). To find this level, we
+integrate the density of the motions that have crossed no bound yet (Armitage, McPherson and Rowe
+1969). PASS and FAIL each have an alpha of their own.
 
 What a look adds depends on the estimand. Under `these_questions` a look adds repeats of all
 questions; each repeat adds the same information. Under `such_questions` it adds questions, with all
@@ -20,7 +20,7 @@ before the first question is asked. Looks follow from the plan and from which an
 nobody can choose them afterwards.
 
 The sequential p-value is the least alpha at which one of the looks so far decides (Liu and Anderson
-2008). It replaces the p-value in the verdict, also in Holm's correction over tasks, and it never
+2008). The verdict, Holm's correction over tasks included, uses it in place of the p-value. It never
 grows with further looks.
 """
 
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """Question indices in a seeded random order, which a plan of more questions keeps."""
+        """Question indices in a seeded random order; further questions do not reorder them."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 
@@ -255,11 +255,11 @@ def until_decided(
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain.
 
-    `ask(task, n)` lets both models answer the task's first n looks. It returns how many looks are
-    complete, including those of an earlier run, and the comparison over them, or None.
+    `ask(task, n)` lets both models answer the task's first n looks. It returns a pair: the number
+    of complete looks, an earlier run's included, and the comparison over these looks or None.
 
     Returns:
-        Task -> number of complete looks, and task -> its comparison, None if it has none.
+        Two mappings: task -> number of complete looks, and task -> comparison, None without one.
     """
     taken: dict[str, int] = {}
     shown: dict[str, Comparison | None] = {}

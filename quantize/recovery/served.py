@@ -3,8 +3,8 @@
     POST URL/v1/chat/completions {model, messages, seed, max_tokens, chat_template_kwargs}
 
 We send prompt, seed and token limit; the server applies its own chat template and sampler. If it is
-busy (429), temporarily broken (5xx) or unreachable, the request is sent again after the time in
-`Retry-After` or 0.5, 1, 2, ... s. Any other refusal ends the run with the server's own words.
+busy (429), temporarily broken (5xx) or unreachable, the request is sent again. We wait as long as
+`Retry-After` says, else 0.5, 1, 2, ... s. Any other refusal ends the run with the server's words.
 
 A block-diffusion server must encode a finished canvas as plain embeddings. A server that does this
 sets the header `COMMIT_PASS` in its responses. vLLM 0.24 to 0.33 needs our plugin for this.
@@ -126,7 +126,7 @@ class Server:
 
 
 class Servers:
-    """Several servers of one model, `in_flight` requests at once at each; `settings` are `Server`'s.
+    """Servers of one model, each with `in_flight` requests at once; `settings` go to `Server`.
 
     Raise ServerError as `Server` does, for any of the servers.
     """

@@ -6,8 +6,8 @@
               the bound excludes the margin if and only if the p-value is at most 1 - confidence.
   recovery    100 mean y / mean x; y are the quantized model's scores, x the base's. Its interval
               holds the ratios r for which mean(y - r x) = 0 is not excluded (as in Fieller 1954).
-  flips       if each question has one answer: questions that only one of the models answers right,
-              with McNemar's exact test on them (1947; binomial, two-sided).
+  flips       questions that only one of the models answers right, with McNemar's exact test (1947;
+              binomial, two-sided); only if each question has one answer.
 
 Clustering by question follows arXiv 2411.00640. Unpaired tests are left out: they need several
 times as many questions for the same power.

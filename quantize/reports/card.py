@@ -150,7 +150,7 @@ def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
 
 
 def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:
-    """Return the base model's Hub id, unchecked, if the files came from the Hub's cache, else None."""
+    """Return the base model's unchecked Hub id; None if its files are not from the Hub's cache."""
     return base_model(source, recipe) if source.get("commit") else None
 
 

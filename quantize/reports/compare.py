@@ -1,7 +1,7 @@
 """Compares two runs: their quantized models on the same questions, paired.
 
-A recipe's author asks: did this change of scheme, calibration or ignore list matter? The interval
-of the paired difference answers this for questions like those asked; two recovery figures do not.
+A recipe's author asks: did this change of scheme, calibration or ignore list matter? Two recovery
+figures do not tell. The interval of the paired difference does, for questions like those asked.
 
 A run may have ended at an interim look, because of the very scores that are compared. So each
 interval has the nominal level of the last look that both runs completed (repeated confidence

@@ -1,4 +1,4 @@
-"""Below a report's verdict: facts, what was not tested, operating points, published figures.
+"""Lines below a report's verdict: facts, what was not tested, operating points, published figures.
 
 The argument `content` is report.json. report.md and report.html show the same sentences and rows.
 """

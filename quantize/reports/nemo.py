@@ -5,8 +5,8 @@
 
 (docs.nvidia.com/nemo/evaluator, "Evaluation Result Format".) Such files lack prompts, seeds,
 samplers, steps and signs of ill health. So only accuracy is judged, and whoever made the files
-vouches for equal conditions. Our files say in `config.planned` how much was planned, so that a run
-that ended early is judged by interim looks' bounds. We write no text: a task may be private.
+vouches for equal conditions. In our files, `config.planned` says how much was planned: a run that
+ended early is then judged by the bounds of interim looks. We write no text: a task may be private.
 """
 
 import json

@@ -59,8 +59,8 @@ def generate(
 ) -> list[Sample]:
     """Generate one batch, with all slots free at first; return one sample per prompt, in order.
 
-    `prompts` are token ids of any lengths, `seeds` int64: equal (prompt, seed) give equal samples in
-    any batch, except for rounding on a GPU. Whole canvases are generated until `max_new_tokens` are
+    `prompts` are token ids of any lengths, `seeds` are int64. A prompt and a seed give the same sample
+    in any batch, except for rounding on a GPU. Whole canvases are generated until `max_new_tokens` are
     reached. `on_step` is called after every denoising step. `images` has pictures or None per prompt.
     Raise InputError if prompts or seeds are missing, a prompt is refused, or no token fits after it.
     """

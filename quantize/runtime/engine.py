@@ -140,14 +140,14 @@ class BatchEngine(Protocol):
 class Engine(BatchEngine, Protocol):
     """A model that denoises canvases of up to `slots` samples, at most `capacity` samples per pass.
 
-    Each sample has a slot, and one canvas at a time. `denoise` takes distinct, admitted slots, with any
-    settings, at any of their canvases. It returns, in the same order, each slot's finished canvas, or
-    None if the next call will continue the canvas. A canvas is encoded just before the slot's next
+    Each sample has a slot, and one canvas at a time. `denoise` takes distinct, admitted slots, whose
+    settings and canvas indices may differ. It returns, in the same order, each slot's finished canvas,
+    or None if the next call will continue the canvas. A canvas is encoded just before the slot's next
     canvas, so a sample's last canvas is never encoded. Except for rounding, a canvas depends only on
-    `admit`'s arguments and the sample's earlier canvases. Of a `sampler`, only denoising settings are
-    read. Slots may be released between calls. `prefixes`, if not None, caches beginnings of prompts.
-    The caller looks for EOS, counts tokens, and calls from one thread only. Other threads may call
-    `on_draft`. `meanwhile` is called on the caller's thread while the device works, once at most.
+    `admit`'s arguments and the sample's earlier canvases. An engine reads only a `sampler`'s denoising
+    settings. Slots may be released between calls. `prefixes`, if not None, caches prompts' beginnings.
+    The caller looks for EOS and counts tokens. It makes all calls on one thread; `meanwhile` runs on
+    this thread, at most once, while the device works. `on_draft` may run on another thread.
     """
 
     prefixes: PrefixCache[Any] | None

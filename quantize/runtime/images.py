@@ -1,4 +1,4 @@
-"""Turns picture files into the vision tower's input, and makes room for their tokens in prompts.
+"""Turns picture files into the vision tower's input, and expands their placeholders in prompts.
 
 Gemma 4's own image processor resizes a picture to at most `soft_tokens` tokens (70, 140, 280, 560 or
 1120; the model's default is 280), keeps its proportions, and cuts it into patches. The processor's PIL
@@ -41,9 +41,9 @@ def open_picture(
 ) -> Image.Image:
     """Decode a picture from a file or from bytes; return it in RGB, turned upright.
 
-    `formats` are PIL's names of the accepted formats, None for all. A picture of more than
-    `max_pixels` (width times height) is refused before it is decoded. Raise InputError if the source
-    cannot be read, is no picture of these formats, or has too many pixels.
+    `formats` are PIL's names of the accepted formats; None accepts all. Raise InputError if the source
+    cannot be read, or is no picture of these formats. Raise it before decoding if width times height
+    is above `max_pixels`.
     """
     name = f"{source}: " if isinstance(source, Path) else ""
     try:

@@ -28,7 +28,7 @@ class Verdict:
 
 
 class Guide(Protocol):
-    """Decides on one answer's canvases in turn. Threads of the engine call it; it must not raise."""
+    """Decides on one answer's canvases, in order. The engine's threads call it; it must not raise."""
 
     def lead(self) -> Sequence[int]:
         """Return the tokens with which the next canvas must begin, at most a whole canvas."""
@@ -36,7 +36,7 @@ class Guide(Protocol):
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
         """Return the verdict on a finished canvas, whose `tokens` [L] would be committed.
 
-        `logits` [L, V] are those of the canvas' last step, soft-capped, not divided by the temperature.
+        `logits` [L, V] of the canvas' last step are soft-capped, and not divided by the temperature.
         """
 
 

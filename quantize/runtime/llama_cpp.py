@@ -9,8 +9,8 @@ reads one line on stdin, the name FILE of a request file:
                 Once the file is written, the line "OK C" follows on stdout
 
 The server keeps a step's logits and temperature for the next step's self-conditioning. Sampler, noise,
-chat template and EOS are those of the engines, so an answer differs from transformers' only by how
-llama.cpp computes logits. It rounds activations to BF16 for products with BF16 weights, and to 8 bits
+chat template and EOS are those of the engines, so an answer differs from transformers' only by
+llama.cpp's logits. llama.cpp rounds activations to BF16 for products with BF16 weights, and to 8 bits
 with one scale per 32 values for products with Q8_0 and NVFP4. Its GELU is a table in F16.
 """
 
@@ -98,7 +98,7 @@ class LlamaCpp:
     def answer(
         self, prompt: Sequence[int], seed: int, *, max_new_tokens: int, sampler: Sampler
     ) -> Sample:
-        """Return one sample, generated as `batch.generate` generates a batch of one.
+        """Return one sample, as `batch.generate` would for this one prompt.
 
         Raise InputError if no token fits after the prompt within MAX_LENGTH or the sampler's limit, and
         ResourceError if the program refuses the request or ends.

@@ -12,8 +12,8 @@
     CUDA         the context, compiled kernels, memory that the allocator cannot use
 
 Results depend on the batch size. So layers leave the GPU first, and the batch is halved only if that is
-not enough. If weights are streamed for several batches, the number of batches in lockstep is the one
-with which the fewest bytes cross the link to the GPU. Bytes are computed from shapes.
+not enough. If weights are streamed for several batches, the number of batches in lockstep is chosen
+so that the fewest bytes cross the link to the GPU. All sizes are computed from shapes.
 """
 
 import math
@@ -129,9 +129,9 @@ class Plan:
 def packed_sizes(
     checkpoint: Checkpoint, mode: ActivationMode | None, *, hopper: bool
 ) -> dict[str, int]:
-    """Return name on disk -> bytes of a checkpoint's tensors, once packed for an activation mode.
+    """Return each tensor's bytes once packed for an activation mode, by the tensor's name on disk.
 
-    Only the mode `fp8` changes the size of weights. Even then, experts on a `hopper` GPU keep 4 bits.
+    Only `fp8` changes sizes: those of NVFP4 weights. On a `hopper` GPU, experts still keep 4 bits.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
@@ -156,9 +156,10 @@ def repacked(
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
-    """Return how a stage fits `budget` bytes of a GPU, CONTEXT_BYTES included; `config` is config.json.
+    """Return how a stage fits `budget` bytes of a GPU, which include CONTEXT_BYTES.
 
-    Raise ResourceError, with advice, if one canvas (or fixed batch) over streamed layers needs more.
+    `config` is config.json. Raise ResourceError, with advice, if `budget` is too small even with all
+    layers streamed and one canvas at once (or the whole batch, if `fixed_batch`).
     """
     batch = need.batch
     while batch >= 1:
@@ -189,7 +190,7 @@ def _ways(need: Need, config: Mapping[str, Any]) -> Iterator[Need]:
 
 
 def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
-    """Return the bytes that a stage needs with all layers streamed, for one canvas or a fixed batch."""
+    """Return the bytes of a stage with all layers streamed, for one canvas or the fixed batch."""
     one = need if need.fixed_batch else replace(need, batch=1)
     least = min(sum(_parts(way, config).values()) for way in _ways(one, config))
     return least + need.stack.fixed + need.stack.streaming

@@ -44,9 +44,9 @@ def open(
 
     If `place` is None, `room` gives the fields of a `Placement`. If `place.resident` is None, `sized`
     fits a checkpoint to the device, with `prefix_bytes` left free. `beside` is an engine of the same
-    checkpoint; both share its weights, if their activation modes pack weights in the same way: `fp8` in
-    one way, `per_layer` on FP4 units in another, all other modes in a third. Other arguments are as in
-    `FusedEngine`. Raise InputError if the checkpoint cannot be loaded, or does not support the mode.
+    checkpoint. Both share its weights if their activation modes pack weights in the same way: `fp8` has
+    its own way, so has `per_layer` on FP4 units, and all others share one way. Other arguments are as
+    in `FusedEngine`. Raise InputError if the checkpoint cannot be loaded, or does not support the mode.
     Raise ResourceError if the model does not fit, or the device lacks what the kernels need.
     """
     place = place or Placement(**room)

@@ -75,8 +75,8 @@ DECODED_BYTES = 4  # of a dequantized weight, which a CPU keeps: `fused_dequant.
 def sized(checkpoint: Path, place: Placement) -> Placement:
     """Return `place` changed so that a checkpoint fits the device; no weights are read.
 
-    Raise ResourceError if one slot, or the fixed batch, does not fit a GPU even with all layers
-    streamed, if less than `gpu_memory` is free, or if a CPU's memory cannot hold the weights.
+    On a GPU, raise ResourceError if less than `gpu_memory` is free, or if one slot (or the fixed batch)
+    does not fit even with all layers streamed. On a CPU, raise it if memory cannot hold the weights.
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
@@ -144,7 +144,7 @@ def budget_of(place: Placement) -> float | None:
 
 
 def free_unused(device: str) -> None:
-    """Release unused memory of host and device, such as that of the previous stage's model."""
+    """Release host and device memory that nothing uses, such as the previous stage's model."""
     gc.unfreeze()  # what was there before the stage
     gc.collect()
     if device != "cpu":

@@ -1,10 +1,10 @@
 """Caches encoded beginnings of prompts: shared system prompts and the turns of a chat.
 
 The encoder is causal, so the keys and values of a prompt's first n tokens do not depend on later
-tokens. They are kept in whole blocks. The key of a block is the digest of all tokens up to its end, and
-a block is used only if every block before it is kept too. Prompts are encoded block by block even if no
-block is found, so the cache changes no sample. When the budget is exceeded, the blocks that were used
-longest ago are dropped first. Prompts with pictures are not cached.
+tokens. Keys and values are kept in whole blocks. A block's key is the digest of all tokens up to the
+block's end. A block is used only if all earlier blocks are kept too. Prompts are encoded block by block
+even if no block is found, so the cache changes no sample. If the budget is exceeded, the least recently
+used blocks are dropped. Prompts with pictures are not cached.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ Kept = TypeVar("Kept")
 class PrefixCache(Generic[Kept]):
     """Keeps encoded blocks of `block` tokens, up to `budget` bytes, for one engine and one thread.
 
-    `asked` counts the tokens of all prompts looked up, `reused` the tokens found; `nbytes` are kept.
+    `asked` counts tokens looked up, `reused` counts tokens found; kept blocks take `nbytes` bytes.
     """
 
     def __init__(self, budget: int, block: int) -> None:

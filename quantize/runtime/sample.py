@@ -52,7 +52,7 @@ def canvas_budgets(
 ) -> list[int]:
     """Return, for each prompt, how many canvases of `length` tokens its answer may take.
 
-    Raise InputError if `limit` positions, sampler.max_length or `max_new_tokens` leave it no token.
+    Raise InputError if `limit`, sampler.max_length or `max_new_tokens` leaves an answer no token.
     """
     limit = min(limit, sampler.max_length or limit)
     budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]

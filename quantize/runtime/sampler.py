@@ -7,8 +7,8 @@ At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers c
     accept the positions of lowest H while the sum of all LOWER entropies is <= entropy_bound
     next canvas = y where accepted, uniformly random tokens elsewhere, whatever the canvas held
 
-A canvas stops when mean(H) < confidence_threshold and the `stability_threshold` steps before had the
-same a. It commits a, not y. The next step is conditioned on l, the logits already divided by T.
+A canvas stops after step N, or when mean(H) < confidence_threshold and a equals the a of each of the
+`stability_threshold` steps before. It commits a, not y. The next step is conditioned on l = logits / T.
 Entropy-bound acceptance: arXiv 2505.24857; the algorithm is that of transformers 5.17
 `generation_diffusion_gemma.py`.
 """
@@ -130,7 +130,7 @@ class Sampler(Controls):
     def decide(
         self, draw: Draw, state: CanvasState, schedule: Tensor, pinned: Tensor | None = None
     ) -> None:
-        """Update `state` in place by a step's `draw`; `pinned` int64 [B, L] replaces drawn tokens.
+        """Update `state` in place by `draw`; `pinned` int64 [B, L] replaces drawn tokens unless FREE.
 
         The call never waits for the device, so it can be captured in a CUDA graph.
         """

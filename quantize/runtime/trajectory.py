@@ -110,10 +110,10 @@ def record_all(
     """Record `prompts` in batches; return all trajectories, in the order of the prompts.
 
     `settings` has the number of canvases, the seed and the batch size. The seed of a prompt's noise
-    follows from the prompt's index. `processes` share the batches that one process would make alone;
-    each process returns all trajectories. `watching` is called with a batch's engine and the index of
-    the batch's first prompt, and returns the context manager in which the batch runs. The last
-    `held_out` prompts have batches of their own, which are not watched.
+    follows from this seed and the prompt's index. `processes` share the batches, which do not depend on
+    the number of processes. Each process returns all trajectories. `watching` is called with a batch's
+    engine and the index of the batch's first prompt. It returns a context manager, in which the batch
+    runs. The last `held_out` prompts have batches of their own, which are not watched.
     """
     observed, most = len(prompts) - held_out, settings.batch_size
     starts = processes.mine(range(0, observed, most))

@@ -1,17 +1,17 @@
 """GPTQ: rounds the weights of Linears so that outputs change little on inputs seen in calibration.
 
-If a Linear's weight W is rounded to Q, the squared change of its output x W^T has the mean
+If a Linear's weight W is rounded to Q, its output x W^T changes. The squared change has the mean
 
     loss = tr (W - Q) H (W - Q)^T,    H = mean of x x^T, [in, in]
 
 With fixed scales, rounding to nearest minimises this loss only if H is diagonal. Three steps lower it:
 
-  1. GPTQ (Frantar et al., arXiv 2210.17323) rounds the weights of one input after another, and spreads
-     each error over the inputs not yet rounded, weighted by a row of U, where H^-1 = U^T U.
-  2. For NVFP4 each block of 16 inputs has a usual scale, amax / 6. GPTQ also tries the e4m3 numbers
-     next to it, and keeps the scale under which the sum of (error / U_ii)^2 is least.
-  3. Coordinate descent moves one code, or one block scale of NVFP4, at a time to the value of least
-     loss under the damped H, while all others stay. It never raises that loss.
+  1. GPTQ (Frantar et al., arXiv 2210.17323) rounds the weights of one input after another. It spreads
+     each error over the inputs not yet rounded, weighted by a row of U (H^-1 = U^T U).
+  2. For NVFP4, rounding to nearest gives a block of 16 inputs the scale amax / 6. GPTQ also tries the
+     e4m3 numbers around this scale, and keeps the scale with the least sum of (error / U_ii)^2.
+  3. Coordinate descent takes one code, or one block scale of NVFP4, at a time. It moves this number to
+     the value of least loss under the damped H. It never raises that loss.
 
 Weights are [experts, out, in], batched over experts, with one Hessian per expert. Arithmetic is
 float32; H is factored and inverted in float64. H is damped: `DAMPING` times its mean diagonal is added
@@ -50,7 +50,7 @@ class Rounded:
     tensors: dict[str, Tensor]  # by suffix, as `Scheme.quantize` returns them
     loss: Tensor  # [E] f32, tr (W - Q) H (W - Q)^T divided by tr W H W^T
     nearest: Tensor  # [E] f32, the same ratio for rounding to nearest
-    fell_back: Tensor  # bool [E], whether an expert was rounded to nearest as its H had no factor
+    fell_back: Tensor  # bool [E], whether an expert was rounded to nearest: its H had no factor
 
 
 def shrunk(
@@ -58,11 +58,11 @@ def shrunk(
 ) -> Tensor:
     """Return the mean Hessians [E', in, in] of the experts `at`, drawn towards the mean of all experts.
 
-    `sums` [E, in, in] are the experts' sums of x x^T, `tokens` [E] counts the tokens that each expert
-    saw. For n tokens the result is n / (n + in) times the expert's mean plus in / (n + in) times the
-    mean of all: few tokens make a Hessian of low rank, which GPTQ would trust too much. A dense Linear
-    (E = 1) keeps its mean. If `inputs` is given, sums and results are tiles (`hessians`) of [inputs,
-    inputs] matrices. Raise QuantizeError if no expert saw a token, or a Hessian of `at` is not finite.
+    `sums` [E, in, in] holds each expert's sum of x x^T, `tokens` [E] each expert's number n of tokens.
+    An expert's own mean has weight n / (n + in); the rest of the weight is on the mean of all. Few
+    tokens give a Hessian of low rank, which GPTQ would trust too much. A dense Linear (E = 1) keeps its
+    mean. If `inputs` (= in) is given, `sums` and the result hold tiles (`hessians`), not matrices.
+    Raise QuantizeError if no expert saw a token, or a Hessian of `at` is not finite.
     """
     if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
@@ -79,7 +79,7 @@ def shrunk(
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
-    """Return weights rounded to a scheme's tensors by the three steps of the module's docstring.
+    """Round weights to a scheme's tensors by the module's three steps; return tensors and losses.
 
     `weight` is BF16 [E, out, in], finite, `in` a multiple of 16. `hessian` is float32 [E, in, in], as
     `shrunk` returns it; it is damped in place at first and restored at the end. `shared` are the FP32
@@ -235,10 +235,11 @@ def round_block(
 ) -> None:  # fmt: skip
     """Round a block of 16 inputs under each candidate scale, and keep the result of least loss.
 
-    `weight` [E, out, 16] includes the errors spread from earlier inputs. `factor` [E, 16, 16] is a
-    diagonal block of U (H^-1 = U^T U), `shared` [E] the global scale. Results are written to `codes`
-    [E, out, 16] (the values that codes stand for) and `errors` [E, out, 16] (each divided by U_ii). The
-    chosen scales are written to `scales` [E, out]; if `grid.neighbours` is 0, `scales` is only read.
+    `weight` [E, out, 16] includes the errors spread from earlier inputs, `factor` [E, 16, 16] is a
+    diagonal block of U (H^-1 = U^T U), and `shared` [E] are the global scales. Results are written to
+      codes   [E, out, 16]: the values that the codes stand for
+      errors  [E, out, 16]: each error, divided by U_ii
+      scales  [E, out]: the chosen scales; if `grid.neighbours` is 0, `scales` is only read
     """
     if launches(weight.device):
         from fused_dequant import gptq
@@ -300,10 +301,11 @@ def descend_block(
 ) -> None:  # fmt: skip
     """Move each row's block scale, then its 16 codes one at a time, to the value of least loss.
 
-    `slope` [E, out, 16] is (W - Q) H at the block's inputs, `hessian` [E, 16, 16] a diagonal block
-    of H, `shared` [E] the global scale. `codes` [E, out, 16] (the values that codes stand for) and
-    `scales` [E, out] change in place; if `grid.neighbours` is 0, only codes change. `moved`
-    [E, out, 16] receives the change of the rounded weights, codes * scale / shared.
+    `slope` [E, out, 16] is (W - Q) H at the block's inputs, `hessian` [E, 16, 16] is a diagonal block
+    of H, and `shared` [E] are the global scales. Results are written to
+      codes   [E, out, 16]: the values that the codes stand for
+      scales  [E, out]: the block scales; if `grid.neighbours` is 0, `scales` is only read
+      moved   [E, out, 16]: the change of the rounded weights, codes * scale / shared
     """
     if launches(slope.device):
         from fused_dequant import gptq

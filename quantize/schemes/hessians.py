@@ -1,9 +1,9 @@
 """Hessians of Linears: sums of x x^T over their inputs x; only the upper triangle is stored.
 
-A Hessian is cut into tiles of 128 x 128. Tile t = j (j + 1) / 2 + i, with i <= j, has the products of
-the i-th 128 inputs with the j-th 128. A tile below the diagonal is the transpose of a stored one, and
-not stored. So the Hessians of one layer of the 26B model take 2.4 GB. On a GPU a kernel adds bf16 rows
-to the stored tiles (`fused_dequant/gram.py`). It adds the rows of several forward passes at once, since
+A Hessian is cut into tiles of 128 x 128. The tile in tile row i and tile column j is stored at index
+j (j + 1) / 2 + i if i <= j. Tiles below the diagonal are transposes of stored tiles, so they are left
+out. The Hessians of one layer of the 26B model then take 2.4 GB. On a GPU a kernel adds bf16 rows to
+the tiles (`fused_dequant/gram.py`). The kernel takes the rows of several forward passes at once, since
 reading and writing 2.4 GB takes as long as summing the 2,048 rows of one pass.
 """
 
@@ -39,7 +39,7 @@ class Hessians:
         self._choices: tuple[Sequence[Tensor], Tensor, Tensor] | None = None
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Add rows [..., in] of a listed `name`; `experts` [rows, topk] are theirs, None if dense."""
+        """Add rows [..., in] of input `name`, if listed; `experts` is [rows, topk], None if dense."""
         if name not in self.names:
             return
         x = rows.flatten(0, -2).contiguous()
@@ -50,7 +50,7 @@ class Hessians:
             self._settle(name)
 
     def sums(self, name: str) -> Tensor:
-        """Return input `name`'s sums of x x^T, in tiles: f32 [E, tiles, 128, 128]; E = 1 if dense."""
+        """Return tiles of input `name`'s sums of x x^T: f32 [E, tiles, 128, 128]; E = 1 if dense."""
         self._settle(name)
         return self._sums[name]
 
@@ -133,7 +133,7 @@ def _places(inputs: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def whole(tiles: Tensor, inputs: int) -> Tensor:
     """Return whole matrices [E, in, in], symmetric to the bit, from their tiles [E, tiles, 128, 128].
 
-    Of a diagonal tile only the upper triangle is used: BLAS may sum (i, j) and (j, i) in other orders.
+    Only the upper half of a diagonal tile is used: BLAS may sum (i, j) and (j, i) in two orders.
     """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)

@@ -11,9 +11,9 @@ may change what a product multiplies (`Scheme.as_multiplied`).
   NVFP4A16      e2m1   e4m3 per 16 inputs, FP32 per matrix     BF16
   MXFP4A16      e2m1   e8m0 per 32 inputs                      BF16
 
-For NVFP4, ModelOpt stores SMALL numbers that multiply: `weight_scale_2` = amax / (6 * 448), the inverse
-of compressed-tensors' `weight_global_scale`, and `input_scale`, the inverse of `input_global_scale`.
-Codes, nibble order and block scales do not differ. ModelOpt's FP8 has one scale per weight matrix and
+ModelOpt's scales of NVFP4 are SMALL numbers that multiply. `weight_scale_2` = amax / (6 * 448) is the
+inverse of compressed-tensors' `weight_global_scale`, `input_scale` that of `input_global_scale`. Codes,
+nibble order and block scales are the same in both. ModelOpt's FP8 has one scale per weight matrix and
 one fixed scale (amax / 448) for a Linear's activations; here activations get one scale per token.
 """
 
@@ -45,9 +45,9 @@ GPTQ_ERRS = 1.5  # limit on GPTQ's error, as a multiple of the limit for roundin
 
 @dataclass(frozen=True)
 class OnDisk:
-    """How one library stores a scheme; `name` is the `format` in its config, in ModelOpt `quant_algo`.
+    """How one library stores a scheme; `name` is the config's `format`, or ModelOpt's `quant_algo`.
 
-    `tensors(out, in)` returns suffix -> (dtype, shape) of a Linear's tensors as written, codes first.
+    `tensors(out, in)` returns suffix -> (dtype, shape) of a Linear's tensors on disk, codes first.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Scheme:
 
     @property
     def group_size(self) -> int:
-        """How many inputs share a scale; this number divides in-features. 1 if a row has one scale."""
+        """How many inputs share a scale, a divisor of in-features; 1 if each row has one scale."""
         return self.codes.group or 1
 
     @property
@@ -261,7 +261,7 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return bool [n]: whether each of n Linears is finite and its global and input scales above 0."""
+    """Return bool [n]: whether each of n Linears is finite with global and input scales above 0."""
     found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
     found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
     return torch.stack(found).all(0)

@@ -17,8 +17,8 @@ since every step uses their dtypes: scales are BF16 quotients; FP8 codes are rou
 then e4m3); a global scale is rounded to BF16 before it is stored as FP32; NVFP4 codes come from FP32.
 Activations are rounded in FP32 throughout, as in serving kernels, with 127 instead of 127.5 for INT8.
 
-Zeros: a row or block whose scale would be 0 gets compressed-tensors' smallest scale (2^-7 per row,
-0.125 per block) and codes of 0; an all-zero tensor gets the global scale 1. NaN and infinity have no
+Zeros: where a scale would be 0, the row or block gets compressed-tensors' least scale (2^-7 per row,
+0.125 per block) and codes of 0. An all-zero tensor gets the global scale 1. NaN and infinity have no
 codes: `observe` returns them as ranges, and the caller refuses the tensor.
 Left out: asymmetric zero points and block-128 FP8 (704 and 2112 inputs are no multiples of 128).
 """
@@ -73,7 +73,7 @@ class Codes:
     neighbours: int = 0  # how many e4m3 codes GPTQ tries on each side of a block scale; 0: none
 
     def nearest(self, scaled: Tensor) -> Tensor:
-        """Return FP32 values of the codes nearest to weights / scale, `scaled`, which may change."""
+        """Return FP32 values of the codes nearest to `scaled` (weights / scale); may overwrite it."""
         return self.fit(scaled).to(self.cast).float()
 
 
@@ -81,7 +81,7 @@ def observe(weight: Tensor, codes: Codes, observer: Observer) -> Tensor:
     """Return the range that the scale of each group of weights covers: BF16 [..., out, groups].
 
     `weight` is BF16 [..., out, in]. For `memoryless_minmax` a range is the largest magnitude of its
-    group, be it NaN or infinity; `memoryless_mse` shrinks it if that lowers the sum of |W - W'|^2.4.
+    group, NaN and infinity included. `memoryless_mse` shrinks it to lower the sum of |W - W'|^2.4.
     """
     *leading, inputs = weight.shape
     groups = inputs // (codes.group or inputs)
@@ -112,8 +112,8 @@ def quantize_rows(
 ) -> dict[str, Tensor]:
     """Quantize BF16 weights [..., out, in] to e4m3 or int8, one scale per row; return suffix -> tensor.
 
-    The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. Codes are written to
-    `out`, of the weight's shape and any strides, or to a new tensor if `out` is None.
+    The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. `out`,
+    of the weight's shape and any strides, receives the codes; if None, a new tensor receives them.
     """
     found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = codes.scale(ranges)
@@ -128,8 +128,8 @@ def quantize_groups(
     """Quantize BF16 weights [..., out, in] to NVFP4, in groups of 16; return suffix -> tensor.
 
     The weight is contiguous; `ranges` [..., out, in / 16] are what `observe` returned. `shared` is the
-    global scale [..., 1], made from `ranges` if None. The packed codes are written to `out`, uint8
-    [..., out, in / 2] of any strides, or to a new tensor if `out` is None.
+    global scale [..., 1], made from `ranges` if None. `out` receives the packed codes: uint8
+    [..., out, in / 2] with any strides. If `out` is None, a new tensor receives them.
     """
     shared = global_scale([ranges]) if shared is None else shared
     scale = block_scale(ranges, shared.unsqueeze(-1))  # [..., out, in / 16] FP32
@@ -158,7 +158,7 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize to MXFP4 as `quantize_groups` does to NVFP4: groups of 32, without a global scale."""
+    """Quantize to MXFP4, in groups of 32 without a global scale; else as `quantize_groups`."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}
@@ -229,7 +229,7 @@ def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
 def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
     """Return x [..., K] in its dtype, rounded in FP32 to e2m1 with one e4m3 scale per 16 values.
 
-    `global_scale` is 448 * 6 / the calibrated amax, beyond which values saturate; None: ValueError.
+    `global_scale` is 448 * 6 / amax, as calibrated; values beyond amax saturate. ValueError for None.
     """
     if global_scale is None:
         raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
@@ -314,7 +314,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
-    """Return bool [n]: whether each of n stacked tensors is finite; if `scale`, uint8 means e8m0."""
+    """Return bool [n]: whether each of n stacked tensors is finite; if `scale`, uint8 holds e8m0."""
     each = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
         return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F

@@ -7,6 +7,6 @@
 
 Diffusion commits one canvas at a time (256 tokens in the 26B model), so the canvas is the unit of
 streaming, batching and cancelling. Parameters of token-by-token sampling (temperature, top_p,
-penalties) have no meaning here: the server ignores them and names them in a header. With `--strict`
-it refuses them. It refuses other unsupported fields, and says what to do instead (`unsupported`).
+penalties) have no meaning here. The server ignores them and names them in a header; with `--strict`
+it refuses them. Other unsupported fields are refused, with what to do instead (`unsupported`).
 """

@@ -1,8 +1,8 @@
-"""Writes finished choices, and what each canvas adds to a choice, as objects of OpenAI's protocol.
+"""Writes choices as JSON objects of OpenAI's protocol: whole, or as one chunk per canvas.
 
-Fields that OpenAI lacks: `reasoning_content` beside `content`; in `usage` the numbers `canvases`,
-`denoising_steps` (decoder forwards of all choices) and `tokens_per_forward`; in each choice the
-`seed` that makes it again. If a request asks for drafts, some chunks have a `draft` and no choices.
+OpenAI lacks these fields: `reasoning_content` beside `content`; in `usage` `canvases`,
+`denoising_steps` (decoder forwards of all choices) and `tokens_per_forward`; and in each choice a
+`seed`, which reproduces it. If a request asks for drafts, some chunks have a `draft`, no choices.
 """
 
 import json

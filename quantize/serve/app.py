@@ -47,7 +47,7 @@ def page(schema: dict[str, Any]) -> str:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the ASGI app: all routes in the guard; its lifespan starts and stops the scheduler."""
+    """Return the ASGI app, all routes in the guard; its lifespan starts and stops the scheduler."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:

@@ -5,7 +5,7 @@
 Keys are bare words, strings are between <|"|> markers without escapes, everything else looks like
 JSON. Calls follow each other without a separator. Quoted keys, strings in JSON's quotes, unquoted
 words (read as strings) and blanks are accepted too, though the template does not write them. A call
-that cannot be read, or that names a tool that the request does not have, stays text.
+stays text if it cannot be read, or if the request has no tool of its name.
 """
 
 import json
@@ -37,9 +37,9 @@ class Call:
 
 
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
-    """Return an answer's text without its calls, and its calls to the tools in `names`.
+    """Return a pair: an answer's text without its calls to the tools in `names`, and these calls.
 
-    A call without an end is text if `whole`, else held back: as `text` grows, results only grow.
+    If `whole`, a call without an end is text, else it is held back: results grow with `text`.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
@@ -55,7 +55,7 @@ def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, 
 
 
 def read_call(body: str, names: Collection[str]) -> Call | None:
-    """Return the call in `body`, the text between markers; None: malformed, or not in `names`."""
+    """Return the call in `body` (text between markers); None: malformed, or tool not in `names`."""
     head = _HEAD.match(body)
     if head is None or head[1] not in names:
         return None

@@ -1,10 +1,10 @@
 """Holds answers to a grammar: decides from left to right which tokens of a canvas are committed.
 
-A canvas is denoised freely. When it is finished, an automaton (llguidance) reads it from its first
-token on. A token that the grammar forbids is replaced by the allowed token that is most probable
-under the last step's logits. All later tokens were denoised beside the forbidden token, so the
-canvas is denoised again. The tokens up to the new token are then pinned, and so are all tokens that
-must follow it. This happens at most ROUNDS times per canvas; after that, tokens are only replaced.
+A canvas is denoised freely. Then an automaton (llguidance) reads its tokens from left to right. A
+token that the grammar forbids is replaced by the most probable allowed token, under the last step's
+logits. All later tokens were denoised beside the forbidden token, so the canvas is denoised again.
+In this round, the tokens up to the new token are pinned, and so are all tokens that must follow it.
+A canvas has at most ROUNDS such rounds; after that, tokens are only replaced.
 
 The answer always ends where the grammar accepts an end: room is kept for known tokens that lead
 there. If a canvas would leave too little room, it is read again, and the room is checked at every
@@ -60,7 +60,7 @@ class Grammars:
         return self._shapes[tokens]
 
     def matcher(self, kind: str, form: Any) -> Matcher:
-        """Return a matcher of a "json" schema, a "regex" or "lark" grammar; InputError: invalid."""
+        """Return a matcher of `form`; `kind`: "json", "regex" or "lark". InputError: invalid."""
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
@@ -107,7 +107,7 @@ class Grammars:
 
 
 def allowed(matcher: Matcher) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return which tokens the matcher accepts next: bool [V], followed by padding."""
+    """Return whether the matcher accepts each token next: bool [V], followed by padding."""
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return np.unpackbits(mask, bitorder="little").astype(np.bool_)
 
@@ -136,7 +136,7 @@ class Constraint:
         return self._closes is None and bool(self._matcher.is_accepting())
 
     def lead(self, length: int) -> list[int]:
-        """Return what the next canvas (`length` tokens) must begin with; [] in thoughts or on error."""
+        """Return the next canvas' first tokens, at most `length`; [] in thoughts or on error."""
         if self._closes is not None or self.error is not None:
             return []
         return self._matcher.compute_ff_tokens()[: min(length, self._room)]
@@ -205,7 +205,7 @@ class _Line:
     def write(self, matcher: Matcher, way: list[int] | None) -> tuple[list[int], Matcher]:
         """Return the canvas with forbidden tokens replaced, and the matcher that has read it.
 
-        If `way`, a way to an accepted end, is given, each token leaves room for it or another way.
+        `way` leads to an accepted end. If given, each token leaves room for it or for another way.
         """
         written = self.tokens[: self.start]
         self.ended, self.way = False, way

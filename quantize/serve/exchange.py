@@ -1,7 +1,7 @@
 """One HTTP request: reserves places in the queue, submits its jobs, and collects their events.
 
-When the asyncio task of the request ends (answered, refused, or because the client hung up), the
-request's places and slots are freed. The time limit runs from the moment the body was read.
+The request's places and slots are freed when its asyncio task ends: after the answer or a refusal,
+or when the client hangs up. The time limit runs from the moment the body was read.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """One HTTP request: `count` choices, one job each, in `seconds`; raises as `reserve` does."""
+    """One HTTP request: `count` jobs, one per choice, in `seconds`; raises as `reserve` does."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)

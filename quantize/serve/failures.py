@@ -14,7 +14,7 @@ KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_
 class RequestError(Exception):
     """A refusal or failure of a request: an HTTP status, and a message of one line.
 
-    `param` is the parameter at fault. `code` names the fault for programs. `retry_after`: seconds.
+    `param` is the faulty parameter. `code` names the fault for programs. `retry_after`: in seconds.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class RequestError(Exception):
 
 
 def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestError:
-    """Return the refusal (400) of the value of parameter `param`, for a `reason`."""
+    """Return the refusal (400) of parameter `param`'s value; `reason` says why it is refused."""
     return RequestError(400, f"{param}: {reason}", param=param, code=code)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal (400) of a body that pydantic rejected: its most telling error."""
+    """Return the refusal (400) of a body that pydantic rejected, with its most telling error."""
     order = ["extra_forbidden", "literal_error"]  # unknown fields say more than missing ones
     first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
     reason = str(first["msg"]).removeprefix("Value error, ")

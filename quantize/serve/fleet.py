@@ -3,10 +3,10 @@
     client -> front (this process, no model) -> workers 0 to N - 1: `quantize serve`, one GPU each
 
 A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with
-the worker that has encoded the chat's beginning, as long as this worker is ready and has at most
-`max_num_seqs` more open requests than the least busy worker. A worker that ends is restarted. Its
-requests end with 503, or with an error in their streams; the other workers go on. No general proxy
-does this: load balancers cannot read a chat's beginning, and routers that read it start no servers.
+the worker that encoded its beginning. It moves to the least busy worker if its own is not ready, or
+has over `max_num_seqs` more open requests. A worker that ends is restarted. Its requests end with
+503, or with an error in their streams; the other workers go on. No general proxy does all this:
+load balancers cannot read a chat's beginning, and routers that read it start no servers.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Fleet:
             worker.stop()
 
     async def relay(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Relay a request and its answer; RequestError 503: no worker is ready, or it ended first."""
+        """Relay a request and its answer; RequestError 503: the worker ended, or none is ready."""
         request = Request(scope, receive)
         await self.choose(await request.body()).relay(request, send)
 
@@ -104,9 +104,9 @@ class Fleet:
 
 
 def beginning(body: bytes) -> str | None:
-    """Return a chat's tools, and its messages up to and including the first of the user, as JSON.
+    """Return, as JSON, a chat's tools and its messages up to and including the user's first.
 
-    None: the body is not a chat, or no message is from the user.
+    Return None if the body holds no list of messages, or no message of the user.
     """
     try:
         asked = json.loads(body)
@@ -118,7 +118,7 @@ def beginning(body: bytes) -> str | None:
 
 
 def application(fleet: Fleet) -> ASGIApp:
-    """Return the guarded front: it answers /health and /metrics and relays all else to workers."""
+    """Return the guarded front: it answers /health and /metrics, and relays the rest to workers."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:

@@ -1,7 +1,7 @@
 """Compiles the form that a request demands of its answer: JSON, a regular expression, or calls.
 
 Calls have Gemma 4's syntax (`calls`), with arguments sorted by name, as the template writes them.
-Of a tool's schema, only names, types, enums of strings and required fields are enforced.
+Only the names, types, enums of strings and required fields of a tool's schema are enforced.
 """
 
 import json
@@ -40,7 +40,7 @@ class Forms:
         return Grammars(self._tokenizer, self._ends)
 
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
-        """Return the matcher of the form in `body`, or None without one; RequestError 400: invalid."""
+        """Return the matcher of the form in `body`, None if none; RequestError 400: invalid."""
         if not body.forms:
             return None
         ((param, kind, form),) = body.forms

@@ -1,4 +1,4 @@
-"""Checks each request's host or key, and its size, before the app gets it; adds response headers.
+"""Checks each request's size, and its host or key, before the app sees it; adds response headers.
 
 The guard is plain ASGI middleware, so streams pass through it as they come. When a client hangs up,
 the task that answers its request is cancelled, whatever that task waits for.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return `app` in the guard and, if origins are set, CORS middleware (preflights) around it."""
+    """Return `app` in the guard; if origins are set, CORS middleware (preflights) wraps both."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard

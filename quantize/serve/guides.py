@@ -1,8 +1,8 @@
 """Guides an answer of the server: holds it to a form, and records log-probabilities.
 
-At each position, the committed token and the most probable tokens are recorded, at temperature 1,
-under the logits of the step at which the canvas was committed. A log-probability is not conditioned
-on the text to the left only: it depends on the whole canvas as it was before that step.
+For each position, the committed token and the most probable tokens are recorded. Log-probabilities
+are at temperature 1, from the logits of the step at which the canvas was committed. They depend on
+the whole canvas as it was before that step, not only on the text to the left.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ROWS = 32  # positions whose logits are processed together
 
 @dataclass(frozen=True)
 class Scored:
-    """A committed token, its log-probability, and `top`: (token, log-probability), best first."""
+    """A committed token, its log-probability, and `top`: pairs (token, logprob), best first."""
 
     token: int
     logprob: float
@@ -29,7 +29,7 @@ class Scored:
 class AnswerGuide:
     """Guides one answer, in canvases of `length` tokens; `constraint` None allows any text.
 
-    It records each committed token with the `top` most probable at its position; None: nothing.
+    It records each committed token and the `top` most probable tokens; nothing if `top` is None.
     """
 
     def __init__(self, length: int, constraint: Constraint | None, top: int | None) -> None:
@@ -41,7 +41,7 @@ class AnswerGuide:
         return [] if self.constraint is None else self.constraint.lead(self._length)
 
     def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
-        """Return the verdict on a finished canvas; record log-probabilities of committed tokens."""
+        """Return the verdict on a finished canvas; if it is committed, record log-probabilities."""
         held = self.constraint
         verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.stand is None:

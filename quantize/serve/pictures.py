@@ -1,7 +1,7 @@
 """Turns a request's pictures (data URLs) into the vision tower's input; nothing is ever fetched.
 
-A picture is untrusted: only three formats are decoded, its size is read from its header and checked
-before any pixel is decoded, and at most one decoded picture is held at a time.
+Pictures are untrusted. Only three formats are decoded. A picture's size is read from its header and
+checked before any pixel is decoded. At most one decoded picture is held at a time.
 """
 
 import base64
@@ -30,7 +30,7 @@ def put(
 ) -> tuple[list[int], Images | None]:
     """Return the prompt with room for the pictures' tokens, and the prepared pictures or None.
 
-    `prompt` is token ids with one placeholder per picture. `urls` has (parameter, data URL) of each
+    `prompt` has token ids, one placeholder per picture. `urls` has (parameter, data URL) of each
     picture. `soft_tokens` is the most tokens that one picture takes. RequestError: a picture is
     refused, or there are too many. InputError: placeholders and pictures differ in number.
     """

@@ -3,9 +3,9 @@
 Other fields are refused by name, or ignored (`unsupported`). Ignored values must be in OpenAI's
 range. A field that is null counts as absent: clients send whole messages back with nulls.
 
-Our own fields (`extra_body` in OpenAI's client) include the sampler's controls (`recipe.controls`),
-known text of an answer (`infill`), `guided_json`, `guided_regex`, and a chat's `image_tokens`: the
-most tokens that each of its pictures may take.
+Our own fields (`extra_body` in OpenAI's client) include the sampler's controls (`recipe.controls`);
+known text of an answer (`infill`); `guided_json` and `guided_regex`; and, in chats, `image_tokens`,
+the most tokens that one picture may take.
 """
 
 from collections.abc import Iterator

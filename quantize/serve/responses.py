@@ -1,8 +1,8 @@
 """POST /v1/responses, a thin layer over chat completions: text, pictures and function calls.
 
 A request becomes a `ChatRequest`; `response_events` turns the answer into items and events. Nothing
-is stored, so references to earlier answers (`previous_response_id`, `item_reference`) are refused,
-and clients send the items of those answers again. This API has no fields for seed, diffusion
+is stored. References to earlier answers (`previous_response_id`, `item_reference`) are therefore
+refused; clients send the items of earlier answers again. This API has no fields for seed, diffusion
 controls, pinned text or log-probabilities; chat completions have them.
 """
 

@@ -5,7 +5,7 @@
         and meanwhile send what the previous canvas added -> release the slots of finished jobs
 
 This thread also makes the text of answers, because a stop string must free a slot before the next
-canvas begins. Without stop strings, only EOS and length end an answer: its text is made and sent
+canvas begins. Without stop strings, only EOS and length end an answer. Its text is made and sent
 while the engine denoises the next canvas, so the GPU never waits for text. If the engine fails,
 only the jobs in its slots fail. If the text of a job cannot be made, only that job fails.
 """
@@ -113,7 +113,7 @@ class Scheduler:
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in reserved places; in a shutdown free these, and raise RequestError 503."""
+        """Queue jobs in reserved places; in a shutdown free them, raise RequestError 503."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:

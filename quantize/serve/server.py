@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; then print the address and the ignored or refused fields, except in a worker."""
+        """Listen; except in a worker, print the address and which fields are ignored or refused."""
         await super().startup(sockets)
         address = self.servers[0].sockets[0]
         if address.family == AF_UNIX:  # a worker's: the front prints the address
@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return a line: slots, token limit, and on a GPU the load from which canvases save no time."""
+    """Return a line: slots, token limit, on a GPU the load from which canvases save no time."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":
@@ -90,7 +90,7 @@ def held(engine: Engine) -> str:
 
 
 def listening_socket(host: str, port: int) -> socket:
-    """Return a socket bound to `host` and `port`; ResourceError: in use, or not of this machine."""
+    """Return a socket bound to `host` and `port`; ResourceError: it cannot be bound."""
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
         found = socket(family, kind, protocol)

@@ -76,7 +76,7 @@ class Service:
         return [prompt], images
 
     async def answer(self, body: Body) -> Said:
-        """Return the answer; RequestError or InputError: refused, or failed before it began."""
+        """Return the answer; RequestError or InputError: refused, or failed and no stream began."""
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
         ignored = self._ignored(body)

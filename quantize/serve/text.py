@@ -1,4 +1,4 @@
-"""Turns tokens into text that never changes, and finds thoughts, calls and stop strings in it.
+"""Turns tokens into text that never changes; finds thoughts, calls and stop strings in the text.
 
 A committed canvas is final, but its text may end in half a character, or in the beginning of a stop
 string or a call. Such an end is held back until the next canvas.
@@ -90,7 +90,7 @@ class Answer:
         """Take a finished canvas, and set `finish` if EOS, a limit or a stop string ends the answer.
 
         `complete`: whether the text so far is complete in the form asked for (JSON, regex, calls).
-        If it is, and a limit ends the answer, `finish` is still "stop": only EOS had no room.
+        If so, `finish` is "stop" even when a limit ends the answer: only EOS had no room.
         """
         self.sample.commit(canvas.tokens, canvas.steps, self.sampler)
         length = len(self.sample.tokens)
@@ -138,7 +138,7 @@ class Answer:
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return (`text` before the stop string that ends first, True); (`text`, False) without one."""
+    """Return (`text` before the stop string that ends first, True), or (`text`, False) if none."""
     # Which stop string begins first could depend on where a canvas ends.
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)

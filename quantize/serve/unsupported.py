@@ -1,9 +1,9 @@
 """OpenAI's fields that block diffusion lacks; `serve` ignores or refuses each, and says what to do.
 
-IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer; without
-them the question is the same. Most clients send some, so these are ignored, and named in a header;
+IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. Without
+them the question is the same. Most clients send some, so they are ignored and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
-unless the value is neutral. REFUSED parameters would change the answer's shape; all are refused.
+unless the value is neutral. REFUSED parameters and PARTS are refused whatever their value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,12 +62,12 @@ PARTS = {
 
 
 def message(name: str, reason: str) -> str:
-    """Return the message that a parameter is not supported, and why."""
+    """Return the error message that parameter `name` is not supported; `reason` says why."""
     return f"{name}: not supported by block diffusion: {reason}"
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, whether refused) of each unsupported parameter that is not neutral."""
+    """Yield (name, message, whether refused) of each unsupported, non-neutral parameter."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue

@@ -134,7 +134,7 @@ def _ended() -> RequestError:
 
 
 def visible_gpus(place: Placement, count: int) -> list[str]:
-    """Return `count` GPUs' names for CUDA_VISIBLE_DEVICES, [] on a CPU; ResourceError: too few."""
+    """Return `count` names for CUDA_VISIBLE_DEVICES, [] on a CPU; ResourceError: too few GPUs."""
     if torch.device(place.device).type == "cpu":
         return []
     given = os.environ.get("CUDA_VISIBLE_DEVICES", "")

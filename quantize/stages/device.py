@@ -39,13 +39,13 @@ class Device:
         self.turn: AbstractContextManager[Any] = Semaphore(TURNS) if self.pinned else nullcontext()
 
     def runs(self, rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of rows, about PIECE_BYTES each; all `rows` rows have `nbytes`."""
+        """Yield ranges (start, stop) of about PIECE_BYTES each; `rows` rows have `nbytes` in all."""
         step = max(1, rows * PIECE_BYTES[self._device.type] // nbytes)
         for start in range(0, rows, step):
             yield start, min(start + step, rows)
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device; the host does not wait, but later kernels see all of it."""
+        """Return a tensor on the device; the copy is queued, and later kernels see it complete."""
         return tensor.to(self._device, non_blocking=True)
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Computes how much GPU memory each stage needs.
 
-The needs follow from the headers (or config) of the BF16 model and the plan of the quantized model, so
-they are known before anything is loaded. Prompts and answers count at their longest. `convert` and
+The needs follow from the BF16 model's headers (or config) and the quantized model's plan. So they are
+known before anything is loaded. Prompts and answers count with their largest length. `convert` and
 `verify` are left out: by arithmetic each holds under 1 GB beside the CUDA context, less than fidelity.
 """
 
@@ -108,10 +108,10 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 
 
 def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return (bytes that GPTQ takes once, bytes for each expert [out, inputs]).
+    """Return a pair: bytes that GPTQ takes once, and bytes for each expert [out, inputs].
 
-    Once, GPTQ takes seven float64 matrices [inputs, inputs] while a Hessian is factored. For an expert
-    it takes the Hessian, the factor and six copies of the weight in float32, and the weight in BF16.
+    While it factors a Hessian, GPTQ holds seven float64 matrices [inputs, inputs]. For each expert it
+    holds Hessian, factor and six copies of the weight in float32, and the weight in BF16.
     """
     return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
 

@@ -3,8 +3,8 @@
 A row becomes a chat that ends with the row's last user message, which the model then answers. Chats of
 a local file may show pictures: {"type": "image", "path": "a.png"} is then one part of a message, with a
 path relative to the file. Rows are taken from the recipe's datasets in turn. The recipe says for which
-share of chats, spread evenly, the thinking channel is on. The same recipe gives the same prompts: its
-seed shuffles local files, and Hub datasets are read from their first row on.
+share of chats, spread evenly, the thinking channel is on. A recipe always gives the same prompts: its
+seed shuffles local files, and Hub datasets are read from the first row on.
 """
 
 import json
@@ -29,7 +29,7 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     """Return `count` prompts, tokenized with the checkpoint's own chat template.
 
     Raises:
-        InputError: a file is unreadable, a row is no chat, chats are too few, or there is no tokenizer.
+        InputError: a file is unreadable; a row is no chat; there are too few chats, or no tokenizer.
         ResourceError: a Hub dataset cannot be read.
     """
     tokenizer = load_tokenizer(checkpoint)
@@ -62,7 +62,7 @@ def _pictures(messages: list[Message]) -> list[Path]:
 
 
 def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
-    """Yield the chats of `bundled` or a .jsonl file, shuffled by `seed`, or of a Hub data set."""
+    """Yield the chats of `bundled` or a .jsonl file (shuffled by `seed`), or of a Hub data set."""
     if name == BUNDLED:
         from quantize.bundled import CALIBRATION
 

@@ -1,7 +1,7 @@
-"""Encodes and decodes one batch with the kernels (`Passes`), in slots of the engine's cache.
+"""Encodes and decodes one batch with the kernels, in slots of the engine's cache (`DrawingPasses`).
 
-Inside `watching`, if every observer only launches GPU work, a canvas' second step is captured as a CUDA
-graph, and later steps with as many canvases replay the graph. All other passes launch kernel by kernel.
+Inside `watching`, if every observer only launches GPU work, steps after a canvas' first use CUDA
+graphs, one for each number of canvases. All other passes launch kernel by kernel.
 
 Sequences of unequal lengths are padded to share a pass, so that streamed weights are read once for all.
 The padding's keys and values come after a sequence's tokens, and are overwritten before anything reads
@@ -29,7 +29,7 @@ class FusedPasses:
 
     `lane` selects the batch's slots (`lockstep`). A pass encodes up to `chunk` tokens of each prompt.
     `encoded` has how many tokens of each prompt are encoded already: 0, or all of a prompt with
-    pictures. `run` takes a pass through the layers and returns its rows. `pool` None: no CUDA graphs.
+    pictures. `run` takes a pass through the layers and returns its rows. `pool` is None without graphs.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The cache of keys and values: full layers keep all positions, sliding layers a window and a chunk.
 
-A cell holds one position. A chunk is the most tokens that a pass adds to a sequence; a lane has the
+A cell holds one position. A chunk is the most tokens that a pass adds to a sequence. A lane has the
 slots of one batch. Cells are on the device, or on the host if many lanes go in lockstep (`HostCells`).
 For cells on the host, the device has two places, each with room for one lane's cells of one layer.
 While the device works in one place, the next lane's cells arrive in the other:
@@ -34,7 +34,7 @@ Visits = Iterator[tuple[Tensor, Tensor]]
 class Cache:
     """Keys and values of every layer: bf16 [slots, cells, key heads, head dim].
 
-    Full layers have cells for `max_context` positions, sliding layers a ring for a window and a chunk.
+    A full layer has cells for `max_context` positions, a sliding layer has a ring for window and chunk.
     """
 
     keys: tuple[Tensor, ...]
@@ -47,7 +47,7 @@ class Cache:
         cls, config: Any, slots: int, max_context: int, chunk: int, device: torch.device, *,
         lanes: int = 1, one_layer: bool = False,
     ) -> "Cache":  # fmt: skip
-        """Return zeros for `lanes` * `slots` sequences, which grow by at most `chunk` tokens per pass.
+        """Return a zeroed cache for `lanes` * `slots` sequences; a pass adds up to `chunk` tokens.
 
         With `one_layer`, layers of equal shape share cells, which hold one layer's data at a time.
         """
@@ -75,7 +75,7 @@ class Cache:
                 yield self.keys[index][own], self.values[index][own]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
-        """Return slices of layer `index`'s cells: the part of [start, end) that later tokens see."""
+        """Return slices of layer `index`'s cells: positions in [start, end) that later tokens see."""
         ring = self.keys[index].shape[1]
         if ring < max(keys.shape[1] for keys in self.keys):
             start = max(start, end - self.window + 1)
@@ -85,7 +85,7 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Return copies: [start, end) in full layers, in sliding layers the window before `end`."""
+        """Return copies: [start, end) in full layers, the window before `end` in sliding layers."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
@@ -101,7 +101,7 @@ class Cache:
         return torch.arange(start, end, device=tensor.device) % ring
 
     def clear(self, slot: int) -> None:
-        """Set a slot's values to 0: attention multiplies unused cells by 0, but 0 * NaN is NaN."""
+        """Set a slot's values to 0. Attention multiplies unused cells by 0, but 0 * NaN is NaN."""
         for values in self.values:
             values[slot].zero_()
 

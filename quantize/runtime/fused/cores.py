@@ -33,14 +33,14 @@ class Cores:
         self._pool = ThreadPoolExecutor(count, "core", _on_one_core)
 
     def share(self, count: int) -> list[slice]:
-        """Return slices of `count` sequences, at most one per thread, all but the last equally long."""
+        """Split `count` sequences into slices, at most one per thread; only the last may be shorter."""
         size = -(-count // self._count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size or 1)]
 
     def each(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
         """Return what `work` returns for each item, in order; threads compute items side by side.
 
-        If the caller is itself a thread of a pool, it computes all items: it never waits for its pool.
+        A caller that is itself a thread of a pool computes all items, so it never waits for its pool.
         """
         return list(map(work, items) if _HERE.core else self._pool.map(work, items))
 

@@ -2,10 +2,10 @@
 
     seconds of a product >= max(bytes / copy bandwidth, FLOP / rate of its tensor cores)
 
-A pass reads each weight once, except those of experts without a token, and each sequence's keys and
-values once. 8-bit weights, and NVFP4 in the mode `fp8`, count at the rate of FP8 tensor cores. Other
-NVFP4 weights count at the rate of bf16 tensor cores (W4A16) or of FP4 units (W4A4). Norms, routing and
-the sampler's reads of logits are left out, so a real pass takes longer.
+A pass reads each weight once, but no weights of experts without a token. It reads each sequence's keys
+and values once. 8-bit weights, and NVFP4 in the mode `fp8`, multiply at the rate of FP8 tensor cores.
+Other NVFP4 weights multiply at the rate of bf16 tensor cores (W4A16) or of FP4 units (W4A4). Norms,
+routing and the sampler's reads of logits are left out, so a real pass takes longer.
 """
 
 from fused_dequant import Weight
@@ -32,7 +32,7 @@ def decoder_floor(
 def pass_floor(
     weights: TextWeights, rates: Rates, shape: tuple[int, int], context: int, experts_hit: float
 ) -> dict[str, float]:
-    """Return the least seconds of a pass of `shape` [batch, length] rows, by part.
+    """Return the least seconds of a pass over `shape` = (batch, length) tokens, by part.
 
     Parts are "experts", "dense" (all other Linears), "attention" and "vocabulary" (all rows' logits).
     `context` and `experts_hit` are as in `decoder_floor`.

@@ -8,14 +8,14 @@ All that changes between replays is in device memory: canvas, step, temperature,
 are captured for some batch sizes (1, 2, 3, 4, 6, 8, 12, 16, 32, ...) and sampler settings; `Steps`
 decides which. A batch between two of these sizes is filled up with copies of its first sequence, which
 write the same values to the same cells. While the GPU makes the soft embedding, the host learns which
-canvases are finished. Each sequence has its own step number; `denoise` returns as soon as one canvas is
-finished. That slot may begin its next canvas, or another prompt, in the next step of the other slots.
+canvases are finished. Each sequence has its own step number. `denoise` returns as soon as one canvas
+is finished. Its slot may begin a canvas or take another prompt while the other canvases continue.
 
-A canvas' first step also encodes the canvas before it, in one pass of 512 rows, so that weights are
-read once for both. With `batch_invariant`, no sample depends on its batch: all steps have one shape,
-and canvases and prompts of up to SHORT tokens are encoded before a step, at most TOGETHER in a pass,
-each rounded as if it were alone. Longer prompts are encoded in chunks when admitted; a chunk without
-pictures replays a graph. On a CPU, calls run without graphs, on the kernels' torch references.
+A canvas' first step also encodes the canvas before it: one pass of 512 rows reads the weights once for
+both. With `batch_invariant`, no sample depends on its batch. All steps then have one shape. Finished
+canvases and prompts of up to SHORT tokens are encoded before a step, at most TOGETHER in a pass, each
+rounded as if it were alone. Longer prompts are encoded in chunks when admitted; a chunk without
+pictures replays a graph. On a CPU there are no graphs, and kernels are their torch references.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -106,8 +106,8 @@ class FusedEngine:
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
             depend on the other samples. If False, tokens on a GPU may depend on them, since kernels
             round differently for other numbers of rows. On a CPU, tokens never depend on them.
-        graphs: replay CUDA graphs, except on a CPU, `on_host`, with streamed weights or several lanes.
-        inputs: rounds the inputs of products, or shows them to observers; None: only kernels round.
+        graphs: use CUDA graphs; ignored on a CPU, `on_host`, with streamed weights or several lanes.
+        inputs: rounds the inputs of products, or shows them to observers; if None, only kernels round.
         prefix_bytes: bytes for the cache of encoded beginnings of prompts; no cache if 0, or `on_host`.
         lanes: number of batches, each in `capacity` slots of its own, that go through the layers
             together. With several lanes, a finished canvas is encoded by a pass of its own.
@@ -181,8 +181,10 @@ class FusedEngine:
         images: Images | None = None,
         given: Given | None = None,
     ) -> None:
-        """Put a prompt into a free slot; `denoise` encodes short prompts, several in one pass.
+        """Put a prompt into a free slot; encode it now, or let `denoise` encode it with others.
 
+        Short texts wait for `denoise`. In lockstep without a prefix cache, texts that fit one pass wait
+        too. If planned memory cannot hold all waiting tokens, those of other slots are encoded now.
         Raise InputError as `Engine.admit` does, or if the slot is not free. Raise ResourceError if
         there is no memory for the vision tower.
         """
@@ -270,7 +272,7 @@ class FusedEngine:
     ) -> FusedPasses:
         """Encode prompts and return their passes; all slots must be free.
 
-        Raise InputError as `admit` does, or if a slot is taken, or for more than `capacity` prompts.
+        Raise InputError as `admit` does, if a slot is taken, or if there are over `capacity` prompts.
         """
         return self.passes_from(0, lambda own: self.model.run([own])[0], prompts, images)
 
@@ -487,7 +489,7 @@ class FusedEngine:
             self.model.run([self._pass(rows, length)])
 
     def _pass(self, rows: list[Row], length: int, soft: SoftTokens | None = None) -> Pass:
-        """Return the pass that encodes rows of one lane, padded to `length` behind their tokens."""
+        """Return the pass that encodes rows of one lane, padded to `length` after their tokens."""
         added = [(slot % self.capacity, start, len(run)) for slot, start, run in rows]
         lane = rows[0][0] // self.capacity
         return self.model.encoding(*self._filled(rows, length), soft, lane=lane, added=added)

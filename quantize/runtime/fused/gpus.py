@@ -2,7 +2,7 @@
 
 A kernel runs on GPUs that have its instructions (`fused_dequant.layouts.KERNELS`). Kernels that Hopper
 can run have run on an H200. For other targets (`fused_dequant.targets`), tests compile and check the
-kernels, but nobody has run them. On a GPU that is no target, a kernel is compiled at its first launch.
+kernels, but nobody has run them. On any other GPU, a kernel is compiled at its first launch.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def fp4(self) -> bool:
-        """Whether its tensor cores multiply NVFP4."""
+        """Whether the GPU's tensor cores multiply NVFP4."""
         return self.capability in TARGETS and TARGETS[self.capability].fp4
 
 

@@ -1,11 +1,11 @@
 """Prepares the rows that enter products for an activation mode, and shows them to observers.
 
-Kernels multiply 8-bit weights with rows that they quantize to 8 bits, and NVFP4 weights with bf16 rows.
-What an activation mode asks for beyond that is done before the kernel runs:
+By default, kernels quantize rows to 8 bits for 8-bit weights, and take bf16 rows for NVFP4 weights.
+Other activation modes differ:
 
-    per_expert, per_layer   Rows for NVFP4 weights are rounded under calibrated global scales: one per
-                            expert, or per layer the scale of the experts' widest range. For per_layer
-                            on FP4 units, weights are packed so that the kernels round
+    per_expert, per_layer   Rows for NVFP4 weights are rounded here, with calibrated global scales: one
+                            per expert, or one per layer, that of the experts' widest range. On FP4
+                            units, per_layer packs weights so that the kernels round rows instead
     none                    FP8 and INT8 weights are dequantized to bf16, layer by layer, in every pass
     fp8                     NVFP4 weights are packed so that kernels quantize rows; nothing is done here
 
@@ -80,7 +80,8 @@ class Inputs:
     ) -> tuple[Tensor, tuple[Weight, ...]]:
         """Return the operands of layer `index`'s product `kind`: x bf16 [M, K], rounded, and weights.
 
-        `kind` is in DENSE. Observers see x unrounded; InputError if they watch quantized `rows`.
+        `kind` is a key of DENSE. If it has no scale, x is not rounded. Observers see x before it is
+        rounded. Raise InputError if there are observers and `rows` is quantized.
         """
         if self._observers and any(weight.scheme != "bf16" for weight in rows):
             raise InputError("inputs are watched in a BF16 model: calibrate with that")

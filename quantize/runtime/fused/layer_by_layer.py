@@ -2,15 +2,14 @@
 
     recording --h of layer 0--> [layer 0: pass 0, pass 1, ...] --h of layer 1--> [layer 1: ...] -->
 
-Every pass has the rows, the launches and the order that it had when it was recorded, so observers see
-the same bits as in that run. Keys and values are held only for one batch and one layer. Logits and the
-sampler are not needed.
+Every pass keeps its recorded rows, launches and order, so observers see the same bits as in the
+recorded run. Keys and values are held for only one batch and one layer. No logits are computed.
 Between two layers, the rows of all batches are in host memory, or in scratch files if memory is short.
-While a GPU computes, the previous and the next passes' rows and the next layer's weights are copied.
+While a GPU computes, rows of other passes and the next layer's weights are copied.
 
-Only h is stored, the rows that layers add to. The normed rows x, which products read, are made again
+Only h is stored, the rows that layers add to. Products read x, the normed rows, which are made again
 from h: for layer 0 by `begin`, for later layers by `after_experts` with both branches zero. Denoising
-makes x with the same kernels, and h + 0 is h.
+uses the same kernels, and h + 0 is h, so x has the same bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from quantize.runtime.fused.weights import load_in_turns
 class LayerByLayer:
     """Runs recorded passes through a BF16 checkpoint on `device`, one layer after the other.
 
-    Rows are kept in the folder `scratch` if host memory is too small. Each layer has `experts` experts.
+    `scratch` is a folder for rows, used if host memory is too small. A layer has `experts` experts.
     """
 
     def __init__(self, checkpoint: Path, recording: Recording, device: str, scratch: Path) -> None:
@@ -63,7 +62,7 @@ class LayerByLayer:
     def run(self, observers: Callable[[int], Sequence[Observer]], until: int) -> Iterator[int]:
         """Yield each layer's index, 0 to `until` inclusive, after all passes went through that layer.
 
-        `observers(index)` returns the observers that are shown the inputs of Linears in that layer.
+        `observers(index)` returns the layer's observers, which are shown the inputs of its Linears.
         Raise ResourceError if rows fit neither host memory nor scratch.
         """
         pieces = pieces_of(self._recording, self._hidden)

@@ -1,8 +1,8 @@
 """Packs modules of a checkpoint into the matrices that the kernels multiply with, on their device.
 
-Bytes are copied as they are on disk (`transfer`) and rearranged on the device: q/k/v and gate/up become
-one matrix each, gate and up rows of experts are interleaved, and on Hopper NVFP4 gets the layout of the
-tensor cores' fragments (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights.
+Bytes are copied as they are on disk (`transfer`) and rearranged on the device. q/k/v become one matrix,
+and so do gate/up. Gate and up rows of experts are interleaved. On Hopper, NVFP4 gets the tensor cores'
+fragment layout (`fused_dequant.weights`). ModelOpt's names and scales lead to the same weights.
 What is BF16 on disk stays BF16. NVFP4 is packed for FP8 products in the activation mode `fp8`, and for
 FP4 units in `per_layer` on a GPU with such units. The same code packs resident and streamed layers.
 When a tensor is first read, it is checked: all values must be finite, scales of whole tensors above 0,
@@ -45,7 +45,7 @@ Keep = Callable[[Weight], Weight]  # called with each packed weight; returns it 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights. All Tensors are bf16, both scalars [1]; `norms` has the keys of NORMS."""
+    """One layer's weights. Tensors are bf16, the two scalars of shape [1]; `norms` has NORMS' keys."""
 
     sliding: bool
     norms: dict[str, Tensor]
@@ -88,7 +88,7 @@ def how_read(rows: Rows) -> Read:
 
 
 class Packer:
-    """Reads modules of a checkpoint to one device; the caller has checked the checkpoint's layout.
+    """Reads a checkpoint's modules onto one device; the caller has checked the checkpoint's layout.
 
     `text` is transformers' configuration of the text stack. With `in_fp8`, NVFP4 weights are packed for
     FP8 products (activation mode `fp8`). If `scales` is not empty, NVFP4 weights are packed for FP4
@@ -121,7 +121,7 @@ class Packer:
         return self.schemes.of(module) if self.schemes else None
 
     def rows(self, modules: Sequence[str], shared: Tensor | None = None) -> Rows:
-        """Return Linears that share an input as one matrix; if schemes or scales differ, as several.
+        """Return one matrix of Linears that share an input; one per Linear if schemes or scales differ.
 
         `shared` is the input's global scale f32 [1] for products on FP4 units, else None.
         """

@@ -1,7 +1,7 @@
 """Cuts a prompt into pieces, one per encoder pass, and finds the pictures in the prompt.
 
-A picture is a run of placeholders. Its soft tokens see each other in both directions, so a piece never
-ends inside a picture, but before it. Text is cut anywhere.
+A picture is a run of placeholders. Its soft tokens see each other in both directions. So a piece that
+would end inside a picture ends before the picture. Text is cut anywhere.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Span = tuple[int, int]  # first position, and last position + 1
 
 
 def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
-    """Return the spans of all runs of `placeholder` in a prompt; no span if `placeholder` is None."""
+    """Return the spans of all runs of `placeholder` in a prompt; none if `placeholder` is None."""
     runs = groupby(range(len(prompt)), lambda position: prompt[position] == placeholder)
     found = [list(run) for in_picture, run in runs if in_picture]
     return [(run[0], run[-1] + 1) for run in found]
@@ -43,8 +43,8 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
     """Return the soft tokens of the pictures in a prompt's piece; None if the piece has no picture.
 
-    The piece cuts no picture. `seen` has the spans of all pictures in the prompt, and `embeddings`
-    [tokens, H] the soft tokens of all pictures.
+    The piece cuts no picture. `seen` has the spans of all pictures in the prompt. `embeddings`
+    [tokens, H] has the soft tokens of all pictures, one picture after the other.
     """
     inside = [span for span in seen if piece[0] <= span[0] < piece[1]]
     places = [(at, first, behind - 1) for first, behind in inside for at in range(first, behind)]

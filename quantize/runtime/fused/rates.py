@@ -1,4 +1,4 @@
-"""Rates at which a device copies and multiplies, as its maker states or as measured now."""
+"""The rates at which a device copies and multiplies, stated by its maker or measured now."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Rates:
     fp4: float = 0  # FLOP/s of NVFP4 products (W4A4); 0 if unknown, then only bytes count
 
     def seconds(self, nbytes: float, flop: float, scheme: str) -> float:
-        """Return the least seconds of a product, given bytes read, FLOP and the weights' `scheme`."""
+        """Return the least seconds of a product with weights of `scheme`, by bytes read and by FLOP."""
         rate = self.fp8 if scheme in EIGHT_BIT else self.bf16
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
@@ -26,7 +26,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Return measured rates: of negating 2 GB into another tensor, and of 8192 x 8192 products."""
+    """Return the measured rates of negating 2 GB into another tensor and of 8192 x 8192 products."""
     source = torch.zeros(2**30, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)
     copy = 4 * source.numel() / seconds_of(lambda: torch.neg(source, out=target))

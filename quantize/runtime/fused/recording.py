@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A pass on the host: its `rows` in the batch's file, and fields of `Pass` and `PassRows`."""
+    """A recorded pass: its slice `rows` of the batch's file, and fields of `Pass` and `PassRows`."""
 
     rows: slice
     decoded: int
@@ -196,7 +196,7 @@ class Recording:
     def find(cls, folder: Path, identity: str, row_bytes: int) -> "Recording | None":
         """Return a folder's recording; None if there is none, or if it is unusable (then print why).
 
-        It must be undamaged and made with `identity`, and its rows must take `row_bytes` bytes each.
+        A usable recording is undamaged, was made with `identity`, and has rows of `row_bytes` bytes.
         """
         if not (folder / INDEX).exists():
             return None

@@ -3,12 +3,12 @@
     slot 0   layer 0 computes      layer 2 arrives       layer 2 computes ...
     slot 1   layer 1 arrives       layer 1 computes      layer 3 arrives  ...
 
-Layers are copied on a thread and a CUDA stream of their own. A slot is filled again as soon as the
-device has done what was launched while the slot's layer was in use. The device computes with a layer
-only after the layer has arrived. The order is a circle: after the last streamed layer, the first two
-are copied for the next pass while logits are made and read. One pass copies each streamed layer once.
-A slot's memory is fixed, so the memory of streaming is known beforehand: two slots, and the largest
-module in flight, once as on disk and once as packed.
+Layers are copied on a thread and a CUDA stream of their own. The device computes with a layer only
+after the layer has arrived. A slot is refilled as soon as the device has finished the work on its
+layer. The order is a circle: while this pass' logits are made and read, the first two streamed layers
+are copied for the next pass. One pass copies each streamed layer once. A slot's size is fixed, so the
+memory of streaming is known beforehand: two slots, and the largest module that is being packed, once
+as on disk and once as packed.
 """
 
 import weakref
@@ -37,7 +37,7 @@ class StreamedLayers:
 
     A streamed layer's tensors are valid until the next layer is taken. Only one thread may iterate.
     `entrances` has each layer's input norm and the normed input's quantization; the preceding layer
-    applies both. `pack` reads and packs a layer on another thread; what `pack` raises is raised when
+    applies both. `pack` reads and packs a layer on another thread. An error of `pack` is raised when
     the iteration reaches that layer. `slot_bytes` is the largest streamed layer's `kept_bytes`.
     """
 

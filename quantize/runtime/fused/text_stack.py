@@ -7,16 +7,16 @@ into the next cells, where the next pass overwrites them. A row (token) at posit
     encoder, full   0 .. p                 encoder, sliding   p - window + 1 .. p
     decoder, full   0 .. context + L - 1   decoder, sliding   context - window + 1 .. context + L - 1
 
-A picture's soft tokens also see all of their picture: still one range (`fused_dequant.attention`).
+A picture's soft tokens also see the whole picture. Any row sees one range (`fused_dequant.attention`).
 
-One pass may do both: it encodes canvases that were just committed, and the canvases after them take a
-step. A layer writes all keys and values before it attends, so the decoder's rows see the encoder's rows
-as if an earlier pass had encoded them. The decoder's rows come first; `decoded` is their number. Only
-they get self-conditioning, and a layer multiplies them by another scalar than the encoder's rows.
+One pass may encode and denoise: it encodes canvases that were just committed, and takes a step of the
+canvases after them. A layer writes all keys and values before it attends, so the decoder's rows see
+the encoder's rows as if an earlier pass had encoded them. The first `decoded` rows are the decoder's.
+Only these rows get self-conditioning. In each layer, decoder and encoder have scalars of their own.
 
 The host never waits for a number that is on the device, so a pass of fixed shape can be one CUDA graph.
-`part` names the blocks in profiles. Activations are bf16, rounded where transformers' bf16 model
-rounds; logits are bf16 after their softcap, where transformers keeps float32.
+`part` labels kernels in profiles. Activations are bf16, rounded where transformers' bf16 model rounds.
+Logits are bf16 after their softcap; transformers keeps them in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,10 +88,10 @@ class FusedModel:
         routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
         inputs: rounds the rows that enter products, or shows them to observers; None for neither.
         on_pass: called with every pass before it enters the first layer.
-        on_logits: called with logits [m, V] from which tokens are drawn, each row's 1 / T and step.
+        on_logits: called with the logits [m, V] of a draw, and each row's 1 / T [m] and step [m].
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the CPU threads that share the sequences of a pass; None on a GPU.
-        encodes_alike: whether a sequence is encoded to the same bits whatever sequences share its pass.
+        encodes_alike: on a GPU, whether a sequence's encoding does not depend on others in its pass.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class FusedModel:
     ) -> Pass:  # fmt: skip
         """Return the pass that `encode` runs, before it enters the first layer.
 
-        `soft` holds pictures' embeddings. The other options are fields of `Pass`.
+        `soft` has the pictures' soft tokens. The other options become fields of the `Pass`.
         """
         rows = self._encoder_rows(slots, start, tokens.shape[1])
         if soft is None:
@@ -155,12 +155,12 @@ class FusedModel:
         signal: Tensor | None,
         committed: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Pass:
-        """Return a pass of the decoder over canvases [B, L], before it enters the first layer.
+        """Return a pass that decodes canvases [B, L], before it enters the first layer.
 
         `rows`, made by `behind`, are the canvases' places in the cache. `signal` bf16 [B * L, H] is the
-        soft embedding of the previous step; at a first step it is zeros or None. `committed` has
-        (tokens [C, L], slots [C], starts [C]) of canvases that were just committed. The pass encodes
-        these canvases too, and the canvases that it decodes may follow them in the same slots.
+        previous step's soft embedding; at a first step it is zeros or None. `committed`, if given, has
+        (tokens [C, L], slots [C], starts [C]) of finished canvases, which the pass also encodes. A
+        decoded canvas may follow an encoded canvas in the same slot.
         """
         update = None
         if signal is not None:
@@ -187,9 +187,9 @@ class FusedModel:
     def run(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Take passes through all layers; return each pass' normed rows after the last layer.
 
-        The rows are bf16 [decoded, H], or all M rows if the pass is `whole`. A layer serves all passes,
-        one lane (a batch with slots of its own) after the other. Within a lane the encoder's passes go
-        first, so that canvases see what is encoded in the same call.
+        A pass' rows are bf16 [decoded, H], or [M, H] if the pass is `whole`. Each layer takes one lane
+        (a batch with slots of its own) after the other. Within a lane, passes that only encode go
+        first, so that canvases see what the same call encodes.
         """
         if not passes:
             return []
@@ -231,7 +231,7 @@ class FusedModel:
         return [own.of(some) for some in self.cores.share(len(own.rows.slots))]
 
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
-        """Take a pass through one layer, which changes its `h` and `x`.
+        """Take a pass through one layer, which changes the pass' `h` and `x`.
 
         In the last layer, nothing reads the encoder's rows once their keys and values are written. So
         these rows are dropped there, unless the pass is `whole` or observers watch it.
@@ -269,7 +269,7 @@ class FusedModel:
     ) -> Tensor:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
-        Unlike embedded tokens, it is not multiplied by sqrt(H). `inverse_temperature` [M] is 1 / T.
+        Unlike token embeddings, it is not scaled by sqrt(H). `inverse_temperature` [M] is 1 / T.
         `left` has the probabilities that `fused_dequant.look` stored with these logits, or is None.
         """
         embedding = self.weights.embedding
@@ -401,7 +401,7 @@ class FusedModel:
     def placed(
         self, slots: Tensor, positions: Tensor, visible: dict[bool, tuple[Tensor, Tensor]]
     ) -> PassRows:
-        """Return a `PassRows` of these arguments and of the rotary angles at `positions`."""
+        """Return the `PassRows` of these arguments, with the rotary angles at `positions`."""
         angles = {
             kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
             for kind, f in self.frequencies.items()

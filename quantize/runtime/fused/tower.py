@@ -1,7 +1,7 @@
-"""The model's own vision tower, without its text stack: pictures to soft tokens.
+"""The model's own vision tower, without its text stack: turns pictures into soft tokens.
 
-The modules are transformers' own, in BF16 in every checkpoint: no recipe quantizes them. They are
-loaded with the first picture, so that text without pictures costs neither 1.1 GB nor time to load.
+The modules are transformers' own. They are BF16 in every checkpoint, since no recipe quantizes them.
+They are loaded with the first picture, so text alone costs neither their 1.1 GB nor their loading.
 """
 
 from functools import cached_property

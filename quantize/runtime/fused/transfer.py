@@ -2,11 +2,11 @@
 
 Tensors that are adjacent in a file, or nearly, are copied as one run. There are two ways to a GPU:
 
-    pinned       16 threads read the file into two pinned buffers in turn. This way works for any file;
-                 it is taken for tensors that are read once, and for files on a disk
-    registered   the file, mapped read-only, is registered with the driver, which then reads the file
-                 itself. This way is for files in memory (tmpfs) that are read again and again, not for
-                 files on a disk, since registering pins every page
+    pinned       16 threads read the file into two pinned buffers in turn. This works for any
+                 file. Used for tensors that are read once, and for files on a disk
+    registered   the file is mapped read-only and registered with the driver, which then copies from
+                 the map. Used for files in memory (tmpfs) that are read repeatedly, not for files on
+                 a disk, since registering pins every page
 
 On a CPU, the threads read straight into the tensors' memory.
 """

@@ -42,7 +42,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
     """Test the kernels that multiply weights of `schemes`, unless they were tested before.
 
     `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
-    NVFP4 products run on FP4 units, which needs the mode `per_layer`; on a CPU, without a test, False.
+    NVFP4 products run on FP4 units, which needs the mode `per_layer`. On a CPU, return False, untested.
     Raise ResourceError if the GPU cannot run a scheme, or even its plain kernel computes wrong numbers.
     """
     if device.type != "cuda":
@@ -72,7 +72,7 @@ def schemes_of(folder: Path) -> set[str]:
 def condition(
     folder: Path, activations: ActivationMode | None, device: torch.device
 ) -> dict[str, Any]:
-    """Return facts to store with scores, which depend on them: FP4 units in use, failed kernels."""
+    """Return facts that change scores and are stored with them: FP4 units in use, failed kernels."""
     on_units = trust(schemes_of(folder), activations, device)
     units = {"products": "fp4 units"} if on_units else {}
     failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}

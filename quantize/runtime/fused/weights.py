@@ -3,7 +3,7 @@
 Nothing is dequantized: a 17 GB checkpoint takes 17 GB of GPU memory (`packing`). If that is too much,
 some layers stay on the GPU, and the others are streamed from the files in every pass (`streaming`).
 Loading is as strict as `checkpoints.load`: names, dtypes and shapes must be what config.json calls for,
-and every value finite. To check this, loading reads streamed layers once.
+and every value must be finite. To check this, loading reads streamed layers once.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -93,10 +93,10 @@ def load_packed(
     """Return the text stack of a checkpoint, packed for the fused kernels and still quantized.
 
     The layout on disk may be Google's BF16, compressed-tensors' or ModelOpt's. On "cpu" the kernels are
-    their torch references. `resident` layers stay on the device, the others are streamed; None keeps
-    all. `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers, to show
-    progress. First call `trust`, to test that the device runs the schemes. Raise InputError if a tensor
-    is missing, unexpected, misshapen or not finite.
+    their torch references. `resident` is how many layers stay on the device; None keeps all. The others
+    are streamed. `in_fp8` and `scales` are as in `Packer`. `on_layer` wraps the iteration over layers,
+    to show progress. First call `trust`, to test that the device runs the schemes. Raise InputError if
+    a tensor is missing, unexpected, misshapen or not finite.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)
@@ -118,8 +118,8 @@ def load_packed(
 def load_in_turns(folder: Path, device: str) -> TextWeights:
     """Return a BF16 text stack of only layers and final norm; the device holds two layers at a time.
 
-    Errors are as in `load_packed`, but layers are not read beforehand: a value that is not finite is an
-    error when its layer is taken. Raise ResourceError if the GPU is missing or too old.
+    Errors are as in `load_packed`, but layers are not read beforehand. So a value that is not finite is
+    an error only when its layer is taken. Raise ResourceError if the GPU is missing or too old.
     """
     checkpoint = Checkpoint.open(folder)
     check_layout(checkpoint)

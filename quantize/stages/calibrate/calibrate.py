@@ -1,9 +1,9 @@
 """Calibrates the input scales of NVFP4 modules in the BF16 model's own denoising loop.
 
-An NVFP4 module's activations share one calibrated number, input_global_scale = 448 * 6 / amax (FP32
-[1]), amax being the largest |x| that ever enters the module. The causal encoder reads clean text, the
-decoder reads canvases that are noise at first, with self-conditioning after the first step. So the real
-loop runs here: encoder passes, every step, every canvas, the model's own sampler and stopping rule.
+An NVFP4 module's activations share a calibrated number, FP32 [1]: input_global_scale = 448 * 6 / amax.
+amax is the largest |x| that ever enters the module. The causal encoder reads clean text. The decoder
+reads canvases that are noise at first, with self-conditioning after the first step. So the real loop
+runs here: encoder passes, every step, every canvas, the model's own sampler and stopping rule.
 
 Observers of an engine (`watching`) see every module's inputs. Encoder and decoder share module names,
 as both are one backbone in vLLM. An expert sees only the tokens routed to it. An expert with fewer
@@ -12,8 +12,8 @@ tokens than `min_tokens_per_expert` takes the largest amax of its layer, and cov
 llm-compressor's oneshot, with which the tests compare, lacks this loop. Its `basic` pipeline shows the
 decoder only one random canvas; its `sequential` pipeline never finishes the encoder (scales stay
 uninitialised, without an error). Oneshot runs every expert as a separate Linear: 11,520 calls per
-forward pass of the 26B model. From equal maxima, oneshot on a CPU and this stage make equal scales, as
-FP32 quotients; on a GPU oneshot divides in BF16.
+forward pass of the 26B model. From equal maxima, this stage and oneshot on a CPU make equal scales:
+both divide in FP32. On a GPU oneshot divides in BF16.
 
 Under `torchrun --nproc-per-node N` the N processes share the batches, with one GPU each. Maxima are
 pooled exactly, so the files equal those of one process.
@@ -52,12 +52,12 @@ def calibrate(
     """Run the denoising loop on the recipe's prompts; write scales, coverage and trajectories.
 
     The folder `out` appears when complete, with input_scales.safetensors, coverage.json,
-    trajectories.safetensors, trajectories.json. The same inputs give the same bytes. If the recipe
+    trajectories.safetensors, trajectories.json. Equal inputs give equal bytes. If the recipe
     rounds with GPTQ, the folder `scratch` (None: one beside `out`) gets the passes that GPTQ reads.
 
     Raises:
-        InputError, ResourceError: the recipe, the prompts or the checkpoint are wrong or missing, a
-            batch does not fit the GPU, or scratch is full.
+        InputError, ResourceError: recipe, prompts or checkpoint are wrong or missing; a batch does
+            not fit the GPU; or scratch is full.
         QuantizeError: a module, which is named, has no usable scale.
     """
     settings = recipe.calibration
@@ -113,7 +113,7 @@ def input_scales(ranges: Ranges, modules: list[str]) -> dict[str, Tensor]:
 def fall_back(
     scales: Mapping[str, Tensor], tokens: Mapping[str, list[int]], minimum: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Give experts with under `minimum` tokens their layer's least scale (largest amax) per projection.
+    """Give experts with under `minimum` tokens the least scale (largest amax) of layer and projection.
 
     `scales` maps module -> scale, `tokens` maps `<layer>.experts` -> how many tokens each expert saw.
     Return all scales, and the names `<layer>.experts.<expert>` of experts whose scales were replaced.

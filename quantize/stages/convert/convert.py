@@ -1,11 +1,11 @@
 """Streams a BF16 checkpoint into a compressed-tensors checkpoint, by its plan and input scales.
 
-Every output header follows from the plan. Weights are read by byte range in pieces of 8 to 64 MB,
-quantized by several threads and written in source order (`checkpoints.shards`), so memory holds a few
-pieces, whatever the size of the model. In the result
+Every output header follows from the plan. Weights are read by byte range in pieces of 8 to 64 MB.
+Several threads quantize the pieces, and others write them in source order (`checkpoints.shards`). So
+memory holds a few pieces, whatever the size of the model. In the result
 
-  - names are vLLM's: `model.decoder.*`, Linears `experts.E.{gate,up,down}_proj` for each expert E,
-    the encoder's `layer_scalar` but none of its tied text weights, no `lm_head`;
+  - names are vLLM's: `model.decoder.*`, with `experts.E.{gate,up,down}_proj` for each expert E. The
+    encoder keeps its `layer_scalar`s, but no tied text weights. There is no `lm_head`;
   - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
   - all other tensors are the source's byte for byte; one with NaN or infinity is refused;
   - config.json has `quantization_config` as compressed-tensors writes it; tokenizer, processor,
@@ -61,13 +61,13 @@ def convert(
 ) -> Conversion:  # fmt: skip
     """Quantize a BF16 checkpoint as the plan `targets` says, and write the result to the folder `out`.
 
-    `out` appears when it is complete; it must not exist, unless `overwrite` is set. After an
-    interruption the same call continues after the last finished shard and makes the same bytes.
+    `out` appears when it is complete; it must not exist, unless `overwrite` is set. If a call was
+    interrupted, the same call keeps the finished shards, and the bytes are the same in the end.
 
     The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module. The folder
     `rounded` has the codes and scales of `round_weights`; None rounds to nearest. `device` changes only
     the speed. The file `record` gets the checksums of all files, for verify. Several threads call
-    `look`, with each part of a tensor after it is encoded and before it is written.
+    `look` with each part of a tensor, after the part is encoded and before it is written.
 
     Raises:
         InputError: `out` exists; `source` has a wrong layout, changes meanwhile, or has a weight that

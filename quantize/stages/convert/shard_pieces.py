@@ -3,10 +3,10 @@
 The tensors of the plan become pieces, in source order, of a size that suits the device:
 
   kept in BF16     one piece per tensor, copied some rows at a time
-  fused experts    pieces of a few experts each, one Linear after the other; gate and up of an expert,
-                   which are adjacent in the source, share one global scale
-  other Linears    one piece for all Linears that servers fuse into one matrix (q/k/v, gate/up), since
-                   their global scale depends on all of them; a full-attention layer has no v
+  fused experts    pieces of a few experts each, Linear by Linear. Gate and up of an expert are
+                   adjacent in the source and share one global scale
+  other Linears    one piece per Linear, or per matrix into which servers fuse Linears (q/k/v, gate/up):
+                   these share a global scale. A full-attention layer has no v
 
 The tensors of one Linear are adjacent in its piece: codes, scale, global scales.
 """

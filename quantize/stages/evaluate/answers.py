@@ -125,8 +125,8 @@ class Answers:
     ) -> None:
         """Let models answer the questions of each task's first `looks[task]` interim looks.
 
-        Existing answers are not asked for again. If a task has no answers yet, all its questions
-        up to that look are asked at once, so that no slot idles after each look. `title` is shown.
+        Existing answers are not asked for again. If a model has not answered a task yet, it gets
+        the questions of all these looks at once: no slot idles after a look. `title` is shown.
         """
         for model in self.there_first(models):
             for task, number in looks.items():

@@ -110,7 +110,7 @@ def key_of(made_with: Mapping[str, Any]) -> str:
 
 
 def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
-    """Return the path of a local BF16's samples of a task; all runs in one folder share this file."""
+    """Return the file of local BF16's answers to a task, shared by runs with equal `made_with`."""
     return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
 
 

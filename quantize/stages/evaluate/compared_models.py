@@ -127,7 +127,7 @@ class ModelOptions:
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:
-        """Raise InputError if an option lacks another that it needs, or excludes a given one."""
+        """Raise InputError if an option lacks one that it needs, or comes with one it excludes."""
         if bool(self.servers) != bool(self.base_servers):
             raise InputError("--server and --base-server go together: both models are served alike")
         if (self.gguf is None) != (self.llama_cpp is None) or (self.gguf and self.servers):
@@ -147,9 +147,9 @@ def open_models(
 ) -> list[ComparedModel]:
     """Return the models, first the baseline, second the candidate; no weights are loaded.
 
-    `digest` is the fingerprint of the BF16 checkpoint `source`; `context` is the number of positions
-    of the longest prompt with its answer. `imported` is called with the first candidate's backend; it
-    returns a backend of imported answers for the baseline, or None if there are none.
+    `digest` is the fingerprint of the BF16 checkpoint `source`. `context` is how many positions the
+    longest prompt and its answer take. `imported` gets the first candidate's backend; it returns a
+    backend of imported answers for the baseline, or None if there are none.
 
     Raises:
         InputError: a server or GGUF file has another model, a mode does not fit the checkpoint, or

@@ -63,12 +63,12 @@ def evaluate(
     files in place of data sets on the Hub. `go_on` asks all planned questions whatever the verdict.
 
     Returns:
-        Model -> how many "samples" and "tokens" this process made, and the "seconds" that this took,
-        loading not counted.
+        Model -> the numbers of "samples" and "tokens" that this process made, and the "seconds"
+        that it took, without loading.
 
     Raises:
-        InputError: a task's own file cannot be read or has one question, options do not go together,
-            an imported baseline does not fit or lacks answers, or as in `open_models`.
+        InputError: a task's own file cannot be read, a task has only one question, options do not
+            go together, an imported baseline does not fit or lacks answers, or as in `open_models`.
         ResourceError: a data set or server cannot be reached, or not one sample fits the GPU.
     """
     options = options or ModelOptions()

@@ -145,9 +145,9 @@ class Answerer:
         """Answer the first `capacity` requests; return how their first two canvases were denoised.
 
         Returns:
-            For the report's viewer: `vocabulary`, id -> text of every token that occurs, and
-            `samples`, each request's `prompt`, final `text` and `steps`. A step has its `canvas`'
-            index, and by position the most probable `ids` ("7 105 9") and whether `accepted` ("101").
+            A mapping for the report's viewer. `vocabulary` maps each token id that occurs to text.
+            `samples` has each request's `prompt`, final `text` and `steps`. A step has its `canvas`
+            (index) and, per position, the likeliest id (`ids` "7 105 9") and `accepted` ("101").
         """
         requests = requests[: self.capacity]
         samples: list[dict[str, Any]] = [{"prompt": r.prompt, "steps": []} for r in requests]

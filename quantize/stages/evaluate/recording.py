@@ -2,7 +2,7 @@
 
 To record a question's canvases, both models answer it once more, from the scored answer's seed.
 These prompts are padded, so sums may round to another answer. So each recording holds its own
-answer, and the report says whether this is the scored one. Of a private task nothing is written.
+answer, and the report says whether this is the scored one. Nothing of a private task is written.
 """
 
 from collections.abc import Mapping, Sequence

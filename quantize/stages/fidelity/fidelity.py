@@ -4,12 +4,12 @@ It replays recorded BF16 trajectories, teacher-forced: at every step both models
 BF16's committed tokens and BF16's self-conditioning logits. Each model encodes the committed tokens
 itself. So a step's distance has no sampling noise and no errors of earlier steps.
 
-    KL      sum_v p log(p / q), nats per canvas position; p is BF16's distribution and q the quantized
-            model's, both from the temperature-divided logits that the sampler draws from
-    top-1   share of positions with equal argmax
-    Jaccard |A and B| / |A or B|; A, B are the positions that the entropy bound accepts, per model
-    commit  share of equal argmax at the last step of a canvas: tokens that would be committed
-    routing share of the top-k experts that both routers choose, by layer
+    KL       sum_v p log(p / q), nats per canvas position. p is BF16's distribution, q the quantized
+             model's; both are from the temperature-divided logits that the sampler draws from
+    top-1    share of positions with equal argmax
+    Jaccard  |A and B| / |A or B|; A, B are the positions that the entropy bound accepts, per model
+    commit   share of equal argmax at the last step of a canvas: tokens that would be committed
+    routing  share of the top-k experts that both routers choose, by layer
 
 `linear_checks` also compares every quantized Linear by itself, on the inputs that BF16 gives it,
 and compares every router's tensors bit for bit. Routing has no limit, since no limit would tell
@@ -23,9 +23,9 @@ errors then add up over the steps of a canvas, as they do while serving.
 BF16 runs first, by itself, and its results stay on the host (`reference_cache`), so the models need
 not fit a GPU together. Modes that share weights are replayed side by side, other modes one by one.
 
-Intervals are percentile bootstraps with a fixed seed, over trajectories, since positions and steps
-of one sample are not independent. Faults end a run before anything is scored: a mean KL above the
-recipe's `gate.max_kl_nats` for the activation mode, and whatever `linear_checks` finds.
+Intervals are percentile bootstraps with a fixed seed. They resample trajectories, since positions
+and steps of one sample are not independent. Faults end a run before anything is scored: a mean KL
+above the recipe's `gate.max_kl_nats` for the activation mode, and all that `linear_checks` finds.
 """
 
 from collections.abc import Callable, Mapping, Sequence

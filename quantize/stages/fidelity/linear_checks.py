@@ -1,8 +1,8 @@
 """Checks each quantized Linear and each input range by itself, on the inputs that BF16 gives it.
 
-The logits of a replay average over all experts and layers; one expert in another's place moves them
-less than rounding does. Here BF16 denoises held-out trajectories, and each Linear's input x is also
-multiplied by its quantized weight W':
+A replay's logits average over all experts and layers. One expert in another's place moves the
+logits less than rounding does. Here BF16 denoises held-out trajectories. Each Linear's input x is
+multiplied by its BF16 weight W and by its quantized weight W':
 
     error    |x W^T - x W'^T| / |x W^T| over those tokens of the first canvas that reached the Linear
     range    largest |x| in prompts and canvas, against the range 6 * 448 / input_global_scale
@@ -13,7 +13,7 @@ weights of another expert give an error of about 1.4. A range is at fault only i
 than a factor of 8, or if over 1 % of values are clipped: held-out activations are not those that
 calibration saw, and an expert that few tokens reached has its layer's range.
 
-The router's tensors, which stay in BF16, must be equal: equal routers choose equal experts.
+The router's tensors stay in BF16 and must equal BF16's: equal routers choose equal experts.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Keeps on the host what a model decoded along trajectories, so that its weights can leave the GPU.
+"""Keeps a model's results for trajectories on the host, so that its weights can leave the GPU.
 
-For each step of a canvas it keeps the last hidden states (1.4 MB for the 26B model) and the chosen
-experts (0.25 MB); for all steps it keeps one lm_head, which turns these states into logits.
-`Remembered` then takes the model's place in a replay, with the same logits, bit for bit.
+The last hidden states (1.4 MB for the 26B model) and the chosen experts (0.25 MB) of each step of a
+canvas are kept. One lm_head, kept for all steps, turns the hidden states into logits. `Remembered`
+then takes the model's place in a replay, with the same logits, bit for bit.
 """
 
 from collections import deque

@@ -1,10 +1,10 @@
 """Replays a reference's recorded trajectories, teacher-forced, through other models.
 
-At every step all models read the canvas that the reference read, after the tokens that the
-reference committed; each model encodes these tokens itself. The models take each step together, and
-their logits are compared a few whole canvases at a time; only the next step's conditioning is kept.
-The reference may also run by itself before the others (`remember`), so that models that do not fit
-a GPU together need not be streamed.
+At every step all models read the reference's canvas, after the reference's committed tokens. Each
+model encodes these tokens itself. The models take each step together. Their logits are compared a
+few whole canvases at a time, and only the next step's conditioning is kept. The reference may also
+run by itself before the others (`remember`): models that do not fit a GPU together then need not be
+streamed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class StepDistance:
 
 @dataclass(frozen=True)
 class Compared:
-    """A model to compare, conditioned on its own logits if `own_conditioning`, else on BF16's."""
+    """A model to compare; with `own_conditioning` it reads its own earlier logits, else BF16's."""
 
     engine: BatchEngine
     own_conditioning: bool = False
@@ -51,8 +51,8 @@ def replay(
 ) -> list[list[StepDistance]]:  # fmt: skip
     """Replay the BF16 `reference`'s `trajectories` through the models in `compared`.
 
-    The reference runs once for all of them; what `remember` returned for the same trajectories and
-    batches may take its place. `batch_size` may not exceed the engines' capacity. The `processes`
+    The reference runs once for all models. `reference` may also be what `remember` returned for the
+    same trajectories and batches. `batch_size` may not exceed the engines' capacity. `processes`
     share the batches, and each process returns all distances.
 
     Returns:

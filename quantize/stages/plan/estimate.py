@@ -4,8 +4,8 @@
 
 A pass' floor, its least time, follows from the rates that a GPU's maker states (`gpu_support.floor`).
 Factors and STREAMED were measured on one H200 at the 26B shape, and are assumed to hold elsewhere.
-Calibrate's time is an upper bound: the sum of both terms, with all steps of each canvas. Evaluate's is
-a range: from answers of typical length until the verdict is certain, to all answers at their limits.
+Calibrate's time is an upper bound: the sum of both terms, with all steps of each canvas. Evaluate's
+time is a range: from typical answers and an early verdict, to all answers at their limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class Row:
     host: float = OWN_BYTES  # bytes of host memory that the stage holds for itself
     disk: float = 0.0  # bytes that it writes and leaves
     scratch: float = 0.0  # bytes that it writes and removes again
-    lacks: ResourceError | None = None  # if the GPU's memory is too small; then all else is unset
+    lacks: ResourceError | None = None  # set, and all else unset, if the GPU's memory is too small
 
 
 def planned(
@@ -237,12 +237,12 @@ class _Stages:
 
 
 def least_of(error: ResourceError) -> str:
-    """Return the least memory that a stage needs, as text ("3.1 GB") from the message of its error."""
+    """Return the least memory that a stage needs, such as "3.1 GB", as its error's message says."""
     return str(error).partition(" needs ")[2].partition(";")[0]
 
 
 def calibration_steps(recipe: Recipe) -> int:
-    """Return calibration's most denoising steps: prompts x canvases x steps; 0 if there is none."""
+    """Return calibration's most denoising steps: prompts x canvases x steps; 0 without calibration."""
     settings = recipe.calibration
     return settings.prompts * settings.canvases * STEPS if settings else 0
 
@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return evaluate's seconds on an H200, with answers of typical length and an early verdict."""
+    """Return evaluate's estimated seconds on an H200: typical answers and an early verdict."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

@@ -1,4 +1,4 @@
-"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward pass on it."""
+"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ CONTEXT = 1024  # positions before the canvas in an estimate
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
-    """Return GPU `name` (InputError if unknown); if None, this machine's GPU, None if it has none."""
+    """Return the GPU `name`; for None this machine's GPU, or None. InputError if `name` is unknown."""
     import torch
 
     from quantize.runtime.fused.gpus import at_hand, named
@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return class -> scheme in the kernels, or "bf16"; if `units`, FP4 units run calibrated NVFP4."""
+    """Return class -> weight format in the kernels; if `units`, "nvfp4_e2m1" for calibrated NVFP4."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:

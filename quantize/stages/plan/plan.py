@@ -44,7 +44,7 @@ def write_plan(run: RunDir, recipe: Recipe, targets: list[Target]) -> None:
 def described(
     model: str | None, revision: str | None = None
 ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """Return (config, name -> tensor) of a checkpoint, a config.json, or a model whose config ships.
+    """Return a model's config and its tensors by name, from a checkpoint or only from a config.json.
 
     Raises:
         InputError, ResourceError: the model cannot be found, or its checkpoint cannot be read.

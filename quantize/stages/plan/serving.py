@@ -33,7 +33,7 @@ def show_serving(
     context: int | None,
     clients: int,
 ) -> None:
-    """Print how each format of a model would serve `clients` at once: what fits, how fast at best.
+    """Print how each format of a model would serve `clients` at once: what fits, and how fast at most.
 
     Each client has `context` positions (None: the default). Raise InputError for an unknown GPU.
     """

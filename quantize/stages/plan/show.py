@@ -1,4 +1,4 @@
-"""Shows a plan: what becomes of the weights, what each stage takes, what other recipes would make."""
+"""Shows a plan: what the weights become, what each stage takes, what other recipes would make."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -36,11 +36,11 @@ def show_plan(
     gpu: str | None = None,
     tasks: Sequence[str] = (),
 ) -> None:
-    """Print what a recipe would do to a model; only the model's config is read, if that is enough.
+    """Print what a recipe would do to a model, from headers or only from the model's config.
 
-    Stages are estimated for `gpu` with `gpu_memory` bytes; by default this machine's GPU, else an H200.
-    For the bundled model, stages are estimated only if one of these is given. Raise InputError for an
-    unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
+    Stages are estimated for `gpu`, by default this machine's GPU, else an H200. `gpu_memory` is in
+    bytes, by default all. For the bundled model, one of the two must be given, or stages are left out.
+    Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
     chosen = gpu_of(gpu, gpu_memory)  # a wrong name is refused before any table

@@ -5,8 +5,8 @@
 
 The denoising run is calibrate's, with the same prompts and seeds. Tokens of encoder passes and of all
 denoising steps have equal weight in H. The passes that calibrate recorded go through one layer after
-the other (`fused.layer_by_layer`), so memory holds weights and Hessians of one layer at a time. On a
-given GPU the bytes are the same under any budget of memory.
+the other (`fused.layer_by_layer`). So memory holds the Hessians of one layer at a time. On a given GPU
+the bytes are the same under any budget of memory.
 
 While a layer is rounded, the next layer's weights are read and the previous layer's file is written. A
 run that was killed continues after the last finished layer and makes the same bytes. The fewer tokens
@@ -66,7 +66,7 @@ class Unit:
 
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
-    """Return a plan's quantized Linears in units rounded together; raise InputError if it has none."""
+    """Return a plan's quantized Linears as units; raise InputError if the plan quantizes none."""
     found = [
         Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
         for unit in fused_units(targets)
@@ -85,7 +85,7 @@ def _input_name(tensor: str) -> str:
 
 @dataclass(frozen=True)
 class Done:
-    """A rounded unit: tensors [E, ...] in host memory by suffix, and its entry of rounding.json."""
+    """A rounded unit: suffix -> tensor [E, ...] in host memory, and its entry of rounding.json."""
 
     unit: Unit
     tensors: dict[str, Tensor]
@@ -167,7 +167,7 @@ def round_weights(
     """Write the codes and scales of every quantized Linear, one file per layer, to the folder `out`.
 
     `targets` is the plan of the BF16 checkpoint. `out` appears when complete, with layer-NN.safetensors
-    and rounding.json. `scratch` (None: beside `out`) has calibrate's recording, removed at the end.
+    and rounding.json. `scratch` (None: beside `out`) holds calibrate's recording; it is removed last.
 
     Raises:
         InputError: there is nothing to round, or the recipe has no calibration section.

@@ -3,13 +3,13 @@
   kept    every tensor that is not quantized equals the BF16 model's, bit for bit
   error   |W - W'| / |W| of every Linear is at most `TIMES` times the error of the BF16 model's Linear
           rounded to nearest in the same scheme
-  length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`. `error` would not show scales that are
-          all a tenth too large: such scales raise the error of an NVFP4 matrix by only a third
+  length  <W, W'> / <W, W> of every Linear is 1 within `STRETCH`. If all scales of an NVFP4 matrix are a
+          tenth too large, its error rises by only a third. `error` would not show this fault
 
 The limits leave room for other ways of rounding. They were tried on 126 matrices of the bundled model,
 in every scheme. GPTQ on strongly correlated inputs left at most 1.37 times the error of rounding to
-nearest, shrunk ranges left less, and both left a length within 0.016 of 1. A fault, block scales moved
-by one row, left 3.5 times the error of rounding to nearest.
+nearest; shrunk ranges left less. Both kept the length within 0.016 of 1. Block scales moved by one row,
+which is a fault, left 3.5 times the error of rounding to nearest.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
-Of each source tensor, 16 Linears or more are compared in all rows, the others in some rows only, since
-compressed-tensors takes nine times as long for NVFP4 on a CPU as `schemes.rounding`. Launches on a GPU
-cost time, so one torch call takes rows of several Linears, each row with its Linear's global scale.
+In each source tensor, 16 Linears or more (or all) are compared in all rows, the others in some rows
+only. For NVFP4 on a CPU compressed-tensors takes nine times as long as `schemes.rounding`. A GPU launch
+costs time, so one torch call takes rows of several Linears, each row with its Linear's global scale.
 """
 
 from collections import defaultdict
@@ -55,7 +55,7 @@ class Decompressor:
         tensors: Mapping[str, Tensor],
         mine: Tensor,
     ) -> Tensor:
-        """Return bool [n]: whether each Linear's rows `compared` equal ours bit for bit.
+        """Return bool [n]: whether each Linear's rows `compared`, decompressed, equal ours bit for bit.
 
         `tensors` maps suffix -> stored values [n, ...]; `mine` are our weights, BF16 [n, out, in].
         """

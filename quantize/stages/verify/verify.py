@@ -1,23 +1,23 @@
 """Checks statically that the artifact is what the plan said, and close to its source.
 
-A check that looked at nothing fails. Weights are read in parts of about 8 MB (on a GPU 64 MB), by one
-thread per core, so memory holds a few parts, whatever the size of the model.
+A check that looked at nothing fails. One thread per core reads weights in parts of about 8 MB (on a GPU
+64 MB). So memory holds a few parts, whatever the size of the model.
 
-The full form compares all values with the source. The short form needs a convert with the same code,
-source and recipe, whose `witness` compared all values in memory. The short form compares every part on
-disk with what was in memory, and only a sample with the source. Both forms check names, files, scales.
+The full form compares all values with the source. The short form relies on convert's `witness`, which
+compared all values in memory, with the same code, source and recipe. Every part on disk is compared
+with what was in memory, and only a sample with the source. Both forms check names, files, scales.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with the plan's schemes
   layout        every name, dtype and shape is what config.json calls for
   counts        numbers of quantized modules and bytes are the plan's; what must stay BF16 has no scale
-  one owner     no two tensors map to one module once vLLM reads `model.decoder.` and
-                `model.encoder.language_model.` both as `model.` (each has its own `layer_scalar`)
+  one owner     vLLM reads `model.decoder.` and `model.encoder.language_model.` both as `model.`; no two
+                tensors then have one name (each of the two has its own `layer_scalar`)
   shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
   calibrated    input scales are those that calibration found
   tokenizer     tokenizer.json exists and is JSON
 
-and of the values (`verify_weights`):
+Checks of values (`verify_weights`):
 
   kept          BF16 tensors equal the source bit for bit
   scales        finite, and above 0 except for the block scales of all-zero blocks
@@ -27,7 +27,7 @@ and of the values (`verify_weights`):
   decompression our dequantized weights equal compressed-tensors', bit for bit: at least 16 modules of
                 every source tensor (or all) in all rows, its other modules in some rows
 
-and in the short form:
+Checks only in the short form:
 
   as encoded    the bytes at the headers' offsets are those that convert's witness checked
   read back     5 % of the parts are compared with the source once more
@@ -84,8 +84,8 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
-    If the layout is right, values are compared on `device` while files are hashed: all values if `full`
-    is set or `run` has no valid record of convert's checks, else only a sample.
+    If the layout is right, values are compared on `device` while files are hashed. All values are
+    compared if `full` is set or `run` has no valid record of convert's checks, else only a sample.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):

@@ -124,7 +124,7 @@ def error_limit(recipe: Recipe, scheme: Scheme) -> float:
 
 
 def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
-    """Return parts: fused experts and unquantized tensors in pieces that fit a device, others whole."""
+    """Return parts of tensors: fused experts and BF16 tensors in pieces for a device, others whole."""
     parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
@@ -174,7 +174,7 @@ class Comparer:
         return artifact.read_bytes(names, pinned=self.device.pinned)
 
     def check(self, part: PartOf, encoded: Tensor) -> Part:
-        """Return what all checks find in a part whose bytes are `encoded`: uint8 [n], Linear by Linear.
+        """Return what all checks find in a part; `encoded` are its bytes, uint8 [n], Linear by Linear.
 
         Kept weights are compared bit for bit with the source. Linears are checked for scales, relative
         error to the source, dead experts and decompression.

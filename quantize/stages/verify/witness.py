@@ -1,11 +1,11 @@
-"""Checks what convert encodes while it is in memory, so that verify need not read all of BF16 again.
+"""Checks convert's parts in memory, so that verify need not read the whole BF16 model again.
 
 convert passes every part to `Witness.check` after it is encoded and before it is written. The witness
 reads the part's source itself, checks the bytes as `verify_weights` checks files, and records their
-digest (XXH3, 128 bits). Later `verify` digests every part on disk, found through the headers: bytes
-that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. `verify` also compares
-a share of the parts on disk with the source. A record that is missing, incomplete (convert was
-interrupted) or of another checkpoint, source, recipe or code is not trusted: verify compares all parts.
+digest (XXH3, 128 bits). Later `verify` finds every part on disk through the headers and digests it.
+Bytes that a writer lost, mixed up, wrote twice or wrote elsewhere have another digest. `verify` also
+compares a share of the parts with the source. A record is not trusted if it is missing, incomplete
+(convert was interrupted), or of another checkpoint, source, recipe or code. Verify then compares all.
 """
 
 import hashlib
@@ -102,7 +102,7 @@ class Record:
     def compare(
         self, artifact: Checkpoint, comparer: Comparer, checks: dict[str, Check]
     ) -> dict[str, float | None]:
-        """Check parts on disk, all by digest, some by value, into `checks`; return `relative_error`."""
+        """Check all parts on disk by digest, some by value; fill `checks`; return `relative_error`."""
         for check in self.checks:
             checks[check.name].add(check)
         sample = self._sample()

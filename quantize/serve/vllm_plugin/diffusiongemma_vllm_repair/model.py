@@ -4,11 +4,11 @@ In vLLM 0.24 to 0.33, `prepare_inputs` of the model's state sends every row with
 
     embeddings = post_norm(embeddings + mlp(pre_norm(signal)))        (`_apply_self_conditioning`)
 
-and a row that commits a finished canvas has logits too. Its signal is zero and so is the MLP's output,
-but `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS, and the pass
-encodes the scaled embeddings into the cache. transformers' encoder reads the embeddings unscaled.
+A row that commits a finished canvas has logits too. Its signal is zero, and so is the MLP's output.
+But `post_norm` is an RMSNorm without weight: it still scales the embeddings to unit RMS. The scaled
+embeddings are then encoded into the cache; transformers' encoder reads unscaled embeddings.
 
-Which rows commit (`is_encoder_phase`) is read on the device, so that the host never waits for it.
+`is_encoder_phase` says which rows commit; it is read on the device, so the host never waits for it.
 """
 
 import hashlib
