@@ -22,11 +22,11 @@ TILES = 4
 def fragments_kernel(
     packed, scale, places, recode, words, scales, columns, HALF, TILES: tl.constexpr
 ):
-    """Program (i, j) makes the TILES fragments of row tile i and column tiles j * TILES and following.
+    """Program (i, j) makes fragments of row tile i: those of TILES column tiles from j * TILES on.
 
-    A tile has 64 rows or columns. Inputs: packed uint8 [rows, HALF], scale uint8 [rows, HALF / 8],
-    tables places int64 [8, 256] and recode uint8 [128] (`w4a16.byte_table`, `scale_table`). Outputs:
-    words int64 [tiles, columns, 256], scales int32 [tiles, columns, 64].
+    Row tiles have 64 rows, column tiles 64 columns; `columns` counts column tiles. Inputs: packed uint8
+    [rows, HALF], scale uint8 [rows, HALF / 8], and tables: places int64 [8, 256], recode uint8 [128]
+    (`w4a16`). Outputs: words int64 [row tiles, columns, 256], scales int32 [row tiles, columns, 64].
     """
     pair = tl.arange(0, TILES * 256)
     column = tl.program_id(1) * TILES + pair // 256

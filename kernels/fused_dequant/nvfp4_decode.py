@@ -1,10 +1,10 @@
 """Decodes fragments of NVFP4 weights into the registers from which `wgmma` reads its operand A.
 
-bf16: a thread reads the layout of `w4a16.to_fragments`, pairs of words with 16 codes per pair, and
+bf16: `w4a16.to_fragments` lays weights out. A thread reads pairs of words, 16 codes per pair, and
 words of four block scales. Two values take a funnel shift, a mask and a multiplication by their
 scale. Decoding the scales adds 5 instructions per 16 values. The result, e2m1 * scale * 2^-7, is
 exact; `w4a16.decode_fragments` computes it in torch.
-e4m3: eight values take seven instructions, a block's table six. `w4a8` describes layout and table.
+e4m3: a table per block takes six instructions, and eight look-ups in it take seven (`w4a8`).
 
 `gl.convert_layout(..., assert_trivial=True)` fails to compile if values would move between threads.
 """

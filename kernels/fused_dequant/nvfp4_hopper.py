@@ -184,7 +184,7 @@ def weights_of(
     words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Decode 64 columns of a step's weights, from 64 * part, to operand A of `wgmma`; return it."""
+    """Return column tile `part` (64 columns) of a step's weights, decoded as operand A of `wgmma`."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:

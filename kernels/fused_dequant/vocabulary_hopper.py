@@ -223,8 +223,8 @@ def lm_head_hopper_kernel(
 ):
     """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    If SURVEYED, also write `statistics` and p [M, V], in boxes like y's. A row's temperature is then
-    the entry of `schedule` [N] for its sequence's step, which `steps_taken` [M / L] gives.
+    If SURVEYED, also write `statistics`, and p [M, V] in boxes like y's. Row m is of sequence m // L,
+    which is at step `steps_taken`[m // L], counted from 1; `schedule` [N] has each step's temperature.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)

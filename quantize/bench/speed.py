@@ -2,10 +2,10 @@
 
 A row is one batch size with one number of denoising steps. With a fixed number, a canvas never stops
 early, so random weights take as long as real weights. N steps count as N + 1 forwards: the encoding of
-the previous canvas counts, though the first step's pass does it. "Adaptive" canvases stop by the
-checkpoint's generation config (`adaptive`). Rows of "one token" write as many tokens as a canvas has,
-greedily, one token per forward (`one_token`). Times include the host's work. Random weights have the
-model's exact shapes and routing, but their answers are noise.
+the previous canvas counts as one, although it is part of the first step's pass. "Adaptive" canvases
+stop by a sampler's settings (module `adaptive`). Rows of "one token" write as many tokens as a canvas
+has, greedily, one token per forward (module `one_token`). Times include the host's work. Random weights
+have the model's exact shapes, but their answers are noise.
 
     ms/canvas, ms/forward, tokens/s   median of `canvases` or more canvases, each after `context` tokens
     W, J/forward, tokens/J            means over SECONDS or more, from updates of an energy counter

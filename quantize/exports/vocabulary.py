@@ -7,12 +7,12 @@ llama.cpp selects a BPE by name, not by its rules, so only two kinds of tokenize
              `starcoder` splits digits and words in the same way. It keeps runs of punctuation
              together, which changes nothing: no merge of this model joins two punctuation marks
 
-Any other tokenizer is refused; the message names its model or splitter. Special tokens become
-CONTROL. But the markers of thinking and tool calls become USER_DEFINED, since llama.cpp's chat
-parser must see them in the text. Other added tokens also become USER_DEFINED. `<0xXX>` becomes
-BYTE. UNUSED tokens fill up a vocabulary that is smaller than the embedding.
+Any other tokenizer is refused; the message names its model or splitter. Special tokens get GGUF's
+type CONTROL. But the markers of thinking and tool calls get USER_DEFINED, since llama.cpp's chat
+parser must see them in the text. Other added tokens also get USER_DEFINED. `<0xXX>` gets BYTE.
+UNUSED tokens fill up a vocabulary that is smaller than the embedding.
 
-Source: conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724, read.
+It follows conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724.
 """
 
 import re

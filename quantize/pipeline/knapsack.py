@@ -42,10 +42,10 @@ class Knapsack:
         return self._options(found)
 
     def cheapest(self, damage: float) -> list[int]:
-        """Minimize bytes at no more than `damage`; return the index of each group's chosen option.
+        """Find the fewest bytes with at most `damage`; return the index of each group's chosen option.
 
         Raises:
-            InputError: every choice does more damage.
+            InputError: every combination of options does more damage.
         """
         found = self._least(self._bytes, self._damage, damage)
         if found is None:

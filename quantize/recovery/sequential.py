@@ -74,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """The most that a run asks of one task; it is fixed before the first answer is made."""
+    """How many questions and answers of one task a run takes at most, fixed before the first answer."""
 
     estimand: Estimand  # what is judged, and so the unit that looks add
     questions: int  # number of questions: the first ones of the data set

@@ -61,7 +61,7 @@ def split_thoughts(
 ) -> tuple[str, str]:
     """Return (thoughts, answer): the text of the model's thinking channel, and all other text.
 
-    Both omit the channel's markers and header. Special tokens stay only in the answer, if in `keep`.
+    Both omit the channel's markers and header. The answer keeps the special tokens in `keep`.
     """
     channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
     special = set(tokenizer.all_special_ids if keep else ()) - set(keep)

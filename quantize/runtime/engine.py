@@ -132,7 +132,7 @@ class BatchEngine(Protocol):
     ) -> AbstractContextManager[None]:
         """Return a context in which `observers` see the input rows of every Linear, without padding.
 
-        `on_pass` is called with every `passes.Pass` before the pass enters the first layer, `on_logits`
+        `on_pass` is called with every `passes.Pass` as it entered the first layer, and `on_logits`
         with the logits that `draw` draws from. On a CPU, several threads make these calls.
         """
 

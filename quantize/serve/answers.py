@@ -1,8 +1,8 @@
 """Writes choices as JSON objects of OpenAI's protocol: whole, or as one chunk per canvas.
 
-OpenAI lacks these fields: `reasoning_content` beside `content`; in `usage` `canvases`,
-`denoising_steps` (decoder forwards of all choices) and `tokens_per_forward`; and in each choice a
-`seed`, which reproduces it. If a request asks for drafts, some chunks have a `draft`, no choices.
+OpenAI's protocol lacks these fields: `reasoning_content`, beside `content`; the `seed` that reproduces
+a choice (streamed, in its last chunk); and of `usage` the counts `canvases`, `denoising_steps` (decoder
+forwards of all choices) and `tokens_per_forward`. A chunk with a `draft` has empty `choices`.
 """
 
 import json

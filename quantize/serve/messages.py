@@ -66,7 +66,7 @@ TextContent = Annotated[
 
 
 class CalledFunction(Strict):
-    """The function that an earlier answer called; `arguments` is the text of a JSON object."""
+    """The function that an earlier answer called; `arguments` is parsed from text."""
 
     name: String = Field(pattern=NAME)
     arguments: Annotated[pydantic.Json[Json], BeforeValidator(lambda v: "{}" if v == "" else v)]

@@ -233,7 +233,7 @@ class ChatRequest(_Generation):
 
     @property
     def forms(self) -> list[Form]:
-        """Return (parameter, kind, definition) of each form asked for; kind may also be "calls"."""
+        """Return (parameter, kind, definition) of each form; kind is "json", "regex" or "calls"."""
         given = super().forms
         if isinstance(self.response_format, SchemaFormat):
             given.append(("response_format", "json", self.response_format.json_schema.schema_))

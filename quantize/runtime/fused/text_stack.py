@@ -87,7 +87,7 @@ class FusedModel:
     Attributes:
         routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
         inputs: rounds the rows that enter products, or shows them to observers; None for neither.
-        on_pass: called with every pass before it enters the first layer.
+        on_pass: called with every pass as it entered the first layer.
         on_logits: called with the logits [m, V] of a draw, and each row's 1 / T [m] and step [m].
         sparse: whether soft embeddings leave out a row's least probable tokens.
         cores: the CPU threads that share the sequences of a pass; None on a GPU.

@@ -1,7 +1,7 @@
 """A plugin that makes vLLM encode DiffusionGemma's finished canvases from plain embeddings.
 
-vLLM calls `register` in each of its processes before it looks up a model. `register` names the
-subclass without importing it: `model` and vLLM's own file load only if a DiffusionGemma is served.
+vLLM calls `register` in each of its processes before it looks up a model. `register` only names our
+class. So our module `model`, and what it repairs, are imported only if a DiffusionGemma is served.
 """
 
 from collections.abc import Awaitable, Callable, MutableMapping
