@@ -18,7 +18,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError, InputError, ResourceError, unexpected_in
 from quantize.host.files import REDO, read_json, write_json
 from quantize.host.locks import locked, refuse_several
-from quantize.host.processes import best_device, is_first
+from quantize.host.processes import is_first
 from quantize.host.progress import Meter, console, noted, say, within
 from quantize.host.resources import measured
 from quantize.pipeline.stages import STAGES, Run, Stage
@@ -36,7 +36,7 @@ from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.memory import Plan
 from quantize.runtime.memory import plan as fit
-from quantize.runtime.placement import budget_of, free_unused, is_hopper
+from quantize.runtime.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
 from quantize.stages.plan.plan import plan_table
@@ -266,7 +266,6 @@ def work(run: Run, stage: Stage) -> None:
     say(f"{stage.name}: started")
     before = read_json(run.folder.manifest_json, "stages")["stages"].get(stage.name, {})
     facts: dict[str, Any] = {}
-    free_unused(best_device())  # what a stage before left, such as its model
     gc.freeze()  # else each collection walks old objects for seconds, while all threads wait
     try:
         with measured() as facts, within(Meter(stage.name, None, "")):

@@ -1,7 +1,9 @@
 """Calibration on a tiny random model: scales against the products' inputs, fallback, files."""
 
+import gc
 import json
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +245,26 @@ def test_the_same_inputs_give_the_same_bytes(
     )  # fmt: skip
     for name in names:
         assert (tmp_path / "again" / name).read_bytes() == (calibrated / name).read_bytes(), name
+
+
+def test_the_model_is_gone_when_it_has_calibrated(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine refers to itself, and `work` freezes what the next stage finds."""
+    engines, opened = list[Any](), denoising.Denoising._opened
+
+    def noting(self: denoising.Denoising) -> Any:
+        engine = opened(self)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(denoising.Denoising, "_opened", noting)
+    gc.disable()
+    try:
+        calibrate(source, recipe_for(source), tmp_path / "out")
+        assert [engine() for engine in engines] == [None]
+    finally:
+        gc.enable()
 
 
 def test_only_what_the_recipe_quantizes_is_calibrated(source: Path, tmp_path: Path) -> None:

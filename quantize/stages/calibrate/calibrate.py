@@ -34,7 +34,7 @@ from quantize.host.files import folder_when_complete, write_json
 from quantize.host.processes import joined
 from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.placement import CPU, Placement
+from quantize.runtime.placement import CPU, Placement, free_unused
 from quantize.runtime.ranges import Ranges
 from quantize.runtime.tokens_needed import TokensNeeded
 from quantize.runtime.trajectory import save_trajectories
@@ -78,6 +78,7 @@ def calibrate(
         ranges.pool(processes)
         coverage.pool(processes)
         counted = needed.counted(processes)
+    free_unused(place.device)  # the model, which the next stage would keep frozen
     scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
     check_scales(scales)
