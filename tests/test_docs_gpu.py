@@ -77,7 +77,7 @@ def here(words: list[str], folder: Path) -> list[str]:
         told[told.index("17e9")] = str(BF16_BYTES // 2)
         told += ["--scheme", "NVFP4A16"]
     if told == ["tune"]:
-        told += ["--only", " M=256$"]
+        told += ["--only", "^linear/fp8/4096x2816 M=256$"]
     if tuple(told) == RAN:
         return []
     return told + (["--out", f"{next(NUMBERS)}"] if told[0] in ("run", "rehearse") else [])

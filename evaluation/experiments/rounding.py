@@ -95,6 +95,7 @@ ANSWERED: tuple[tuple[str, ActivationMode], ...] = (
     ("fp8-a16mlp-gptq", "per_layer"),
     ("w4a4-gptq", "per_layer"),
     ("a16-gptq", "none"),
+    ("a16dense-gptq", "none"),
     ("w4a4", "none"),
     ("a16-gptq", "per_expert"),
     ("w4a4", "per_expert"),
