@@ -148,13 +148,13 @@ def answers(checkpoint: Path, problems: int, device: str) -> None:
     """Tell the accuracy of a checkpoint, dense and sparse, and how many answers differ."""
     found: list[dict[str, Any]] = []
     for sparse in (False, True):
-        place = Placement(device, activations="none", sparse=sparse)
+        place = Placement(device, activations="none", sparse=sparse, capacity=64)
         model, began = Answerer(checkpoint, "bundled", SAMPLER, place), time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             store = SampleStore(Path(folder) / "samples.jsonl", {})
             done = score(
                 "word_problems", store, model, Part(range(problems), range(1)), data_file=HELDOUT,
-                seed=0, batch_size=64, sampler={}, progress=lambda own, _: own,
+                seed=0, sampler={}, progress=lambda own, _: own,
             )  # fmt: skip
         model.release()
         assert done is not None

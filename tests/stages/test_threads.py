@@ -32,7 +32,7 @@ def _threads() -> Iterator[None]:
 def test_a_gptq_recipe_gives_the_same_bytes(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recipe `nvfp4`: ranges, Hessians, codes and scales of real denoising."""
+    """Ranges, Hessians, codes and scales of real denoising; the MLP stands for the experts."""
     source = tmp_path / "bf16"
     shutil.copytree(tiny_checkpoint, source)
     add_chats(source)
@@ -42,7 +42,8 @@ def test_a_gptq_recipe_gives_the_same_bytes(
     )  # fmt: skip
     recipe = load_recipe("nvfp4")
     few = [*recipe.quantization.ignore, r"re:.*layers\.[1-9].*", "re:.*experts.*"]
-    quantization = recipe.quantization.model_copy(update={"ignore": few})
+    scheme = {"NVFP4": [r"re:.*\.mlp\..*"], "NVFP4A16": [r"re:.*\.self_attn\..*"]}
+    quantization = recipe.quantization.model_copy(update={"ignore": few, "scheme": scheme})
     recipe = recipe.model_copy(update={"calibration": settings, "quantization": quantization})
     monkeypatch.setattr(denoising, "HELD_OUT", 2)
     one, several = (_made(source, recipe, n, tmp_path / str(n)) for n in (1, 3))
