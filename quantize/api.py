@@ -1,7 +1,7 @@
 """The Python interface of the pipeline: what `import quantize` offers (docs/python.md).
 
-A function named after a command does what the command does, and raises its errors (`quantize.errors`);
-`evaluate`, `fidelity` and `report` raise no GateError. An existing run is given by its folder.
+A function that bears a command's name does what the command does, and raises the command's errors
+(`quantize.errors`). `evaluate`, `fidelity`, `report` raise no GateError. Give a run by its folder.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def run(
             `gpu_memory` (bytes), and arguments of `quantize.pipeline.stages.evaluate_more`.
 
     Raises:
-        GateError: verification, fidelity or the gate failed; only the gate's FAIL leaves a report.
+        GateError: verification, fidelity or the gate failed; a report exists only after the gate.
         InputError: recipe or model is wrong, or the run exists and `resume` is off.
         ResourceError: the machine lacks something.
     """

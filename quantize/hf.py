@@ -39,8 +39,8 @@ def from_pretrained(
 ) -> DiffusionGemmaForBlockDiffusion:
     """Load a model as transformers does; the weights of a quantized folder are dequantized.
 
-    Options for a quantized folder: `dtype` (a torch.dtype or its name; else BF16) and `device_map` (one
-    device).
+    Options for a quantized folder: `dtype` (a torch.dtype or its name; by default BF16) and
+    `device_map` (one device).
 
     Raises:
         InputError: the folder is incomplete or has another layout; an option would be ignored; or

@@ -4,7 +4,7 @@ Real canvases differ: some take a few denoising steps, some all. A slot holds on
 "By step", as in `serve`, a slot whose canvas has stopped takes its next canvas or another request at
 once. "By canvas", the slot first waits until every canvas of the batch has stopped. Each slot gets
 REQUESTS requests of two canvases, and the time includes encoding the prompts. Canvases of random
-weights never stop by themselves: they take recorded numbers of steps. So do all in `speeds`.
+weights never stop by themselves: they take recorded numbers of steps, as all do in `speeds`.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def adaptive_rows(
 ) -> list[AdaptiveRow]:
     """Time `prompts`, one per slot, "by step" and then "by canvas"; return both rows in this order.
 
-    Each prompt makes REQUESTS requests of two canvases; the engine must have room. `stops` has the
+    Each prompt makes REQUESTS requests of two canvases; these must fit the engine. `stops` has the
     canvases' numbers of steps, in turn; if None, the sampler stops canvases. All slots are freed first.
     """
     for slot in range(engine.capacity):

@@ -1,7 +1,7 @@
 """The bundled model: a small trained DiffusionGemma, its tokenizer and problems.
 
 It makes every command work from a fresh clone without a download. It is not Google's checkpoint,
-and its scores say nothing about that one: see ``checkpoint/README.md``.
+and its scores say nothing about Google's: see ``checkpoint/README.md``.
 """
 
 from pathlib import Path

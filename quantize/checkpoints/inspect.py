@@ -29,7 +29,7 @@ from quantize.schemes.records import GROUP, LAYOUTS, SUFFIXES
 SUFFIX = re.compile(rf"(.+)\.({'|'.join(SUFFIXES)})")
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")
 
-PLAIN = ("BF16", "F16", "F32")
+PLAIN = ("BF16", "F16", "F32", "F64")
 # (suffixes, dtype of the codes) -> name of the scheme
 SCHEME_OF = {
     (frozenset(tensors), next(iter(tensors.values()))[0]): name

@@ -4,7 +4,7 @@ A scale must be finite and above 0, since a server divides by it. Servers fuse s
 matrix (q/k/v of a layer, gate/up of an expert or MLP), and apply the first or the largest of their
 scales to all rows. So scales of fused Linears must be equal; different experts may have different
 scales. A server loads a missing input scale as 0. So if one Linear of a fused matrix has an input
-scale, all Linears of that matrix must have one; the same holds for the experts of a layer.
+scale, all its Linears must. If one expert of a layer has one, all Linears of its experts must.
 """
 
 import math

@@ -4,7 +4,7 @@ All headers are known before the first weight is read: dtype and shape of every 
 plan. A shard is its header, followed by the bytes of its pieces, which tasks return block by block.
 Worker threads read and quantize the next few blocks. Meanwhile one thread writes a finished block, one
 hashes that block, and one syncs earlier blocks to disk. One core hashes 0.85 GB/s, as much as four
-cores quantize. So with more cores, several files are written side by side.
+cores quantize. So several files are written side by side, one for every four workers.
 
 Restart: a shard is finished when it is on disk (fsync) and `<folder>.state.json` holds its sha256. A
 later try keeps finished shards whose bytes still have this hash. It writes all other shards from their

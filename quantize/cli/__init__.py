@@ -127,7 +127,7 @@ def _exit_code() -> int:
 
 
 def _going_on() -> str:
-    """Return "; `COMMAND` goes on" with the command that continues this one, or ""."""
+    """Return "; `COMMAND` goes on" with the command that continues this one, "" if none can."""
     words = sys.argv[1:]
     if words[:1] in (["run"], ["judge"]) and "--resume" not in words:
         words = [*words, "--resume"]

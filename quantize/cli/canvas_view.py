@@ -2,8 +2,8 @@
 
 In a terminal every denoising step is drawn over the previous step: accepted tokens are bright, and
 the decoder's best guesses at other positions are dim. With --plain, the text of a canvas is written
-at its commit and never changes: half a character at the end waits for the next canvas. The answer
-goes to stdout, thoughts and everything else to stderr.
+when the canvas is finished, and never changes. If it ends in half a character, this half waits for
+the next canvas. The answer goes to stdout, thoughts and everything else to stderr.
 """
 
 import sys
@@ -84,7 +84,7 @@ def watch(
 
 
 class _Output:
-    """Writes an answer as it grows, thoughts aside, and only what no later canvas can change."""
+    """Writes the part of an answer that no later canvas can change; thoughts go to `aside`."""
 
     def __init__(self, tokenizer: Any, sampler: Sampler, write: Write, aside: Write) -> None:
         split = partial(split_thoughts, tokenizer)

@@ -115,10 +115,10 @@ def import_(pack: Path, out: Path) -> None:
 def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     """Choose a scheme for every layer's attention, MLP and experts, and write the choice as a recipe.
 
-    Quantizes one of these parts at a time, and measures the model's KL from BF16. Then it measures
-    six models in which every part has a scheme, and predicts the KL of other choices. The choice of
-    least KL within --bytes, or of fewest bytes within --kl, is measured too. RECIPE gives all other
-    settings. A second search with the same RECIPE and model reuses the measurements.
+    Quantizes one part of a layer at a time, and measures the model's KL from BF16. Then it measures
+    six choices of a scheme or BF16 for every part, and predicts the KL of other choices. The choice
+    of least KL within --bytes, or of fewest bytes within --kl, is measured too. RECIPE gives all
+    other settings. A second search with the same RECIPE and model reuses the measurements.
     """
     from quantize.pipeline.search import search as search_schemes
 

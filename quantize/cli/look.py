@@ -81,7 +81,7 @@ def _data(task: Mapping[str, Any]) -> str:
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    Reads the headers of all weights, and no values but scales of whole matrices. CHECKPOINT is a
+    Reads all weights' headers and, of values, only scales of whole matrices. CHECKPOINT is a
     folder or a Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
     """
     from rich.console import Console

@@ -138,7 +138,7 @@ SHARED["scoring"] = with_options(
 
 
 def served_name(checkpoint: str, folder: Path) -> str:
-    """Return a served model's name: the Hub id, the run's name or, without a run, the folder's."""
+    """Return a served model's name: the Hub id, or the run's name; without a run, the folder's."""
     if not Path(checkpoint).is_dir():
         return checkpoint
     path = folder.resolve()

@@ -31,7 +31,7 @@ def plan(
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
     --model may also be a config.json: the plan then needs no other file. The exit code is 3 if a
-    stage does not fit --gpu-memory. Times are for --gpu, else for this GPU, or for an H200.
+    stage does not fit --gpu-memory. Times are for --gpu; default: this GPU, else an H200.
     """
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan

@@ -102,7 +102,7 @@ def bench(
 
     CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
     per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the
-    driver reports energy, each row is measured for 10 s or more. It then also shows mean W, J per
+    driver reports energy, each row is measured for 10 s or more, and also shows mean W, J per
     forward, tokens per joule, MHz, and how often the power limit held the clock down.
 
     \b
@@ -136,9 +136,9 @@ def tune(only: str) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
     Every matrix product of the 26B model is timed in every configuration, at 64 to 8,192 tokens.
-    The fastest at 8,192 tokens also serves more tokens. Tuning products of 64, 256 and 1,024 tokens
-    takes about two minutes on an H200. The table goes into the user's cache folder; generate, bench,
-    serve and all stages then use it. Prints how much each product gained.
+    Products of more tokens use the fastest for 8,192. Tuning products of 64, 256 and 1,024 tokens
+    takes about two minutes on an H200. The table goes into the user's cache folder, from which
+    generate, bench, serve and all stages take it. Prints how much each product gained.
     """
     from rich.console import Console
 

@@ -12,7 +12,7 @@ type CONTROL. But the markers of thinking and tool calls get USER_DEFINED, since
 parser must see them in the text. Other added tokens also get USER_DEFINED. `<0xXX>` gets BYTE.
 UNUSED tokens fill up a vocabulary that is smaller than the embedding.
 
-It follows conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724.
+This module follows conversion/gemma.py and src/llama-vocab.cpp of unslothai/llama.cpp at c3fb9724.
 """
 
 import re

@@ -58,7 +58,7 @@ def findings(out: Path, version: str) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Yield a finding for each package that is missing or misversioned, and one for the others."""
+    """Yield a finding for each package that is missing or misversioned, and one for the rest."""
     from packaging.requirements import Requirement
 
     try:

@@ -63,7 +63,7 @@ def patiently(where: str, call: Callable[[], T]) -> T:
 def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
     """Turn the block's errors into QuantizeErrors, whose messages begin with `where`.
 
-    Causes are dropped, as they may hold secrets. With `except_transient`, transient errors stay as is.
+    Causes are dropped: they may hold secrets. If `except_transient`, transient errors pass as is.
     """
     try:
         yield

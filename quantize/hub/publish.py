@@ -130,8 +130,8 @@ def _look(hub: Hub, release: Release, request: Request) -> Plan:
 def _find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
     """Compare a release with the files at one commit, by checksums.
 
-    Other weights are deleted, since loaders may take them. So is the card of other weights; the new
-    card follows in a commit of its own.
+    Weights that the release lacks are deleted, since loaders may take them. If weights change, the
+    old card is deleted too; the new card follows in a commit of its own.
     """
     weights = [file for file in release.weights if not file.is_at(remote.get(file.path))]
     card = [file for file in release.card if not file.is_at(remote.get(file.path))]
@@ -228,7 +228,7 @@ def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tupl
 
 
 def _upload(hub: Hub, release: Release, revision: str, parent: str) -> str:
-    """Commit and check weights, then the card, without what is there; return the last commit."""
+    """Commit and check weights, then the card; skip what the Hub has; return the last commit."""
     changes = _find_changes(release, hub.files(parent))
     if changes.weights or changes.deleted:
         size = sum(file.size for file in changes.weights)

@@ -160,7 +160,7 @@ def _check_artifact(run: RunDir) -> None:
 
 
 def _listed_files(run: RunDir) -> list[File]:
-    """Hash the files that the verification lists, which must be all that the checkpoint holds."""
+    """Hash the verified files; raise if the checkpoint lacks one, has others, or one changed."""
     listed: dict[str, str] = read_json(run.verification_json, "sha256")["sha256"]
     paths = [run.checkpoint, *sorted(run.checkpoint.rglob("*"))]
     for path in paths:

@@ -1,8 +1,8 @@
 """Signs a release and checks signatures, with OpenSSF's model signing (the package `model-signing`).
 
-One signature, `model.sig`, covers the sha256 of every file of the folder. Only itself, git's own
-files (`.gitattributes`, `.git`) and what downloads leave in `.cache` are left out. So a check finds
-files that were changed, removed or added. Links are followed, since files in the Hub's cache are
+One signature, `model.sig`, covers the sha256 of every file of the folder, so a check finds files
+that were changed, removed or added. Only the signature, git's own files (`.gitattributes`, `.git`)
+and what downloads leave in `.cache` are left out. Links are followed: the Hub's cache is made of
 links. Sigstore signs for an account and needs a network; a key pair (PEM, elliptic curve) does not.
 """
 
@@ -63,7 +63,7 @@ def verify(
 
     The expected signer owns the public `key` or, if it is None, the account `identity` at `issuer`.
     GateError: there is no signature, another signer made it, or a file is not as it was signed.
-    InputError: no usable public key. ResourceError: the package is missing, or Sigstore fails.
+    InputError: `key` is unusable. ResourceError: the package is missing, or Sigstore fails.
     """
     signature = folder / SIGNATURE
     if not signature.is_file():

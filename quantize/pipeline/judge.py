@@ -41,8 +41,8 @@ def judging(
 ) -> Generator[Run]:  # fmt: skip
     """Yield a run for `advance`, which judges a checkpoint; lock the run's folder in the block.
 
-    `name` is the quantized checkpoint and `against` the BF16 model, as folder or Hub id. None is the
-    bundled model. If `fine_tuned`, weights are not compared. Other arguments are as in `started`.
+    `name` is the quantized checkpoint, `against` the BF16 model (None: the bundled one); each is a
+    folder or Hub id. If `fine_tuned`, weights are not compared. Others are as in `started`.
 
     Raises:
         InputError: `name` is not quantized, `against` is, or the run exists and `resume` is off.
@@ -70,7 +70,7 @@ def judging(
 
 
 def _link(checkpoint: Checkpoint, run: Run) -> None:
-    """Link the run's checkpoint folder to the judged checkpoint; nothing is written into that."""
+    """Link the run's checkpoint folder to the judged checkpoint, which stays unchanged."""
     run.folder.checkpoint.unlink(missing_ok=True)
     run.folder.checkpoint.symlink_to(checkpoint.folder.resolve())
 

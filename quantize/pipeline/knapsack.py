@@ -1,7 +1,7 @@
 """Chooses an option for each group: least damage within a budget of bytes, or the reverse.
 
 An option has two costs, bytes and damage. x is 1 for a chosen option and else 0, and sums to 1 over
-each group. The solver HiGHS minimizes the sum of one cost; the sum of the other keeps a bound.
+each group. The solver HiGHS minimizes the sum of one cost, with the other's sum within a bound.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@
 
 A finding is a fault that would end the whole run, perhaps after days. It does not end the rehearsal, so
 one try shows all findings. rehearsal.json in the run folder holds versions, hardware, seconds and
-findings, but no questions or answers. So it may be sent back. 4 questions do not measure quality.
+findings, but no questions or answers: users may send it to us. 4 questions do not measure quality.
 """
 
 import json
@@ -93,7 +93,7 @@ def small(recipe: Recipe) -> Recipe:
 
 
 def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
-    """Return the checks before the first stage by name; each asks for what the whole run needs."""
+    """Return name -> check made before the first stage; it checks what the whole run needs."""
 
     def weights() -> str:
         found = inspect(run.source.folder)
@@ -186,7 +186,7 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return the whole run's seconds by stage, disk and peak memory in bytes; None if not measured.
 
     Calibration and rounding are scaled by prompts and canvases, replay by canvases, evaluation by
-    answers. The seconds are an upper bound: loading is scaled too, and every task asks all questions.
+    answers. The seconds are an upper bound: loading is scaled too, and no early end is assumed.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)

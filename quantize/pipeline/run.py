@@ -135,7 +135,7 @@ def working_in(folder: RunDir) -> Generator[None]:
 
 @contextmanager
 def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe]]:
-    """Lock an existing run, with `stages` up to date; refuse a judgement of another's checkpoint."""
+    """Lock an existing run; InputError: it is a judgement, or one of `stages` is not up to date."""
     folder = existing_run(path)
     with working_in(folder):
         if name := read_json(folder.manifest_json).get("judged"):
@@ -155,7 +155,7 @@ def opened(path: Path, **options: Any) -> Generator[Run]:
     `options` are those of `Run`.
 
     Raises:
-        InputError: there is no run, it is a judgement, or its source, recipe or plan has changed.
+        InputError: there is no run; the run is a judgement; its source, recipe or plan changed.
         ResourceError: another process works in the run, or a stage does not fit the GPU.
     """
     with _ours(path, STAGES[:1]) as (folder, recipe):

@@ -210,7 +210,7 @@ class _Search:
         return found
 
     def _kl(self, scheme: str) -> dict[Group, float]:
-        """Return the KL of every group alone, those of an earlier try from its file."""
+        """Return each group's KL if quantized alone; those of an earlier try come from its file."""
         groups = track(
             self._plans[scheme].items(), f"{scheme} alone", unit="groups",
             name=lambda plan: "layer {} {}".format(*plan[0]),

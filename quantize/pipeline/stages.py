@@ -75,7 +75,7 @@ class Run:
         return self.machine.scratch / f"{self.folder.path.name}-recording"
 
     def __post_init__(self) -> None:
-        """Refuse a limit on denoising steps, which no server reports, before anything is done."""
+        """Raise InputError if the recipe limits steps but servers answer: they report no steps."""
         gate = self.recipe.gate
         limits = {
             "max_step_inflation": gate.max_step_inflation,
@@ -248,7 +248,7 @@ def evaluate_more(
 
     If `operating_points` is set, the recipe's operating points are scored too. Each limit on denoising
     steps in `steps` adds a point. On a GPU the tokens/s of points are measured. `batch_size` replaces
-    the recipe's. `models` are fields of `ModelOptions`. See `stages.evaluate.evaluate` for the rest.
+    the recipe's. `models` are fields of `ModelOptions`. For others see `stages.evaluate.evaluate`.
     """
     from quantize.recipe.sections import OperatingPoint
     from quantize.schemes.modes import ACTIVATION_MODES

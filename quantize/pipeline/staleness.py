@@ -4,7 +4,7 @@ stages.json in the run folder, by stage:
   inputs   the model's fingerprint, and the digest of every result that the stage read
   result   the digest of the result that the stage wrote
 
-A stage is stale if it has no entry, if its files have changed since, or if one of its inputs has. A
+A stage is stale if it has no entry, or if its files or inputs have changed since the entry. A
 digest covers every byte of a result; for results over 2 GB it covers sizes and samples.
 """
 

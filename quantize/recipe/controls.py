@@ -19,7 +19,7 @@ def _control(
     judged: bool = True,  # whether an operating point may set it
     **bounds: Any,
 ) -> Any:
-    """Declare a control: `bounds` and `asked` (of requests) are keywords of pydantic's `Field`."""
+    """Declare a control; `bounds`, and `asked` of requests, are keywords of pydantic's `Field`."""
     about = {"says": says, "bounds": bounds, "asked": {**bounds, **asked, "alias": alias}}
     return field(default=default, metadata=about | {"gguf": gguf, "judged": judged})
 

@@ -98,7 +98,7 @@ def _built(name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _check_gptq(modifier: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse any order of inputs, and any damping but ours: both are fixed here."""
+    """Raise InputError for any order of inputs, or any damping but ours: both are fixed here."""
     groups = (modifier.config_groups or {}).values()
     orders = [group.weights.actorder for group in groups if group.weights is not None]
     if any(order is not None for order in (arguments.get("actorder"), *orders)):
@@ -127,7 +127,7 @@ def _targets(targets: list[str]) -> list[str]:
 
 
 def _observer(modifier: str, group: Any) -> str:
-    """Return our name of the weights' observer; the activations' must record their maximum."""
+    """Return our name of the weights' observer; InputError: activations need a maximum."""
     activations = group.input_activations
     if any(part is not None and part.observer_kwargs for part in (group.weights, activations)):
         raise InputError("observer_kwargs: observers have no settings here; remove them")

@@ -156,7 +156,7 @@ class Calibration(Section):
 class Verification(Section):
     """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme.
 
-    `gptq` rounding needs about 1.5 times the limits of `nearest`: weights err more, outputs less.
+    `gptq` needs about 1.5 times the limits of `nearest`: its weights err more, its outputs less.
     """
 
     max_relative_error: dict[SchemeName, Limit]
@@ -241,9 +241,9 @@ class Evaluation(Section):
     answers per question. At most `batch_size` samples are answered together (16 by default).
     `activations` is the activation mode in which a quantized model is scored. `none` keeps activations
     in BF16. With NVFP4 weights, `per_expert` and `per_layer` round activations to NVFP4, with one input
-    scale per expert or per layer; `fp8` rounds to FP8 (W4A8), which vLLM does not do. With 8-bit
-    weights, all three round to 8 bits. With --operating-points, `operating_points` are scored too. The
-    report names the fastest point whose total loss, by quantization and settings, fits the margin.
+    scale per expert or per layer. `fp8` rounds to FP8 (W4A8), which vLLM does not do. With 8-bit
+    weights, all three modes round to 8 bits. With --operating-points, `operating_points` are scored
+    too. The report names the fastest point whose loss by quantization and settings fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
@@ -304,7 +304,7 @@ class Gate(Section):
     judged. `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1
     is 10 %); a run that is shown to exceed this share fails. Null turns the limit off. A run with
     served models needs null, since servers report no steps. `health_pp` maps a sign of ill health to
-    points: the sign may be this much more frequent than in BF16's answers. `recovery.health` lists
+    the points by which it may be more frequent than in BF16's answers. `recovery.health` lists
     signs and defaults; null turns a sign off. `confidence` is the level of all intervals and tests.
     """
 
@@ -362,7 +362,7 @@ class Recipe(Section):
         return self
 
     def for_bundled_model(self) -> "Recipe":
-        """Return the recipe with its `bundled` sections; they replace a `calibration`, but add none."""
+        """Return the recipe with its `bundled` sections; `calibration` is replaced, never added."""
         found = {key: own for key, own in self.bundled if own is not None}
         if self.calibration is None:
             found.pop("calibration", None)
@@ -489,7 +489,7 @@ def errors_of(source: str) -> Generator[None]:
 
 
 def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
-    """Add to a `quantization` section the other sections of the shipped recipe with such schemes."""
+    """Return a recipe's fields: `quantization`; most others are the nearest shipped recipe's."""
     shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
     wanted = set(quantization["scheme"])
 

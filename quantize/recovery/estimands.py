@@ -7,8 +7,8 @@ the effect of chance differs between them:
   these_questions   Is it worse on THESE n questions? The questions are fixed, and the unit of
                     chance is the answer. Var(sum of d) = sum over questions of k s_i^2, with s_i^2
                     the variance of d_i1..d_ik: differences between questions do not count. For
-                    k = 1, s_i^2 is not known; then sum (d_i - mean d)^2, from the discordant pairs,
-                    replaces Var and is at least as large (Jensen).
+                    k = 1, s_i^2 is not known; then n / (n - 1) times the sum of (d_i - mean d)^2
+                    replaces Var; on average it is at least Var (Jensen).
   such_questions    Is it worse on questions LIKE these? The questions are a sample, and the unit of
                     chance is the question: there are n observations mean_j d_ij, for any k.
 
@@ -29,7 +29,7 @@ outright, else less. If Student's t gives a wider interval (few observations), t
 A true loss may also be of a kind that was not seen: units lost outright. If a share q of all units
 were lost in this way, N units would show no such loss with probability exp(-q N). Let L be
 -log(1 - confidence) / N, which is 3 / N at 95 %. `margin_p_values` excludes a loss only if the loss
-is at least L, and exceeds the observed loss by at least L. `limits` demands only the second. For
+is at least L, and exceeds the observed loss by at least L. `limits` demands only the latter. For
 such_questions, 30 questions can exclude a loss of 10 points; for these_questions, 30 x 64 answers
 can exclude 0.16 points.
 
@@ -123,7 +123,7 @@ def unseen_loss_p(units: int, share_pp: Number) -> Number:
 
 
 def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return the multiple of these units that would give a verdict; None if it exceeds 2^19."""
+    """Return how many times as many units would give a verdict; None if more than 2^19 times."""
 
     def is_open(factor: float) -> bool:
         return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING

@@ -1,7 +1,7 @@
 r"""Filters and scores that lm-eval lacks: boxed and equal numbers, GPQA's options and letters.
 
 AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0", "70^\circ",
-"m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, so only "70" is right there.)
+"m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, and takes only "70" as right.)
 GPQA's options are ordered by a hash of question and option. lm-eval shuffles them with the global
 random state, so two machines would ask different questions. Only the letter of a GPQA answer is
 kept, because the data set's terms ask that its questions are not shown in plain text.
@@ -84,7 +84,7 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X, else for a last line of X, else ""."""
+    """Return "(X)" for the last "answer is X" or boxed X; else for a last line "X"; else ""."""
     if letters := _CHOICE.findall(answer):
         return f"({letters[-1].upper()})"
     alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])

@@ -10,9 +10,9 @@ reward small evaluations. An interval of width 0 over a few questions is not eno
 also needs enough units (`estimands`) for a loss as large as the margin to show. Before a run,
 `sequential.out_of_reach` warns if a recipe asks for fewer units.
 
-Two p-values decide; with a single look the bounds give the same verdict. With several looks the
-p-values are sequential: once a look has decided, no later answer changes the verdict. So the
-verdict shows difference and bounds at the look that decided, then both over all answers.
+Two p-values decide; without interim looks the bounds give the same verdict. With interim looks the
+p-values are sequential (`sequential`): no later answer changes what a look has decided. So the
+verdict shows difference and bounds at that look, then those over all answers.
 
 Step inflation (`steps`) and signs of ill health (`health`) are judged together with accuracy, at
 the same looks and under the same correction. A task passes only if every sign is also shown to be
@@ -140,7 +140,7 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
     """Return operating point -> p-value of "the point does not fit", Holm-corrected over points.
 
     A point fits if no task's loss (by format and sampler settings together) reaches the margin, and
-    no sign of ill health reaches its limit. Each test has a p-value; the point has the largest.
+    no sign of ill health reaches its limit. A point's p-value is the largest of all its tests.
     """
     return holm({
         name: max(
@@ -262,7 +262,7 @@ def _needed(comparison: Comparison) -> str:
 
 
 def _unequal(base: Any, quantized: Any) -> str:
-    """Return text that says where two values differ; of long lists only the first entry."""
+    """Return text that says where two values differ: of lists, only the first unequal entry."""
     if isinstance(base, list) and isinstance(quantized, list):
         if len(base) != len(quantized):
             return f"{len(base)} against {len(quantized)}"

@@ -14,10 +14,10 @@ frequent in the candidate's answers than in BF16's. The sign passes if d >= limi
 fails if d <= limit is excluded.
 
 A recipe may set the limits. The default is half the task's margin: an empty answer costs as much as
-a wrong one, and one sign may not use up the margin. But the default is at least 5 units (answers or
-questions, whichever the estimand counts), or the margin if that is less. With a smaller limit, one
-answer of the candidate that has the sign by chance would prevent PASS: P(Poisson(5) <= 1) is just
-4.0 %. `never_stopped` has no default limit: `max_step_inflation` judges its cost.
+a wrong one, and one sign may not use up the margin. If half the margin is below 5 units (answers
+or questions, whichever the estimand counts), the default is the lesser of 5 units and the margin.
+With a limit below 5 units, one answer of the candidate with the sign by chance would prevent PASS:
+P(Poisson(5) <= 1) is 4.0 %. `never_stopped` has no default: `max_step_inflation` judges its cost.
 
 Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the
 limit instead. With the smaller limit, healthy models with a frequent sign would stay undecided. The

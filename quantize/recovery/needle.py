@@ -1,8 +1,8 @@
 """A needle in a haystack: questions about a number that a long text states once, at varying depth.
 
 A text depends only on its index, its length and the number of questions, so all machines ask the
-same questions. A word has one token or more. A text of 1,024 words therefore exceeds the sliding
-window of 1,024 tokens; its prompt is some words longer.
+same questions. A word has one token or more, and a prompt is some words longer than its text.
+So the prompt of a text of 1,024 words exceeds the sliding window of 1,024 tokens.
 """
 
 import random

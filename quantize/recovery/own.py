@@ -128,8 +128,8 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
 def finding(definition: Definition) -> Callable[[str], str]:
     """Return a function that reduces an answer to the match of a private task's regular expression.
 
-    Scoring sees only this match. The expression must find in it what it finds in the whole answer,
-    else the returned function raises ValueError. If nothing matches, that function returns "".
+    Scoring sees only this match. The returned function raises ValueError if the expression finds
+    something else in the match than in the whole answer. It returns "" if nothing matches.
 
     Raises:
         ValueError: the task has no single filter that begins with a regular expression.

@@ -1,7 +1,7 @@
 """Pairs two scorings of a task question by question, as far as both models have answered.
 
-If interim looks were planned, answers count up to the last look that both models completed. If the
-gate's terms judge the estimand of that plan, the p-values allow for all looks (`sequential`).
+If interim looks were planned, answers count up to the last look that both models completed. The
+p-values allow for all looks (`sequential`) if these were planned for the gate's estimand.
 """
 
 import math

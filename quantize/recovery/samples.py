@@ -1,15 +1,15 @@
 """Stores a task's samples on disk, each as soon as it is finished.
 
 There is one file per task and model. Its first line says what made the samples (model, sampler,
-precision). A store of samples made otherwise refuses the file. Every further line is one sample
+precision); a store of samples made otherwise raises ValueError. Each further line is one sample
 (several in files of earlier versions): `{"batch": [{"key", "text", "tokens", "denoising_steps",
 "truncated", "signs"}], "sha256"}`. A killed process loses only its samples in flight. A thread
-syncs the file, so that no model waits for the disk. A machine that goes down loses at most the
-samples that finished during two syncs. An incomplete last line is removed; any other line whose
+syncs the file, so that no model waits for the disk. If the machine fails, at most the samples that
+finished during two syncs are lost. An incomplete last line is removed; any other line whose
 sha256 does not match is an error.
 
-Process r of n makes every n-th sample and writes a file of its own. A store that is opened reads
-the files of all processes. So a resumed run may have another number of processes.
+Process r of n makes every n-th sample and writes a file of its own. Opening a store reads the
+files of all processes, so a resumed run may have another number of processes.
 
 A sample is identified by its key, a hash of prompt, seed, token limit and whether thinking is on.
 """

@@ -1,6 +1,6 @@
 """Reaches a verdict early: up to five interim looks at a run, with the error rates of one test.
 
-Looking often and stopping at the first small p-value errs more often than stated. So the level
+Whoever looks often and stops at the first small p-value errs more often than alpha. So the level
 alpha is spent over the looks (Lan and DeMets 1983) by a function like O'Brien and Fleming's. The
 level spent up to information fraction t is
 
@@ -20,8 +20,8 @@ before the first question is asked. Looks follow from the plan and from which an
 nobody can choose them afterwards.
 
 The sequential p-value is the least alpha at which one of the looks so far decides (Liu and Anderson
-2008). The verdict, Holm's correction over tasks included, uses it in place of the p-value. It never
-grows with further looks.
+2008). The verdict, Holm's correction over tasks included, uses it in place of the p-value. Further
+looks never increase the sequential p-value.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def order(self) -> list[int]:
-        """Question indices in a seeded random order; further questions do not reorder them."""
+        """Question indices in a seeded random order; a larger plan keeps a smaller one's order."""
         keys = [hashlib.sha256(f"{self.seed}:{i}".encode()).digest() for i in range(self.questions)]
         return sorted(range(self.questions), key=keys.__getitem__)
 

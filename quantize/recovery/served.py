@@ -6,8 +6,8 @@ We send prompt, seed and token limit; the server applies its own chat template a
 busy (429), temporarily broken (5xx) or unreachable, the request is sent again. We wait as long as
 `Retry-After` says, else 0.5, 1, 2, ... s. Any other refusal ends the run with the server's words.
 
-A block-diffusion server must encode a finished canvas as plain embeddings. A server that does this
-sets the header `COMMIT_PASS` in its responses. vLLM 0.24 to 0.33 needs our plugin for this.
+A block-diffusion server must encode a finished canvas as plain embeddings, or longer answers get
+worse. Servers that do so send the header `COMMIT_PASS`. vLLM 0.24 to 0.33 needs our plugin for it.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Packs a run into one file to share: no weights, no questions, no answers, no local paths.
 
 JSON files lose questions, canvases and the model's folder. The log keeps tracebacks' frames and
-error classes, not messages, which may quote a prompt. ~ replaces the home folder, RUN the run's.
+error classes, not messages, which may quote a prompt. ~ is the home folder, RUN the run's.
 """
 
 import json

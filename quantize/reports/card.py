@@ -63,7 +63,7 @@ class Override:
 
 
 def serve_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command for checkpoint `repo`, one flag per line; `canvas` is its length."""
+    """Return the vLLM command for `repo`, one flag per line; `canvas` is the length of a canvas."""
     return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
 
 

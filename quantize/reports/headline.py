@@ -132,7 +132,7 @@ def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:
-    """Return both models' accuracy in this run, and whether BF16's interval contains `printed`."""
+    """Return both accuracies, and whether BF16's interval has the published score `printed`."""
     if task is None:
         return ["not asked", "-", "-"]
     intervals = [

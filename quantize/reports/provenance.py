@@ -68,7 +68,7 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
 def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return one text per origin of scores: a server, a file in llama.cpp, or our own engine.
 
-    A text names the model or hardware, and the seed; that of llama.cpp also names its tasks' outcomes.
+    A text names the model or hardware, and the seed. llama.cpp's also gives its tasks' outcomes.
     """
     found: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):

@@ -1,6 +1,6 @@
 """Finds questions that two models answered differently, and their recorded canvases.
 
-A question differs if one of its repeats does: only one model is right, or both are wrong with
+A question differs if in one of its repeats only one model is right, or both are wrong with
 different answers. A private task's question is shown as its hash, without text, answer or target.
 """
 
@@ -20,8 +20,8 @@ def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
     """Return an entry for each question that differs between the models, in data set order.
 
     Keys: question (its index), hash, repeats (how many), repeat (the first that differs), outcome
-    (lost, won or other answer), text (None at first), target, `bf16` (the model of `base`) and
-    `quantized` (of `other`). For each model: how many repeats are right; answer, steps and tokens
+    (lost, won or other answer), text (None: the caller adds it), target, `bf16` (from `base`) and
+    `quantized` (from `other`). For each model: how many repeats are right; answer, steps and tokens
     of the first repeat that differs. Target and answers of a private task are None.
     """
     theirs = {(row.doc_id, row.repeat): row for row in other.rows}

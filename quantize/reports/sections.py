@@ -118,7 +118,7 @@ def question_sections(questions: Content) -> list[Section]:
 
 
 def looks_lines(content: Content) -> list[str]:
-    """Return sentences on tasks that ended early or were not asked, and on steps, if not judged."""
+    """Return sentences on tasks that ended early or were not asked, and on unjudged steps."""
     lines = [
         f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
         f"not asked. Its intervals are of what was asked, not widened for the looks."

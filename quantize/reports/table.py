@@ -79,7 +79,7 @@ def cell(task: Task, key: str, spec: str, unit: str = "") -> str:
 
 
 def _both(task: Task, count: str, spec: str) -> str:
-    """Return a count of both models; "-" if unknown, as a server does not report its steps."""
+    """Return a count of both models, "-" for an unknown one (servers report no steps)."""
     values = (task[model][count] for model in ("bf16_counts", "quantized_counts"))
     return " / ".join("-" if value is None else f"{value:{spec}}" for value in values)
 

@@ -36,7 +36,7 @@ HASHED_AT_ONCE = 1 << 24
 
 
 def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
-    """Return a new run's manifest; `digest` is `source`'s fingerprint; `model` None: bundled."""
+    """Return a new run's manifest; `digest` is `source`'s fingerprint, `model` None if bundled."""
     return {
         "recipe": recipe,
         "began": now(),

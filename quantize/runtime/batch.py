@@ -57,7 +57,7 @@ def generate(
     on_step: OnStep | None = None,
     images: Sequence[Images | None] | None = None,
 ) -> list[Sample]:
-    """Generate one batch, with all slots free at first; return one sample per prompt, in order.
+    """Generate one batch; return one sample per prompt, in order. All slots must be free before.
 
     `prompts` are token ids of any lengths, `seeds` are int64. A prompt and a seed give the same sample
     in any batch, except for rounding on a GPU. Whole canvases are generated until `max_new_tokens` are

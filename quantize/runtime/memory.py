@@ -11,9 +11,9 @@
     beside       what a stage holds besides the models: GPTQ's Hessians and factors
     CUDA         the context, compiled kernels, memory that the allocator cannot use
 
-Results depend on the batch size. So layers leave the GPU first, and the batch is halved only if that is
-not enough. If weights are streamed for several batches, the number of batches in lockstep is chosen
-so that the fewest bytes cross the link to the GPU. All sizes are computed from shapes.
+Results depend on the batch size. So layers leave the GPU first; the batch is halved only if
+streaming all layers is not enough. If weights are streamed for several batches, the number of lanes
+is chosen so that the fewest bytes cross the link to the GPU. All sizes are computed from shapes.
 """
 
 import math

@@ -121,8 +121,8 @@ def is_hopper(device: str) -> bool:
 def budget_of(place: Placement) -> float | None:
     """Return how many bytes of a GPU may be used: `gpu_memory`, or all free bytes if that is None.
 
-    On a CPU, return `gpu_memory` unchanged. On a GPU, limit torch's allocator to `gpu_memory` minus
-    CONTEXT_BYTES, unless it is None. Raise ResourceError if less than `gpu_memory` is free.
+    On a CPU, return `gpu_memory` unchanged. On a GPU, if `gpu_memory` is set, limit torch's
+    allocator to it minus CONTEXT_BYTES. Raise ResourceError if less than `gpu_memory` is free.
     """
     device, asked = place.device, place.gpu_memory
     if device == "cpu":

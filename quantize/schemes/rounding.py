@@ -158,7 +158,7 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
 def quantize_mx(
     weight: Tensor, ranges: Tensor, _: Tensor | None, out: Tensor | None
 ) -> dict[str, Tensor]:
-    """Quantize to MXFP4, in groups of 32 without a global scale; else as `quantize_groups`."""
+    """Quantize to MXFP4, in groups of 32, without a global scale; else like `quantize_groups`."""
     scale = formats.e8m0_scale(ranges)
     packed = _packed(weight, formats.e8m0_values(scale), MX_GROUP, out)
     return {"weight_packed": packed, "weight_scale": scale}

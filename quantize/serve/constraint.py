@@ -6,10 +6,10 @@ logits. All later tokens were denoised beside the forbidden token, so the canvas
 In this round, the tokens up to the new token are pinned, and so are all tokens that must follow it.
 A canvas has at most ROUNDS such rounds; after that, tokens are only replaced.
 
-The answer always ends where the grammar accepts an end: room is kept for known tokens that lead
-there. If a canvas would leave too little room, it is read again, and the room is checked at every
-token. Thoughts are free, but closed early enough for the form to fit after them. JSON is written
-without blanks, so many of its tokens are certain; these are pinned before the first step.
+The answer always ends where the grammar accepts an end: room is kept for known tokens that lead to
+such an end. If a canvas would leave too little room, the automaton reads it again and checks room
+at every token. Thoughts are free, but closed early enough for the answer to fit after them. JSON is
+written without blanks, so many of its tokens are certain; these are pinned before the first step.
 """
 
 from collections.abc import Sequence

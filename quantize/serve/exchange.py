@@ -17,7 +17,7 @@ MAX_PENDING_DRAFTS = 64  # a client that reads slowly misses drafts, never text
 
 
 class Exchange:
-    """One HTTP request: `count` jobs, one per choice, in `seconds`; raises as `reserve` does."""
+    """A request: `count` jobs, one per choice, done within `seconds`; raises as `reserve` does."""
 
     def __init__(self, scheduler: Scheduler, seconds: float, count: int) -> None:
         scheduler.reserve(count)

@@ -4,8 +4,8 @@
 
 A request goes to the worker with the fewest open requests. With a prefix cache, a chat stays with
 the worker that encoded its beginning. It moves to the least busy worker if its own is not ready, or
-has over `max_num_seqs` more open requests. A worker that ends is restarted. Its requests end with
-503, or with an error in their streams; the other workers go on. No general proxy does all this:
+has over `max_num_seqs` more open requests than it. A worker that ends is restarted. Its requests
+end with 503, or with an error in their stream; other workers go on. No general proxy does all this:
 load balancers cannot read a chat's beginning, and routers that read it start no servers.
 """
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
-    """Return `app` in the guard; if origins are set, CORS middleware (preflights) wraps both."""
+    """Return `app`, guarded; if origins are set, CORS middleware around it answers preflights."""
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard

@@ -2,8 +2,8 @@
 
 initial_text    fills the answer's beginning before the first step, and is denoised like noise
 pinned          [{position, text}]: the text's tokens are committed unchanged from that position on
-suffix          text that follows the answer and is not part of it: pinned in the same canvas,
-                after max_tokens positions (default: at the canvas' end), before the first step
+suffix          text that follows the answer and is not part of it: pinned before the first step,
+                in the first canvas, after max_tokens positions (by default at that canvas' end)
 """
 
 from collections.abc import Callable

@@ -138,7 +138,7 @@ Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator
 
 
 def hints(messages: Sequence[Message]) -> dict[str, str | None]:
-    """Return a chat's ignored fields: first `name`, first `detail` not auto; None if absent."""
+    """Return a chat's ignored fields: its first `name`, its first `detail` but auto; else None."""
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))

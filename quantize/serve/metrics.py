@@ -41,7 +41,7 @@ class Metrics:
         self.canvas_seconds = made(Histogram, "canvas_seconds", says, buckets=SECONDS)
 
     def watch(self, prefixes: PrefixCache[Any] | None, device: torch.device) -> None:
-        """Add gauges of a prefix cache, if any, and of a GPU that NVML finds; read at each GET."""
+        """Add gauges of a prefix cache, if any, and of a GPU that NVML finds; a GET reads them."""
         if prefixes is not None:
             says = "Tokens of prompts that were looked for."
             self._ask("prefix_asked_tokens", says, lambda: prefixes.asked)

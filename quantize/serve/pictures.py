@@ -52,7 +52,7 @@ def put(
 
 
 def read(url: str) -> Image:
-    """Return the picture in a data URL, as RGB; InputError: broken, too large, not of FORMATS."""
+    """Return a data URL's picture as RGB; InputError: it is broken, too large or not of FORMATS."""
     if (head := DATA_URL.match(url)) is None:
         raise InputError(
             f"{url[:40]!r} is not read: pictures come as data:image/png;base64,... (or jpeg, webp), "

@@ -1,7 +1,7 @@
 """The bodies of requests: OpenAI's fields that block diffusion can honour, and fields of our own.
 
-Other fields are refused by name, or ignored (`unsupported`). Ignored values must be in OpenAI's
-range. A field that is null counts as absent: clients send whole messages back with nulls.
+Other fields are refused by name, or ignored (`unsupported`). An ignored value out of OpenAI's range
+is refused. A field that is null counts as absent: clients send whole messages back with nulls.
 
 Our own fields (`extra_body` in OpenAI's client) include the sampler's controls (`recipe.controls`);
 known text of an answer (`infill`); `guided_json` and `guided_regex`; and, in chats, `image_tokens`,

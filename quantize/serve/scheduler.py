@@ -113,7 +113,7 @@ class Scheduler:
             self._reserved += count
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs in reserved places; in a shutdown free them, raise RequestError 503."""
+        """Queue jobs in reserved places; in a shutdown, free the places, raise RequestError 503."""
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
@@ -122,7 +122,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
-        """Free `reserved` places; end jobs without more events, running jobs after their canvas."""
+        """Free `reserved` places; jobs send no more events; running ones end after their canvas."""
         with self._changed:
             self._reserved -= reserved
             for job in jobs:

@@ -81,7 +81,7 @@ def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
 
 
 def held(engine: Engine) -> str:
-    """Return a line: slots, token limit, on a GPU the load from which canvases save no time."""
+    """Return a line: slots, token limit, on a GPU the load at which single tokens are as fast."""
     limits = f"prompt and answer at most {engine.max_length} tokens"
     text = f"serving {engine.capacity} samples at once, {limits}"
     if engine.device.type != "cuda":

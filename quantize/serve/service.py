@@ -57,7 +57,7 @@ class Service:
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def leave(self) -> None:
-        """Refuse waiting jobs now; `shutdown_grace` s later end running jobs after their canvas."""
+        """Refuse waiting jobs; after `shutdown_grace` s, running jobs end with their canvas."""
         # This thread may hold the very lock that draining takes, so another drains.
         threading.Thread(target=self.scheduler.drain).start()
         timer = threading.Timer(self.options.shutdown_grace, self.scheduler.stop)

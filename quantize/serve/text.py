@@ -145,6 +145,6 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 
 def held(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins a stop string, or 0."""
+    """Return the length of the longest end of `text` with which a stop string begins, or 0."""
     lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
     return max(lengths, default=0)

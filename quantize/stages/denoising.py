@@ -1,9 +1,9 @@
 """Denoises a recipe's calibration prompts, for the stages calibrate and round.
 
 If the recipe rounds with GPTQ, calibrate records in a scratch folder what enters the first layer
-(`fused.recording`). Round makes a missing or damaged recording again, and removes the folder at its
-end. Results depend on the batch size. So the size is never changed to save memory: a batch that does
-not fit is an error. If weights are streamed, batches denoise in lockstep.
+(`fused.recording`). The stage round repeats a missing or damaged recording, and removes the folder
+at its end. Results depend on the batch size. So the size is never changed to save memory: a batch
+that does not fit is an error. If weights are streamed, batches denoise in lockstep.
 """
 
 import hashlib

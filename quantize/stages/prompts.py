@@ -1,6 +1,6 @@
 """Loads calibration prompts: bundled word problems, a local jsonl of chats, or Hub datasets.
 
-A row becomes a chat that ends with the row's last user message, which the model then answers. Chats of
+A row of data becomes a chat that ends with its last user message, which the model answers. Chats of
 a local file may show pictures: {"type": "image", "path": "a.png"} is then one part of a message, with a
 path relative to the file. Rows are taken from the recipe's datasets in turn. The recipe says for which
 share of chats, spread evenly, the thinking channel is on. A recipe always gives the same prompts: its

@@ -54,6 +54,17 @@ def test_bf16_with_fused_experts(tiny_checkpoint: Path):
     assert not {"unknown", "tied copy"} & {kind for kind, _ in summary(tiny_checkpoint)}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_weights_in_another_plain_dtype(tiny_checkpoint: Path, tmp_path: Path, dtype: str):
+    """Its name is shown; nothing is called incomplete."""
+
+    def wider(tensors: Tensors) -> Tensors:
+        return {name: data.to(getattr(torch, dtype)) for name, data in tensors.items()}
+
+    found = summary(edited(tiny_checkpoint, tmp_path / "wider", wider))
+    assert {scheme for _, scheme in found} == {f"F{dtype.removeprefix('float')}"}
+
+
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "NVFP4", "NVFP4A16"])
 def test_ours(tiny_checkpoint: Path, tmp_path: Path, scheme):
     conversion, _ = run(tiny_checkpoint, tmp_path / "out", recipe_for(scheme))

@@ -1,7 +1,7 @@
 """Encodes and decodes one batch with the kernels, in slots of the engine's cache (`DrawingPasses`).
 
-Inside `watching`, if every observer only launches GPU work, steps after a canvas' first use CUDA
-graphs, one for each number of canvases. All other passes launch kernel by kernel.
+Inside `watching`, if every observer only launches GPU work, a canvas' second and later steps
+use CUDA graphs, one for each number of canvases. All other passes launch kernel by kernel.
 
 Sequences of unequal lengths are padded to share a pass, so that streamed weights are read once for all.
 The padding's keys and values come after a sequence's tokens, and are overwritten before anything reads

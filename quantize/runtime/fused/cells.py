@@ -85,7 +85,7 @@ class Cache:
         return [slice(first, last)] if first < last else [slice(first, ring), slice(0, last)]
 
     def block(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """Return copies: [start, end) in full layers, the window before `end` in sliding layers."""
+        """Return copied cells: [start, end) in full layers, the window before `end` in others."""
         tensors = (*self.keys, *self.values)
         return [tensor[slot, self._cells(tensor, start, end)].clone() for tensor in tensors]
 
@@ -181,7 +181,7 @@ class HostCells:
                     host.copy_(own, non_blocking=True)
 
     def _same(self, index: int, lane: int, place: Cache, added: Added) -> Visits:
-        """Yield pairs of the same cells of tokens at a layer: on the host, and in a place."""
+        """Yield (cells on the host, the same cells in `place`) of `added` tokens at a layer."""
         slot, start, count = added
         for cells in self._host.runs(index, start, start + count):
             row = lane * self._slots + slot

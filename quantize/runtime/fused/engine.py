@@ -106,7 +106,7 @@ class FusedEngine:
         batch_invariant: run every step at the shape of a full engine, so that a sample's tokens do not
             depend on the other samples. If False, tokens on a GPU may depend on them, since kernels
             round differently for other numbers of rows. On a CPU, tokens never depend on them.
-        graphs: use CUDA graphs; ignored on a CPU, `on_host`, with streamed weights or several lanes.
+        graphs: use CUDA graphs; not on a CPU, with `on_host`, streamed weights or several lanes.
         inputs: rounds the inputs of products, or shows them to observers; if None, only kernels round.
         prefix_bytes: bytes for the cache of encoded beginnings of prompts; no cache if 0, or `on_host`.
         lanes: number of batches, each in `capacity` slots of its own, that go through the layers
@@ -184,7 +184,7 @@ class FusedEngine:
         """Put a prompt into a free slot; encode it now, or let `denoise` encode it with others.
 
         Short texts wait for `denoise`. In lockstep without a prefix cache, texts that fit one pass wait
-        too. If planned memory cannot hold all waiting tokens, those of other slots are encoded now.
+        too. If planned memory cannot hold all waiting tokens, other slots' tokens are encoded now.
         Raise InputError as `Engine.admit` does, or if the slot is not free. Raise ResourceError if
         there is no memory for the vision tower.
         """
@@ -264,7 +264,7 @@ class FusedEngine:
 
     @cached_property
     def _probabilities(self) -> Probabilities:
-        """The buffers in which lm_head stores as many rows of probabilities for the soft embedding."""
+        """Buffers of lm_head's probabilities, as many rows as `_logits`, for the soft embedding."""
         return Probabilities.room(self._logits, sparse=self.model.sparse)
 
     def passes(
@@ -567,7 +567,7 @@ class FusedEngine:
         return done
 
     def _begin(self, step: Step, slots: list[int], graphs: bool) -> tuple[list[_Sequence], int]:
-        """Begin canvases in the rows of a step; return the rows' sequences, and how many it encodes."""
+        """Begin canvases in a step's rows; return their sequences, and how many runs it encodes."""
         new = {slot for slot in slots if not self._slots[slot].under_way}
         rows = self._seat(step, slots)
         runs: list[Row] = []

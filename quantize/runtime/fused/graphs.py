@@ -271,7 +271,7 @@ class Step:
             return sample(logits.view(*state.canvas.shape, -1), state, self._schedule)
 
     def _left(self, rows: int) -> Probabilities | None:
-        """Return where `look` stores probabilities of so many rows; None where it cannot run."""
+        """Return where `look` stores the probabilities of `rows` rows; None if it cannot run."""
         return None if self._probabilities is None else self._probabilities.first(rows)
 
     def _condition(self, start: int) -> None:

@@ -110,7 +110,7 @@ class LayerByLayer:
         return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]
 
     def _placement(self, own: RecordedPass) -> PassRows:
-        """Return the placement of a pass' rows; most steps of a canvas share the one before."""
+        """Return the placement of a pass' rows; most steps share that of the step before."""
         if self._last is None or not own.stands_as(self._last[0]):
             device = self._device
             visible = {

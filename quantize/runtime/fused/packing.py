@@ -236,7 +236,7 @@ class Packer:
         return _as_kernels_read(stacked, 3)
 
     def _check(self, name: str, tensor: Tensor) -> Tensor:
-        """Check a tensor when it is first read, and only then: the answer waits for the device."""
+        """Check a tensor when it is first read, and only then: the check waits for the device."""
         if name in self._checked:
             return tensor
         sound = sound_scales if name.endswith(".weight_scale") else all_finite
@@ -265,7 +265,7 @@ def _as_kernels_read(tensors: dict[str, Tensor], dims: int) -> dict[str, Tensor]
 
 
 def _interleaved(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave rows, as words of 8 bytes where they are whole words: bytes take longer."""
+    """Interleave rows, as words of 8 bytes if they are whole words, since bytes take longer."""
     whole = gate.shape[-1] * gate.element_size() % 8 == 0
     pair = (t.view(torch.int64 if whole else torch.uint8) for t in (gate, up))
     return formats.interleave_gate_up(*pair).view(gate.dtype)

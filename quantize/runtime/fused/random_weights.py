@@ -1,8 +1,8 @@
 """Makes random weights of a config's exact shapes on the device, to measure speed and memory.
 
 Standard deviations are 1/sqrt(K) for the weights of a Linear with K inputs, and 1 for router logits.
-Random attention gives all tokens nearly the same output. So attention's branch is scaled to a tenth of
-the others: otherwise tokens would become ever more alike, and a dozen experts would get all of them.
+Random attention gives all tokens nearly the same output: tokens would become ever more alike, and
+a dozen experts would get all of them. So attention's branch is a tenth as large as the others.
 """
 
 import itertools

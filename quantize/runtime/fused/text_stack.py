@@ -283,7 +283,7 @@ class FusedModel:
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
     ) -> tuple[Tensor, Activation]:
-        """Embed tokens, add the update, if any, to the decoder's; return h and the first input."""
+        """Embed tokens, add `update`, if any, to decoder rows; return h and layer 0's input."""
         norm, (scheme, shared) = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
@@ -358,7 +358,7 @@ class FusedModel:
         return self._product(index, "down", x, (down,))
 
     def _beside(self) -> AbstractContextManager[object]:
-        """Run a branch on a stream of its own until `_join`: small kernels run beside others.
+        """Run a branch on its own stream until `_join`: small kernels run beside the main stream's.
 
         Memory is safe: the main stream uses what the branch allocates before the next branch starts,
         and holds what it lends the branch until after `_join`.
@@ -374,11 +374,11 @@ class FusedModel:
 
     @property
     def _branch(self) -> torch.cuda.Stream | None:
-        """The branch's stream; None while observers are shown inputs, which they add on one stream."""
+        """The branch's stream; None while observers watch, which add inputs on one stream."""
         return None if self.inputs is not None and self.inputs.shown else self._side
 
     def _entrance(self, index: int) -> Entrance:
-        """Return the norm of a layer's input and how it is read, without touching its weights."""
+        """Return the norm of a layer's input and how it is read; no other weights are touched."""
         norm, read = self.weights.entrances[index]
         return norm, BF16 if self.inputs is not None and self.inputs.bf16 else read
 

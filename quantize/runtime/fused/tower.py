@@ -44,7 +44,7 @@ class Tower:
 
     @cached_property
     def _modules(self) -> tuple[Any, Any]:
-        """Build both parts on their device; every weight must be found."""
+        """Build the vision tower and the projection on the device; every weight must be found."""
         from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
             DiffusionGemmaMultimodalEmbedder,
         )

@@ -59,7 +59,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
-    """Return whether weights packed for `mode` on `device` cannot be used in any other mode."""
+    """Return whether weights packed for `mode` on `device` serve this mode only."""
     return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
 
 
@@ -99,7 +99,7 @@ def _settle(scheme: str, found: "_Found") -> None:
 
 
 class _Found:
-    """The test results of a GPU: by name of a layout of weights the fault, or None."""
+    """A GPU's test results: name of a layout of weights -> its fault, None if there is none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -152,7 +152,7 @@ def with_layers_of(
 def _layers(
     packer: Packer, count: int, streamed: list[int], on_layer: OnLayer
 ) -> tuple[LayerWeights, ...] | StreamedLayers:
-    """Load the layers that stay; read the others once, to check them and to learn their sizes."""
+    """Load the layers that stay; read streamed layers once, to check them and learn their sizes."""
     kept: dict[int, LayerWeights] = {}
     small: list[dict[str, Any]] = []
     entrances: list[Entrance] = []

@@ -12,8 +12,8 @@ tokens than `min_tokens_per_expert` takes the largest amax of its layer, and cov
 llm-compressor's oneshot, with which the tests compare, lacks this loop. Its `basic` pipeline shows the
 decoder only one random canvas; its `sequential` pipeline never finishes the encoder (scales stay
 uninitialised, without an error). Oneshot runs every expert as a separate Linear: 11,520 calls per
-forward pass of the 26B model. From equal maxima, this stage and oneshot on a CPU make equal scales:
-both divide in FP32. On a GPU oneshot divides in BF16.
+forward pass of the 26B model. If the maxima are equal, this stage and oneshot on a CPU make equal
+scales, since both divide in FP32. On a GPU oneshot divides in BF16.
 
 Under `torchrun --nproc-per-node N` the N processes share the batches, with one GPU each. Maxima are
 pooled exactly, so the files equal those of one process.
@@ -58,7 +58,7 @@ def calibrate(
     Raises:
         InputError, ResourceError: recipe, prompts or checkpoint are wrong or missing; a batch does
             not fit the GPU; or scratch is full.
-        QuantizeError: a module, which is named, has no usable scale.
+        QuantizeError: a module has no usable scale; the message names the module.
     """
     settings = recipe.calibration
     if settings is None:

@@ -7,7 +7,7 @@ memory holds a few pieces, whatever the size of the model. In the result
   - names are vLLM's: `model.decoder.*`, with `experts.E.{gate,up,down}_proj` for each expert E. The
     encoder keeps its `layer_scalar`s, but no tied text weights. There is no `lm_head`;
   - gate/up of an expert or MLP and q/k/v of a layer share their global scale (a full layer has no v);
-  - all other tensors are the source's byte for byte; one with NaN or infinity is refused;
+  - all other tensors are the source's, byte for byte. NaN or infinity in one is an InputError;
   - config.json has `quantization_config` as compressed-tensors writes it; tokenizer, processor,
     chat template, generation config and licence files are the source's.
 
@@ -61,8 +61,8 @@ def convert(
 ) -> Conversion:  # fmt: skip
     """Quantize a BF16 checkpoint as the plan `targets` says, and write the result to the folder `out`.
 
-    `out` appears when it is complete; it must not exist, unless `overwrite` is set. If a call was
-    interrupted, the same call keeps the finished shards, and the bytes are the same in the end.
+    `out` appears when it is complete. It must not exist unless `overwrite` is set. After an
+    interrupted call, an equal call keeps finished shards and makes an uninterrupted call's bytes.
 
     The file `input_scales` has `<module>.input_global_scale` FP32 [1] of every NVFP4 module. The folder
     `rounded` has the codes and scales of `round_weights`; None rounds to nearest. `device` changes only
@@ -72,7 +72,7 @@ def convert(
     Raises:
         InputError: `out` exists; `source` has a wrong layout, changes meanwhile, or has a weight that
             is NaN, infinite or above 1e38; an input scale is missing, extra or not above 0; `rounded`
-            is empty; the plan fuses Linears of different schemes.
+            is empty; servers fuse Linears to which the plan gives different schemes.
         ResourceError: the disk is too small, or fails.
     """
     if out.exists() and not overwrite:

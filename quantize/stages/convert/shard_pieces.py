@@ -1,12 +1,12 @@
 """Makes the pieces of a quantized checkpoint: turns source bytes into output bytes.
 
-The tensors of the plan become pieces, in source order but for fused Linears:
+Tensors become pieces in the order of the source; only Linears that servers fuse are put together:
 
   kept in BF16     one piece per tensor, copied some rows at a time
   fused experts    pieces of as many experts as suit the device, one Linear after the other. Gate and up
                    of an expert are adjacent in the source and share one global scale
   other Linears    one piece per Linear, or per matrix into which servers fuse Linears (q/k/v, gate/up):
-                   these share a global scale. A full-attention layer has no v
+                   fused Linears share a global scale. A full-attention layer has no v
 
 The tensors of one Linear are adjacent in its piece: codes, scale, global scales.
 """

@@ -41,7 +41,7 @@ DONE = "done.json"
 class Answers:
     """Holds the scores so far, by model and task, and asks models for more answers.
 
-    Scores are written to `folder`: the run's evaluation/ or, if that is finished, a copy of it.
+    Scores are written to `folder`: the run's evaluation/ or, once it has done.json, a copy of it.
     """
 
     def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
@@ -56,7 +56,7 @@ class Answers:
             shutil.copytree(run.evaluation, self.folder, ignore=unfinished)
 
     def finish(self, tasks: Sequence[Task], done: Mapping[Task, int]) -> None:
-        """Write done.json from `done` (task -> looks taken), and move the scores to evaluation/.
+        """Write done.json from `done` (task -> interim looks taken); move scores to evaluation/.
 
         Sample files are removed once they are complete, except BF16's.
         """
@@ -110,7 +110,7 @@ class Answers:
     def compared(
         self, judged: Sequence[ComparedModel], task: Task, gate: Gate
     ) -> tuple[int, Comparison | None]:
-        """Return how many looks both `judged` models finished, and their comparison or else None."""
+        """Return how many looks both `judged` models finished, and their comparison or None."""
         ours, theirs = (self.scored(model, task) for model in judged)
         looks, found = 0, None
         if ours and theirs:
@@ -125,8 +125,8 @@ class Answers:
     ) -> None:
         """Let models answer the questions of each task's first `looks[task]` interim looks.
 
-        Existing answers are not asked for again. If a model has not answered a task yet, it gets
-        the questions of all these looks at once: no slot idles after a look. `title` is shown.
+        Existing answers are not asked for again. If a model has not answered a task, it gets the
+        questions of these looks at once: no slot idles after a look. Progress bars show `title`.
         """
         for model in self.there_first(models):
             for task, number in looks.items():

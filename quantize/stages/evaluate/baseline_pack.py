@@ -6,9 +6,9 @@ has the origin, the conditions of each task's answers, and a sha256 over everyth
 found by the hash of its request. No pack holds questions, and of a private task only the extracted
 answers are kept.
 
-A run uses a pack only if everything that its answers depend on is equal, except MAY_DIFFER: what
-only changes the order of sums, versions of four packages, and how much was planned. Trust a pack
-only as far as its giver: the sha256 finds damage, not forgery.
+A run uses a pack only if everything that the pack's answers depend on is equal in the run. Only
+MAY_DIFFER is excepted: what changes just the order of sums, versions of four packages, and how much
+was planned. Trust a pack only as far as its giver: the sha256 finds damage, not forgery.
 """
 
 import gzip
@@ -203,8 +203,8 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
     `weights` is the model's fingerprint; `here` is task -> conditions of answers made here.
 
     Raises:
-        InputError: a pack is damaged, or packs of this model exist, but none fits; the message says
-            why the first does not.
+        InputError: a pack is damaged; or this model has packs and none fits (the message says why
+            the first does not).
     """
     refused: list[str] = []
     for path in sorted(folder.glob("*.jsonl.gz")):

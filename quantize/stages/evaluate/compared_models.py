@@ -47,8 +47,8 @@ class ServedModel:
     user's name for the weights; it is needed if a server reports no fingerprint.
 
     Raises:
-        InputError: a server has other weights than `digest` or than the first server, or neither the
-            server nor `revision` says which weights it serves. ServerError: as in `Servers`.
+        InputError: a server has other weights than `digest`; it reports none and `revision` is
+            None; two servers differ in what they serve. ServerError: as in `Servers`.
     """
 
     loading_seconds = 0.0
@@ -127,7 +127,7 @@ class ModelOptions:
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
 
     def check(self) -> None:
-        """Raise InputError if an option lacks one that it needs, or comes with one it excludes."""
+        """Raise InputError if an option lacks one that it needs, or excludes one that is set."""
         if bool(self.servers) != bool(self.base_servers):
             raise InputError("--server and --base-server go together: both models are served alike")
         if (self.gguf is None) != (self.llama_cpp is None) or (self.gguf and self.servers):

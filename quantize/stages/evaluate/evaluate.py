@@ -5,8 +5,8 @@ and after each part the two models are compared (`recovery.sequential`). A task 
 asked further, and a run that fails ends. The plan is fixed before the first answer and stored with
 every score. Models that the gate does not judge answer the same questions.
 
-A model skips a part whose answers it has already given under this run's conditions. If an
-evaluation was finished before, new scores go to a copy, which replaces it once complete. Scores
+A model skips a part whose answers it has already given under this run's conditions. If the run has
+a finished evaluation, new scores go to a copy, which replaces evaluation/ once complete. Scores
 made under other conditions move to evaluation-earlier/. BF16's samples do not depend on the recipe,
 so all runs in one folder share the samples in that folder's `.bf16/`. One model is in memory at a
 time; it answers a whole part before another model is loaded.

@@ -91,7 +91,7 @@ class Answerer:
         """Return an engine with room for `context` positions; load one if none with room is loaded.
 
         Raises:
-            ResourceError: so long a context leaves room for fewer samples at once than planned.
+            ResourceError: the GPU has no room for the planned number of samples with this context.
         """
         if self._engine is None or self._engine.max_length < context:
             self.release()

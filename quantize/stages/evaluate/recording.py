@@ -1,8 +1,8 @@
 """Writes questions, and canvases of answers that differ, for the report's table and viewer.
 
 To record a question's canvases, both models answer it once more, from the scored answer's seed.
-These prompts are padded, so sums may round to another answer. So each recording holds its own
-answer, and the report says whether this is the scored one. Nothing of a private task is written.
+Recording pads the prompts, so sums may round to another answer. So each recording holds its own
+answer, and the report says whether it equals the scored one. Nothing of a private task is written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ RECORDED = 8  # questions of a task whose canvases are recorded
 def leave_questions(
     folder: Path, task: str, data_file: Path | None, definition: Definition | None = None
 ) -> dict[int, Request]:
-    """Write the prompts of the asked questions; return question index -> request, {} if private."""
+    """Write the prompts of the asked questions; return index -> request, {} for a private task."""
     if is_private(task, definition):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(folder / BASELINE, task).rows})
@@ -63,7 +63,7 @@ def record_differing(
 
 
 def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
-    """Return up to RECORDED of `base`'s rows that differ, changed scores first; one row if none do."""
+    """Return up to RECORDED differing rows of `base`, changed scores first; if none, one row."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
     found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]

@@ -42,7 +42,7 @@ class Task:
 
 
 def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[Task]:
-    """Load every task's data set, before any model; return the tasks, the cheapest first.
+    """Load every task's data set, but no model; return the tasks, the cheapest first.
 
     Raises:
         InputError: a task's own file cannot be read, or a task has only one question.

@@ -17,15 +17,15 @@ sound models from damaged ones. In the bundled model's worst layer, routing's sh
 sound NVFP4 (0.93 with BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a
 router swapped.
 
-The gated activation mode is also replayed with conditioning on the quantized model's own logits:
-errors then add up over the steps of a canvas, as they do while serving.
+The activation mode that the gate judges is replayed once more, conditioned on the quantized model's
+own logits: errors then add up over the steps of a canvas, as they do while serving.
 
 BF16 runs first, by itself, and its results stay on the host (`reference_cache`), so the models need
 not fit a GPU together. Modes that share weights are replayed side by side, other modes one by one.
 
 Intervals are percentile bootstraps with a fixed seed. They resample trajectories, since positions
-and steps of one sample are not independent. Faults end a run before anything is scored: a mean KL
-above the recipe's `gate.max_kl_nats` for the activation mode, and all that `linear_checks` finds.
+and steps of one sample are not independent. A run with faults ends before anything is scored.
+Faults are a mean KL above a mode's `gate.max_kl_nats`, and all that `linear_checks` finds.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,17 +1,17 @@
 """Checks each quantized Linear and each input range by itself, on the inputs that BF16 gives it.
 
 A replay's logits average over all experts and layers. One expert in another's place moves the
-logits less than rounding does. Here BF16 denoises held-out trajectories. Each Linear's input x is
-multiplied by its BF16 weight W and by its quantized weight W':
+logits less than rounding does. Here BF16 reads held-out prompts and one step of their first canvas.
+Each Linear's input x is multiplied by its BF16 weight W and by its quantized weight W':
 
     error    |x W^T - x W'^T| / |x W^T| over those tokens of the first canvas that reached the Linear
     range    largest |x| in prompts and canvas, against the range 6 * 448 / input_global_scale
     clipped  share of the values beyond this calibrated range
 
 Rounded weights give an error near their own relative error (0.1 for NVFP4, 0.03 for FP8). The
-weights of another expert give an error of about 1.4. A range is at fault only if it is off by more
-than a factor of 8, or if over 1 % of values are clipped: held-out activations are not those that
-calibration saw, and an expert that few tokens reached has its layer's range.
+weights of another expert give an error of about 1.4. A range is at fault only if it differs from
+the largest |x| by more than a factor of 8, or if over 1 % of values are clipped. The limits are so
+wide since calibration saw other activations, and experts with few tokens have the layer's range.
 
 The router's tensors stay in BF16 and must equal BF16's: equal routers choose equal experts.
 """
@@ -109,7 +109,7 @@ class Errors:
 
     @cached_property
     def found(self) -> dict[str, float]:
-        """Name -> error of every Linear that was reached, sorted; read only after the last input."""
+        """Name -> error of every Linear that was reached, sorted; to be read after all inputs."""
         names = sorted(self._found)
         errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
         return dict(zip(names, errors, strict=True))
@@ -145,7 +145,7 @@ class InputRanges:
         self._found: dict[tuple[str, ...], Tensor] = {}
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
-        """Note largest |x| and values out of range in `rows` [N, in]; `experts`: as in `Errors.see`."""
+        """Note the largest |x| of `rows` [N, in] and values out of range; see `Errors.see`."""
         x = rows.flatten(0, -2).abs()
         if experts is None:
             self._note((name,), x, torch.zeros(len(x), 1, dtype=torch.long, device=x.device))

@@ -3,8 +3,8 @@
 At every step all models read the reference's canvas, after the reference's committed tokens. Each
 model encodes these tokens itself. The models take each step together. Their logits are compared a
 few whole canvases at a time, and only the next step's conditioning is kept. The reference may also
-run by itself before the others (`remember`): models that do not fit a GPU together then need not be
-streamed.
+run by itself before the other models (`remember`). Models that do not fit a GPU together then need
+not be streamed.
 """
 
 from collections.abc import Iterator, Sequence

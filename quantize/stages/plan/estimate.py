@@ -5,7 +5,7 @@
 A pass' floor, its least time, follows from the rates that a GPU's maker states (`gpu_support.floor`).
 Factors and STREAMED were measured on one H200 at the 26B shape, and are assumed to hold elsewhere.
 Calibrate's time is an upper bound: the sum of both terms, with all steps of each canvas. Evaluate's
-time is a range: from typical answers and an early verdict, to all answers at their limits.
+time is a range: from typical answer lengths and an early verdict to all answers at their limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -122,7 +122,7 @@ class _Stages:
         self._before, self._after = sum_bytes(targets)
 
     def all(self, needed: Sequence[Need]) -> list[Row]:
-        """Return one row per stage that the recipe has: stages with needs, and convert and verify."""
+        """Return one row for each stage with a `Need` in `needed`, and for convert and verify."""
         own: dict[str, list[Need]] = {}
         for need in needed:
             own.setdefault(need.stage.split()[0], []).append(need)
@@ -242,7 +242,7 @@ def least_of(error: ResourceError) -> str:
 
 
 def calibration_steps(recipe: Recipe) -> int:
-    """Return calibration's most denoising steps: prompts x canvases x steps; 0 without calibration."""
+    """Return prompts x canvases x steps, the most denoising steps; 0 if nothing is calibrated."""
     settings = recipe.calibration
     return settings.prompts * settings.canvases * STEPS if settings else 0
 
@@ -266,7 +266,7 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
-    """Return evaluate's estimated seconds on an H200: typical answers and an early verdict."""
+    """Return evaluate's estimated seconds on an H200 for typical answers and an early verdict."""
     tokens = sum(tokens_by_task(recipe).values())
     return 2 * TYPICAL * SEQUENTIAL * tokens / EVALUATED_TOKENS_A_SECOND
 

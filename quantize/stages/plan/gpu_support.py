@@ -17,7 +17,7 @@ CONTEXT = 1024  # positions before the canvas in an estimate
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
-    """Return the GPU `name`; for None this machine's GPU, or None. InputError if `name` is unknown."""
+    """Return the GPU `name`, or without a name this machine's, or None; InputError as `gpus.named`."""
     import torch
 
     from quantize.runtime.fused.gpus import at_hand, named
@@ -50,7 +50,7 @@ def floor(
     bf16: bool = False,
     units: bool = False,
 ) -> dict[str, float]:
-    """Return part of the model -> its least seconds in a denoising step that uses every expert.
+    """Return the least seconds of a denoising step that uses every expert, by part of the model.
 
     The seconds follow from the GPU's stated `rates`. Each of `batch` canvases follows `context`
     positions. If `bf16`, all weights are BF16; if `units`, FP4 units run calibrated NVFP4.

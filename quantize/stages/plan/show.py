@@ -38,8 +38,8 @@ def show_plan(
 ) -> None:
     """Print what a recipe would do to a model, from headers or only from the model's config.
 
-    Stages are estimated for `gpu`, by default this machine's GPU, else an H200. `gpu_memory` is in
-    bytes, by default all. For the bundled model, one of the two must be given, or stages are left out.
+    Stages are estimated for `gpu` (None: this machine's GPU or, if it has none, an H200) with
+    `gpu_memory` bytes (None: all). They are left out for the bundled model if both are None.
     Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks)
@@ -87,7 +87,7 @@ def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
 
 
 def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
-    """Return a table of tasks, with `seconds` (least, most) in proportion to the tasks' most tokens."""
+    """Return a table of tasks; each gets a share of `seconds` (least, most) by its most tokens."""
     numbers = ("answers", "tokens each", "margin")
     table = narrow_table(None, ("task", *numbers, "time"), numbers)
     tokens = tokens_by_task(recipe)

@@ -21,7 +21,7 @@ def judged_points(
     verdict: Verdict,
     speeds: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """Return report.json's entry on each operating point, with whether it passes, fastest first."""
+    """Return report.json's entries on operating points, fastest first; each says if it passes."""
     asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
     whole = {
         name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
@@ -64,8 +64,8 @@ def settings_served(
     """Compare the settings that a checkpoint states with those that were judged.
 
     Returns:
-        (None, None) if the candidate was judged at the stated settings; else (name, None) of a passing
-        operating point that has them; else (None, fault), a sentence on a setting that differs.
+        (None, None) if the candidate was judged at the stated settings. Else (name, None) if the
+        passing operating point `name` has them. Else (None, a sentence on a setting that differs).
     """
     path = checkpoint / GENERATION
     stated = read_json(path) if path.is_file() else {}

@@ -85,7 +85,7 @@ def _input_name(tensor: str) -> str:
 
 @dataclass(frozen=True)
 class Done:
-    """A rounded unit: suffix -> tensor [E, ...] in host memory, and its entry of rounding.json."""
+    """A rounded unit: `tensors` on the host (suffix -> [E, ...]) and `facts` for rounding.json."""
 
     unit: Unit
     tensors: dict[str, Tensor]

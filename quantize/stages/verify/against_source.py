@@ -62,8 +62,8 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     """Compare every tensor of a quantized checkpoint, which passed `check_layout`, with its BF16 model.
 
     Returns:
-        `checks`, a list as in verification.json; `relative_error`, BF16 tensor -> error; `worst`, the
-        `Likeness` with the largest `times`, as a dict, or None if no Linear could be compared.
+        `checks` is a list as in verification.json. `relative_error` maps BF16 tensor to error.
+        `worst` is the `Likeness` of largest `times`, as a dict, or None if no Linear was compared.
 
     Raises:
         InputError: a tensor of the BF16 model is missing, or has another dtype or shape.

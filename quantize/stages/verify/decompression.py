@@ -1,8 +1,8 @@
 """Compares our dequantized weights, bit for bit, with compressed-tensors' decompression.
 
-In each source tensor, 16 Linears or more (or all) are compared in all rows, the others in some rows
-only. For NVFP4 on a CPU compressed-tensors takes nine times as long as `schemes.rounding`. A GPU launch
-costs time, so one torch call takes rows of several Linears, each row with its Linear's global scale.
+Of a source tensor, at least 16 Linears (or all) are compared in all rows, others in ROWS rows each.
+For NVFP4 on a CPU compressed-tensors takes nine times as long as `schemes.rounding`. GPU launches
+cost time, so one torch call takes rows of several Linears, each row with its Linear's global scale.
 """
 
 from collections import defaultdict

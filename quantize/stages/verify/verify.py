@@ -4,15 +4,15 @@ A check that looked at nothing fails. One thread per core reads weights in parts
 64 MB). So memory holds a few parts, whatever the size of the model.
 
 The full form compares all values with the source. The short form relies on convert's `witness`, which
-compared all values in memory, with the same code, source and recipe. Every part on disk is compared
-with what was in memory, and only a sample with the source. Both forms check names, files, scales.
+compared all values in memory, with the same code, source and recipe. Then every part on disk is
+compared with the witness' digest, a sample with the source. Both forms check names, files, scales.
 
   unchanged     every file still has the checksum that convert recorded when it wrote it
   config        config.json is the source's, and quantizes what the plan says, with the plan's schemes
   layout        every name, dtype and shape is what config.json calls for
   counts        numbers of quantized modules and bytes are the plan's; what must stay BF16 has no scale
-  one owner     vLLM reads `model.decoder.` and `model.encoder.language_model.` both as `model.`; no two
-                tensors then have one name (each of the two has its own `layer_scalar`)
+  one owner     vLLM reads `model.decoder.` and `model.encoder.language_model.` as `model.`,
+                and still no two tensors have one name (each of the two keeps its `layer_scalar`s)
   shared        q/k/v, and gate/up of an MLP or an expert, have equal global and input scales
   calibrated    input scales are those that calibration found
   tokenizer     tokenizer.json exists and is JSON
@@ -27,7 +27,7 @@ Checks of values (`verify_weights`):
   decompression our dequantized weights equal compressed-tensors', bit for bit: at least 16 modules of
                 every source tensor (or all) in all rows, its other modules in some rows
 
-Checks only in the short form:
+Only the short form has these checks:
 
   as encoded    the bytes at the headers' offsets are those that convert's witness checked
   read back     5 % of the parts are compared with the source once more
@@ -84,8 +84,8 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
-    If the layout is right, values are compared on `device` while files are hashed. All values are
-    compared if `full` is set or `run` has no valid record of convert's checks, else only a sample.
+    If layout and size are right, values are compared on `device` while files are hashed. If `full`
+    is set or `run` has no valid record of convert's checks, these are all values, else a sample.
     """
     held = "--full" if full else recall(run, source, targets, recipe)
     if isinstance(held, str):

@@ -124,7 +124,7 @@ def error_limit(recipe: Recipe, scheme: Scheme) -> float:
 
 
 def parts_of(targets: Iterable[Target], device: Device) -> list[PartOf]:
-    """Return parts of tensors: fused experts and BF16 tensors in pieces for a device, others whole."""
+    """Split fused experts and BF16 tensors into parts for a device; others are one part each."""
     parts: list[PartOf] = []
     for target in targets:
         rows, kept = target.shape[0], target.scheme is None
@@ -152,7 +152,7 @@ def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
 
 
 def ratio(distance: float, norm: float) -> float:
-    """Return sqrt(distance / norm) of sums of squares; for norm 0, infinity, or 0 if both are 0."""
+    """Return sqrt(distance / norm) of sums of squares. If norm is 0: infinity, or 0 for 0 / 0."""
     return math.sqrt(distance / norm) if norm else (0.0 if distance == 0 else math.inf)
 
 

@@ -135,7 +135,7 @@ class Record:
 
 
 def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recipe) -> Record | str:
-    """Return the witness' record of a run's checkpoint, or, as text, why there is none to trust."""
+    """Return the witness' record of a run's checkpoint, or a text: why no record can be trusted."""
     name = run.witness_json.name
     if not (run.witness_json.is_file() and run.conversion_json.is_file()):
         return f"{name} is missing"
