@@ -46,7 +46,7 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the `bf16_layout` that transformers builds without memory; InputError if it cannot."""
+    """Return the `bf16_layout` of the model that transformers builds; InputError if it cannot."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return dict(_built(json.dumps(plain)))
 

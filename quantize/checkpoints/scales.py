@@ -44,7 +44,7 @@ def positive(scales: Scales) -> Iterator[Finding]:
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
-    """Yield a finding for each scale of a fused matrix but the first: whether it equals the first."""
+    """Yield a finding for every later scale of a fused matrix: does it equal the first scale?"""
     first: dict[tuple[str, str], tuple[str, float]] = {}
     for module, own in scales.items():
         for suffix, value in own.items():

@@ -79,8 +79,8 @@ def sample_seed(run_seed: int, document: str, repeat: int) -> int:
 class SampleStore:
     """The finished samples of one task and model, in memory (`done`, by request's key) and on disk.
 
-    `complete` creates the file `path`, or `path`.RANK in processes after the first. `made_with` is
-    what samples depend on besides their requests. `share` is this process' share, by default all.
+    `complete` writes to the file `path`, in processes after the first to `path`.RANK. `made_with`
+    is what samples depend on besides requests. `share` is this process' share, by default all.
 
     Raise ValueError if a file's samples have another `made_with`, or if a line is damaged.
     """

@@ -50,7 +50,7 @@ def step_inflation(
 ) -> StepInflation | None:
     """Return two models' steps per token, compared on the same questions; `limit` 0.1 is 10 % more.
 
-    Return None if a single question has all the steps, or all the tokens, of one of the models.
+    Return None if one question accounts for all of a model's steps, or for all of its tokens.
     """
     table = np.array([[*base[q], *quantized[q]] for q in base], dtype=np.float64)
     if (table == table.sum(0)).any():
@@ -69,7 +69,10 @@ def step_inflation(
 
 
 def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return (log of the ratio, its standard error) of [..., n, 4]: steps, tokens, steps', tokens'."""
+    """Return log((steps' / tokens') / (steps / tokens)), and its standard error.
+
+    `table` [..., n questions, 4] has steps, tokens, steps' and tokens'.
+    """
     sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
     moved = without - without.mean(-1, keepdims=True)

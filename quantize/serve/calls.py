@@ -39,7 +39,7 @@ class Call:
 def read_calls(text: str, names: Collection[str], *, whole: bool) -> tuple[str, list[Call]]:
     """Return a pair: an answer's text without its calls to the tools in `names`, and these calls.
 
-    A call without an end is text if `whole`; else it is held back, so that results only grow.
+    `whole` says that the answer is complete. Then a call without an end is text; else it is held back.
     """
     content, calls, rest = "", list[Call](), text
     while (at := rest.find(OPEN)) >= 0:
