@@ -25,6 +25,7 @@ ROWS = (256, 1024, 4096)  # of 1, 4 and 16 canvases
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Return a graph of LAYERS calls."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             work()
