@@ -2,6 +2,7 @@
 
     python tests/benchmarks/step_speed.py rows --out FILE [--mixes fp8,nvfp4] [--batches 1,4]
     python tests/benchmarks/step_speed.py compile       what `rows` launches, with all cores
+    python tests/benchmarks/step_speed.py table --out FILE [--mixes nvfp4+fp8] [--batches 1,4,16,32]
     python tests/benchmarks/step_speed.py bundled --out FILE
     python tests/benchmarks/step_speed.py all --out FOLDER [--seconds 480]
 
@@ -17,6 +18,9 @@ Variants alternate in one process over the same weights, as `--compare` says:
                  sparse row is: PEAKS rows of the embedding are made 30 times as large first
     nothing      "served"
 
+`table` is `quantize bench` at 16 steps, of each mix, and again at the batches of --sparse with sparse
+soft embeddings and the same PEAKS. It appends a JSON line to FILE for each.
+
 `--seconds` ends the run before a row that would begin later. Each row: ms a canvas (median) and a
 forward (16 steps and the commit), tokens/s, ms a step, its parts, its floor, experts hit, peak GB.
 
@@ -27,6 +31,7 @@ with a limit of its own, and what a cut-off run has measured is in its files.
 
 import argparse
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,13 +42,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
+from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
@@ -56,7 +63,7 @@ from quantize.bench.steps import profile_step, time_step  # noqa: E402
 from quantize.bundled import CHECKPOINT, HELDOUT  # noqa: E402
 from quantize.checkpoints.reader import known_config  # noqa: E402
 from quantize.cli.options import REAL_MODEL  # noqa: E402
-from quantize.runtime import Sampler  # noqa: E402
+from quantize.runtime import Placement, Sampler  # noqa: E402
 from quantize.runtime import open as open_engine  # noqa: E402
 from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
 from quantize.runtime.engine import complete  # noqa: E402
@@ -72,7 +79,7 @@ SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEV
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
 WORKERS = min(16, os.cpu_count() or 1)  # that compile
-COMMANDS = ("rows", "compile", "bundled")
+COMMANDS = ("rows", "compile", "table", "bundled")
 
 
 def compile_launches(job: tuple[str, int]) -> str:
@@ -184,7 +191,7 @@ def rows(args: argparse.Namespace) -> None:
         weights = random_weights(config, schemes, "cuda", in_fp8=activations == "fp8")
         facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]
         if args.compare == "soft":
-            weights.embedding[:: len(weights.embedding) // PEAKS] *= 30
+            peak(weights.embedding)
         hit: list[int] = []
         for batch in map(int, args.batches.split(",")):
             if time.monotonic() - begun > args.seconds:
@@ -196,7 +203,7 @@ def rows(args: argparse.Namespace) -> None:
             prompts = random_prompts(weights, CONTEXT, batch)
             engine = next(iter(compared.values()))[0]
             hit = hit or bench._experts_hit(engine, prompts[0])
-            own = measured(compared, prompts, args.canvases if batch <= 8 else 1)
+            own = measured(compared, prompts, args.canvases)
             if args.compare == "soft":
                 needed = reference.tokens_needed(
                     engine._logits[:256], torch.full((256,), 1.6, device="cuda")
@@ -213,6 +220,42 @@ def rows(args: argparse.Namespace) -> None:
                 file.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
         del weights
+
+
+def peak(embedding: torch.Tensor) -> None:
+    """Make PEAKS rows 30 times as large: few tokens then hold nearly all of every probability."""
+    embedding[:: len(embedding) // PEAKS] *= 30
+
+
+def table(args: argparse.Namespace) -> None:
+    """Run `quantize bench` over every mix, dense and sparse."""
+    config = json.loads(args.config.read_text()) if args.config else known_config(REAL_MODEL)
+    for mix, sparse in itertools.product(args.mixes.split(","), (False, True)):
+        named, _, activations = mix.partition("+")
+        batches = [
+            int(each) for each in (args.sparse if sparse else args.batches).split(",") if each
+        ]
+        if not batches:
+            continue
+
+        def opened(*given: Any, sparse: bool = sparse) -> Any:
+            engine = open_engine(*given)
+            if sparse:
+                peak(engine.model.weights.embedding)
+            return engine
+
+        place = Placement("cuda", None, cast("Any", activations or None), sparse=sparse)
+        with patch.object(bench, "open", opened):
+            found = bench.bench(
+                None, random=named, config=config, steps=[str(STEPS)], batches=batches,
+                context=CONTEXT, canvases=5, place=place,
+            )  # fmt: skip
+        with args.out.open("a") as file:
+            file.write(json.dumps({"mix": mix, "sparse": sparse} | asdict(found)) + "\n")
+        for each in bench.tables(found):
+            Console(width=200).print(each)
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def bundled(args: argparse.Namespace) -> None:
@@ -313,6 +356,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file, or folder of `all`")
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
+    parser.add_argument(
+        "--sparse", default="", help="batches of `table` with sparse soft embeddings"
+    )
     parser.add_argument("--canvases", type=int, default=4)
     parser.add_argument("--compare", choices=("joins", "looks", "soft", "nothing"), default="joins")
     parser.add_argument("--seconds", type=float, default=480)
@@ -321,8 +367,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="config.json in place of the 26B model's")
     args = parser.parse_args()
     work: dict[str, Callable[[], None]] = {
-        "rows": lambda: rows(args), "compile": compile_all, "bundled": lambda: bundled(args),
-        "all": lambda: everything(args),
+        "rows": lambda: rows(args), "compile": compile_all, "table": lambda: table(args),
+        "bundled": lambda: bundled(args), "all": lambda: everything(args),
     }  # fmt: skip
     work[args.command]()
 
