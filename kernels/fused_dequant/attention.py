@@ -148,28 +148,10 @@ def positions_of(
 
 @triton.jit
 def attend_kernel(
-    q,
-    keys,
-    values,
-    slots,
-    first,
-    last,
-    out,
-    largest,
-    total,
-    rows,
-    n,
-    capacity,
-    splits,
-    CHAINED: tl.constexpr,
-    Q_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    BQ: tl.constexpr,
-    BN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BOXED: tl.constexpr,
-):
+    q, keys, values, slots, first, last, out, largest, total, rows, n, capacity, splits,
+    CHAINED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, BOXED: tl.constexpr,
+):  # fmt: skip
     """Program (i, b * KV_HEADS + h, split): sequence b's i-th BQ queries over key head h, part `split`.
 
     `rows` = B * n. keys, values [slots * capacity, kv_heads * D]: descriptors if BOXED, else pointers.

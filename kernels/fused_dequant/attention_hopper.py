@@ -180,26 +180,10 @@ def attend_rows(
 
 @gluon.jit
 def attend_hopper_kernel(
-    q,
-    keys,
-    values,
-    slots,
-    first,
-    last,
-    out,
-    largest,
-    total,
-    rows,
-    n,
-    capacity,
-    splits,
-    CHAINED: gl.constexpr,
-    Q_HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    SPLIT: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    q, keys, values, slots, first, last, out, largest, total, rows, n, capacity, splits,
+    CHAINED: gl.constexpr, Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    SPLIT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Each program computes what the same program of `attention.attend_kernel` computes.
 
     q, keys and values are TMA descriptors. q is [rows, q_heads * D], copied in boxes [SHARE, D].

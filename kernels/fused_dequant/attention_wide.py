@@ -44,26 +44,10 @@ def fetch(source, place, ready, base, position, capacity, column, wanted):
 
 @gluon.jit
 def attend_wide_kernel(
-    q,
-    keys,
-    values,
-    slots,
-    first,
-    last,
-    out,
-    largest,
-    total,
-    rows,
-    n,
-    capacity,
-    splits,
-    CHAINED: gl.constexpr,
-    Q_HEADS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    SPLIT: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    q, keys, values, slots, first, last, out, largest, total, rows, n, capacity, splits,
+    CHAINED: gl.constexpr, Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    SPLIT: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Each program computes what the same program of `attention.attend_kernel` computes."""
     follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS

@@ -161,34 +161,13 @@ def compute_rows(
 
 @triton.jit
 def matmul_kernel(
-    x,
-    x_scale,
-    w,
-    w_scale,
-    y,
-    slots,
-    block_expert,
-    block_rows,
-    block_count,
-    row_weight,
-    total,
-    N,
+    x, x_scale, w, w_scale, y, slots, block_expert, block_rows, block_count, row_weight, total, N,
     K,
-    CHAINED: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GELU_MUL: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SWAP: tl.constexpr,
-    BM: tl.constexpr,
-    MORE: tl.constexpr,
-    NARROWER: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCKS_FIRST: tl.constexpr,
-):
+    CHAINED: tl.constexpr, TOPK: tl.constexpr, GROUPED: tl.constexpr, SCALED: tl.constexpr,
+    GELU_MUL: tl.constexpr, WEIGHTED: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr,
+    MORE: tl.constexpr, NARROWER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCKS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Multiply x [rows, K] by w [E, N, K] into y [slots, N or N/2]; slot s reads row s // TOPK of x."""
     follow(CHAINED)
     tile = tl.program_id(1 if BLOCKS_FIRST else 0)

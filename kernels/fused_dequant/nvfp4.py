@@ -45,28 +45,11 @@ def decode_e8m0(byte):
 
 @triton.jit
 def nvfp4_kernel(
-    x,
-    packed,
-    scale,
-    factor,
-    y,
-    slots,
-    block_expert,
-    block_count,
-    row_weight,
-    total,
-    N,
-    K,
-    GROUP: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GELU_MUL: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    x, packed, scale, factor, y, slots, block_expert, block_count, row_weight, total, N, K,
+    GROUP: tl.constexpr, TOPK: tl.constexpr, GROUPED: tl.constexpr, GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN_K: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply x bf16 [rows, K] by packed [E, N, K/2] into y [slots, N], or [slots, N/2] if GELU_MUL.
 
     The bytes of `scale` [E, N, K/GROUP] are e4m3 if GROUP is 16, e8m0 if 32. `factor` is f32 [E, 2].

@@ -48,30 +48,11 @@ def multiply(
 
 @triton.jit
 def nvfp4_blackwell_kernel(
-    x,
-    x_scale,
-    packed,
-    scale,
-    factor,
-    y,
-    slots,
-    block_expert,
-    block_count,
-    row_weight,
-    total,
-    N,
-    K,
-    CHAINED: tl.constexpr,
-    TOPK: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GELU_MUL: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, x_scale, packed, scale, factor, y, slots, block_expert, block_count, row_weight, total, N, K,
+    CHAINED: tl.constexpr, TOPK: tl.constexpr, GROUPED: tl.constexpr, GELU_MUL: tl.constexpr,
+    WEIGHTED: tl.constexpr, NATIVE: tl.constexpr, EVEN_K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Multiply x [rows, K/2] by `packed` [E, N, K/2]; write y [slots, N], or [slots, N/2] if GELU_MUL.
 
     x_scale is [rows, K/16], factor [E, 3], scale [E, ceil(N/128), ceil(K/64), 512] tiles, so BN is 128.

@@ -101,16 +101,9 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_blocks_kernel(
-    x,
-    shared,
-    q,
-    scale,
-    blocks,
-    K,
-    CHAINED: tl.constexpr,
-    GELU_MUL: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    x, shared, q, scale, blocks, K,
+    CHAINED: tl.constexpr, GELU_MUL: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Each program quantizes COUNT blocks of 16 values to NVFP4; blocks may belong to several rows."""
     follow(CHAINED)
     block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)

@@ -114,30 +114,11 @@ def store_scaled(
 
 @triton.jit
 def after_attention_kernel(
-    h,
-    o,
-    w_post,
-    w_dense,
-    w_experts,
-    w_router,
-    h_out,
-    x_dense,
-    dense_scale,
-    dense_shared,
-    x_experts,
-    experts_scale,
-    experts_shared,
-    x_router,
-    H,
-    eps,
-    root,
-    CHAINED: tl.constexpr,
-    DENSE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    MOVED: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
+    h, o, w_post, w_dense, w_experts, w_router, h_out, x_dense, dense_scale, dense_shared,
+    x_experts, experts_scale, experts_shared, x_router, H, eps, root,
+    CHAINED: tl.constexpr, DENSE: tl.constexpr, EXPERTS: tl.constexpr, MOVED: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
     """Program m handles row m in two parts, as in `after_experts_kernel`.
 
     DENSE and EXPERTS choose the formats of x_dense and x_experts, as LARGEST does in `store_row`.
@@ -175,28 +156,11 @@ def after_attention_kernel(
 
 @triton.jit
 def after_experts_kernel(
-    h,
-    dense,
-    experts,
-    w_1,
-    w_2,
-    w,
-    decoder_scalar,
-    encoder_scalar,
-    w_next,
-    h_out,
-    x,
-    x_scale,
-    shared,
-    decoded,
-    H,
-    eps,
-    CHAINED: tl.constexpr,
-    CHOICES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LOW: tl.constexpr,
+    h, dense, experts, w_1, w_2, w, decoder_scalar, encoder_scalar, w_next, h_out, x, x_scale,
+    shared, decoded, H, eps,
+    CHAINED: tl.constexpr, CHOICES: tl.constexpr, LARGEST: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr,
-):
+):  # fmt: skip
     """Program m handles row m in two parts, of LOW and of HIGH columns: LOW <= H <= LOW + HIGH.
 
     LOW and HIGH are powers of two. As one vector, 2,816 columns would take the registers of 4,096.
@@ -233,23 +197,9 @@ def after_experts_kernel(
 
 @triton.jit
 def begin_kernel(
-    tokens,
-    embedding,
-    update,
-    w_next,
-    h_out,
-    x,
-    x_scale,
-    shared,
-    decoded,
-    H,
-    eps,
-    factor,
-    CHAINED: tl.constexpr,
-    UPDATED: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    tokens, embedding, update, w_next, h_out, x, x_scale, shared, decoded, H, eps, factor,
+    CHAINED: tl.constexpr, UPDATED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program m handles row m; BLOCK is a power of two, at least H."""
     m = tl.program_id(0)
     k = tl.arange(0, BLOCK)

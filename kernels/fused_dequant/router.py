@@ -71,17 +71,9 @@ def score_of(key):
 
 @triton.jit
 def choose_kernel(
-    partial,
-    per_expert_scale,
-    ids,
-    weights,
-    M,
-    E,
-    CHAINED: tl.constexpr,
-    SPLITS: tl.constexpr,
-    TOPK: tl.constexpr,
-    EXPERTS: tl.constexpr,
-):
+    partial, per_expert_scale, ids, weights, M, E,
+    CHAINED: tl.constexpr, SPLITS: tl.constexpr, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
     """Program m stores ids and weights of row m's TOPK largest logits; ties go to the lowest index."""
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)

@@ -52,20 +52,9 @@ def sharpness_of(schedule, step, b, N):
 
 @triton.jit
 def statistics_kernel(
-    logits,
-    schedule,
-    step,
-    tops,
-    sums,
-    moments,
-    L,
-    V,
-    N,
-    ranges,
-    CHAINED: tl.constexpr,
-    EVEN: tl.constexpr,
-    RANGE: tl.constexpr,
-):
+    logits, schedule, step, tops, sums, moments, L, V, N, ranges,
+    CHAINED: tl.constexpr, EVEN: tl.constexpr, RANGE: tl.constexpr,
+):  # fmt: skip
     """Program (row, part) stores max, sum(e), sum(e x) as `tops`, `sums`, `moments` [rows, ranges]."""
     follow(CHAINED)
     row, part = tl.program_id(0), tl.program_id(1)
