@@ -46,8 +46,8 @@ class Rules(NamedTuple):
 class Probabilities:
     """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
-    p is bf16 [M, V], total f32 [M]. `statistics` is f32 [M, 4, tiles of V]; `look` fills its memory
-    as [4, M, tiles of V]. If `sparse_soft_embedding` will not read `statistics`, it is None.
+    p is bf16 [M, V], total f32 [M]. Where `sparse_soft_embedding` is used, `look` fills `statistics`
+    in place of both: f32 [M, 3, tiles of V], whose memory holds [3, M, tiles of V]. Else it is None.
     """
 
     p: Tensor
@@ -58,7 +58,7 @@ class Probabilities:
     def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
         """Return uninitialised probabilities for logits [M, V], with `statistics` only if `sparse`."""
         (M, V), device = logits.shape, logits.device
-        noted = torch.empty(M, 4, -(-V // TILE), device=device) if sparse else None
+        noted = torch.empty(M, 3, -(-V // TILE), device=device) if sparse else None
         return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
 
     def first(self, rows: int) -> "Probabilities":

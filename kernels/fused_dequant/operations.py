@@ -196,7 +196,7 @@ def sparse_soft_embedding(
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
     A row sums only the likeliest tokens that hold 0.999 of its probability, or all if it needs over 64.
-    `left`, the probabilities that `look` filled for these logits, are used if they have statistics.
+    `left`, whose statistics `look` filled for these logits, lends the memory of its p, too.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(

@@ -12,7 +12,7 @@ The two sets share only the ring: while one caps and stores, the other may multi
 again. Let l be a row's logits in a tile, and x = (l - max l) log2(e) / T. Per row and tile it stores:
 
     statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of p
-    p            2^((l - cap) log2(e) / T + REACH) as bf16
+    p            2^((l - cap) log2(e) / T + REACH) as bf16; none, and no sum, for `vocabulary_sparse`
 
 All p are relative to `cap`, so the soft embedding is one product. As |l| <= cap, p spans 2 cap log2(e)
 / T powers of two. For cap = 30, bf16's exponents allow T down to 0.39 (`holds`).
@@ -166,7 +166,7 @@ def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
 def survey_and_store(
     acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
 ):
-    """Store a tile's logits cap * tanh(acc), its p and its column of `statistics` f32 [4, M, tiles]."""
+    """Store a tile's logits cap * tanh(acc), its column of `statistics`, and its p unless p is None."""
     first, second, third, fourth = quarters(acc)
     first, top = capped_inside(first, cap, n, V, EVEN)
     second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
@@ -185,46 +185,32 @@ def survey_and_store(
         e = gl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
         )
-        own, wide = rounded(e * scale[:, None])
+        own, wide = rounded(e * scale[:, None])  # dropped by the compiler if nothing stores them
         sums += gl.sum(e, 1)
         moments += gl.sum(e * x, 1)
         rounded_sums += gl.sum(wide, 1)
-        send(pieces[i], y, results, m, n + PIECE * i, 0)
-        send(own, p, results, m, n + PIECE * i, 1)
+        send(pieces[i], y, results, m, n + PIECE * i, i % 2 if p is None else 0)
+        if p is not None:
+            send(own, p, results, m, n + PIECE * i, 1)
     row = m + gl.arange(0, 64, layout=row_layout)
     tiles = gl.cdiv(V, BN)
     at, inside = statistics + row * tiles + n // BN, row < M
     gl.store(at, top, mask=inside)
     gl.store(at + M * tiles, sums, mask=inside)
     gl.store(at + 2 * M * tiles, moments / LOG2_E, mask=inside)
-    gl.store(at + 3 * M * tiles, rounded_sums, mask=inside)
+    if p is not None:
+        gl.store(at + 3 * M * tiles, rounded_sums, mask=inside)
 
 
 @gluon.jit
 def lm_head_hopper_kernel(
-    x,
-    w,
-    y,
-    p,
-    statistics,
-    schedule,
-    steps_taken,
-    M,
-    V,
-    H,
-    L,
-    N,
-    cap,
-    programs,
-    CHAINED: gl.constexpr,
-    STAGES: gl.constexpr,
-    SURVEYED: gl.constexpr,
-    EVEN: gl.constexpr,
-):
+    x, w, y, p, statistics, schedule, steps_taken, M, V, H, L, N, cap, programs,
+    CHAINED: gl.constexpr, STAGES: gl.constexpr, SURVEYED: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
     """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    If SURVEYED, also write `statistics`, and p [M, V] in boxes like y's. Row m is of sequence m // L,
-    which is at step `steps_taken`[m // L], counted from 1; `schedule` [N] has each step's temperature.
+    If SURVEYED, also write `statistics`, and p [M, V] in boxes like y's, unless p is None. Row m is of
+    sequence m // L, at step `steps_taken`[m // L], counted from 1; `schedule` [N] has each step's T.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
     w_tiles = gl.allocate_shared_memory(w.dtype, [STAGES, BN, w.block_shape[1]], w.layout)
@@ -258,7 +244,7 @@ def lm_head_hopper_kernel(
 def lm_head(x, w, cap, config, out=None):
     """Launch the kernel for `vocabulary.lm_head`, with SURVEYED off; `config` has STAGES, at most 4."""
     y = torch.empty(len(x), len(w), dtype=torch.bfloat16, device=x.device) if out is None else out
-    _launch(x, w, y, y, (y, y, y), 1, cap, config, surveyed=False)
+    _launch(x, w, y, None, None, 1, cap, config)
     return y
 
 
@@ -269,21 +255,20 @@ def survey(
     schedule: torch.Tensor,
     step: torch.Tensor,
     y: torch.Tensor,
-    p: torch.Tensor,
+    p: torch.Tensor | None,
     config: dict[str, int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write logits of x [M, H] to y, and p to `p`, both bf16 [M, V]; return statistics.
 
     Statistics are f32 [4, M, V / 256 rounded up], in `out` if given. The module's docstring defines
-    them and p. A row's T is the entry of `schedule` f32 [N] for its sequence's `step`, int32 [B].
+    them and p; without `p`, the fourth is not written, and `out` may lack it. A row's T is the entry of
+    `schedule` f32 [N] for its sequence's `step`, int32 [B].
     """
-    M, V = y.shape
-    ranges = triton.cdiv(V, BN.value)
+    M, ranges = len(y), triton.cdiv(y.shape[1], BN.value)
     statistics = torch.empty(M, 4, ranges, device=x.device) if out is None else out
-    statistics = statistics.view(4, M, ranges)
-    own = (statistics, schedule, step)
-    _launch(x, w, y, p, own, M // len(step), cap, config, surveyed=True)
+    statistics = statistics.view(-1, M, ranges)
+    _launch(x, w, y, p, (statistics, schedule, step), M // len(step), cap, config)
     return statistics
 
 
@@ -296,16 +281,14 @@ def _launch(
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
-    p: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    p: torch.Tensor | None,
+    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     length: int,
     cap: float,
     config: dict[str, int],
-    *,
-    surveyed: bool,
 ) -> None:
     (M, H), V = x.shape, len(w)
-    statistics, schedule, step = own
+    statistics, schedule, step = own or (y, y, y)
     tiles = triton.cdiv(M, BM.value) * triton.cdiv(V, BN.value)
     programs = min(tiles, processors(x.device))
     BK, operand = 64, NVMMASharedLayout(128, 16, 2)
@@ -313,7 +296,7 @@ def _launch(
         TensorDescriptor.from_tensor(x, [BM.value, BK], operand),
         TensorDescriptor.from_tensor(w, [BN.value, BK], operand),
         TensorDescriptor.from_tensor(y, [64, PIECE.value], operand),
-        TensorDescriptor.from_tensor(p, [64, PIECE.value], operand),
+        None if p is None else TensorDescriptor.from_tensor(p, [64, PIECE.value], operand),
         statistics, schedule, step, M, V, H, length, len(schedule), cap, programs,
-        SURVEYED=surveyed, EVEN=V % BN.value == 0, num_warps=4, **chained(x.device), **config,
+        SURVEYED=own is not None, EVEN=V % BN.value == 0, num_warps=4, **chained(x.device), **config,
     )  # fmt: skip

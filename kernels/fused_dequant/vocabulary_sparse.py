@@ -16,14 +16,15 @@ The sparse error is below the rounding's bound where |exact| > 0.26 R, and below
 MOST is 64. One dense row reads all of E: 1.48 GB in 0.34 ms. 64 tokens of each of 256 rows are 92 MB.
 A loop of at most 64 turns finds S. It ends early once 64 tokens cannot suffice.
 
-    1. `choose_kernel`    finds S from maxima and sums of tiles of 256 tokens (lm_head's, on Hopper)
-    2. `list_kernel`      lists the dense rows, in order, and counts them
-    3. `some_rows_kernel` multiplies the dense rows, BM per program; spare programs return at once
-    4. `reduce_kernel`    of `vocabulary` combines the ranges of all rows
-    5. `gather_kernel`    sums the sparse rows, and overwrites what kernel 4 stored for them
+    1. `choose_kernel`       finds S from maxima and sums of tiles of 256 tokens (lm_head's, on Hopper)
+    2. `list_kernel`         lists the dense rows, in order, and counts them
+    3. `exponential_kernel`  of `vocabulary` stores p of the dense rows
+    4. `some_rows_kernel`    multiplies the dense rows, BM per program; spare programs return at once
+    5. `reduce_kernel`       of `vocabulary` combines the ranges of the dense rows
+    6. `gather_kernel`       sums the sparse rows
 
-A row's bits do not depend on other rows. Kernels 1 and 5 read only the row's own numbers. Kernel 3
-sums in the order of the dense product, so a dense row gets the dense product's bits.
+A row's bits do not depend on other rows. Kernels 1, 3 and 6 read only the row's own numbers. Kernel 4
+sums in the order of the dense product, so a dense row gets the bits of `soft_embedding`.
 """
 
 import torch
@@ -102,20 +103,9 @@ def list_kernel(counts, rows, M, CHAINED: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def some_rows_kernel(
-    p,
-    embedding,
-    partial,
-    rows,
-    M,
-    V,
-    H,
-    length,
-    CHAINED: tl.constexpr,
-    EVEN: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    p, embedding, partial, rows, M, V, H, length,
+    CHAINED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Store `partial` as `vocabulary.split_k_kernel` does, but only the listed rows.
 
     p is [M, V], `embedding` a TMA descriptor. A tile that ends past the list repeats its first row.
@@ -141,16 +131,9 @@ def some_rows_kernel(
 
 @triton.jit
 def gather_kernel(
-    embedding,
-    tokens,
-    weights,
-    counts,
-    out,
-    H,
-    CHAINED: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    embedding, tokens, weights, counts, out, H,
+    CHAINED: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (row, i) stores BLOCK columns of sum(weight * embedding), unless the row's count is 0."""
     follow(CHAINED)
     row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -174,12 +157,12 @@ def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left
     # 4 warps would spill where no TMA reads; 8 sum in the same order.
     warps = {} if targets.has_boxes(device) else {"num_warps": 8}
     if left is not None and left.statistics is not None:
-        p, anchors, total, statistics = left.p, None, left.total, left.statistics.view(4, M, -1)
+        p, statistics = left.p, left.statistics.view(3, M, -1)
     else:
-        p, anchors, total = vocabulary.exponentials(logits, inverse_temperature, splits, length)
-        own_step = torch.arange(1, M + 1, dtype=torch.int32, device=device)
-        statistics = sampling.statistics(logits, 1 / inverse_temperature, own_step, 1, TILE)
+        p, step = None, torch.arange(1, M + 1, dtype=torch.int32, device=device)
+        statistics = sampling.statistics(logits, 1 / inverse_temperature, step, 1, TILE)
     counts, rows, tokens, weights = choose(logits, statistics, inverse_temperature)
+    p, anchors, total = vocabulary.exponentials(logits, inverse_temperature, config, counts, p)
     partial = torch.empty(splits, M, H, dtype=torch.float32, device=device)
     BM, BN, BK = config["BM"], config["BN"], config["BK"]
     some_rows_kernel[(triton.cdiv(M, BM), triton.cdiv(H, BN), splits)](
@@ -187,7 +170,7 @@ def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left
         EVEN=V % BK == 0, **chained(device),
         **{name: value for name, value in (config | warps).items() if name != "SPLITS"},
     )  # fmt: skip
-    out = vocabulary.reduce(partial, anchors, total, inverse_temperature, out)
+    out = vocabulary.reduce(partial, anchors, total, inverse_temperature, out, counts)
     gather_kernel[(M, triton.cdiv(H, 1024))](
         embedding, tokens, weights, counts, out, H, MOST=reference.MOST, BLOCK=1024,
         **chained(device),

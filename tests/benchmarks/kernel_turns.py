@@ -116,18 +116,14 @@ def small() -> None:
 
 
 def timed_routing(M: int) -> dict[str, float]:
-    """Return the microseconds of sorting the choices of M rows, by warps."""
+    """Return the microseconds of sorting the choices of M rows, by the ids in a chunk."""
     ids = cases.random_routing(M, cases.EXPERTS, 8, "cuda", spread=cases.SPREAD[M])[0]
-    own, chunk = routing.route(ids, cases.EXPERTS, 64), min(8192, 8 * M)
-
-    def sort(warps: int) -> None:
-        routing.route_kernel[(cases.EXPERTS,)](
-            ids, own.slots, own.block_expert, own.block_rows, own.block_count, 8 * M,
-            E=cases.EXPERTS, EXPERTS=128, BLOCK=64, PADDING=64, CHUNK=chunk, num_warps=warps,
-            CHAINED=True, launch_pdl=True,
-        )  # fmt: skip
-
-    return {f"route, {n} warps": measure([partial(sort, n)] * 8) for n in (4, 8, 16, 32)}
+    found: dict[str, float] = {}
+    for chunk in (2048, 8192):
+        with patch.object(routing, "CHUNK", chunk):
+            work = partial(routing.route, ids, cases.EXPERTS, 64)
+            found[f"route, chunks of {chunk}"] = measure([work] * 8)
+    return found
 
 
 def timed_heads(M: int) -> dict[str, float]:
@@ -221,19 +217,18 @@ def soft_sparse() -> None:
         sharpness = torch.full((M,), 1 / 0.8, device="cuda")
         step = torch.ones(M, dtype=torch.int32, device="cuda")
         found = sampling.statistics(rows, 1 / sharpness[:1], step, 1, 256)
-        numbers = torch.cat([found, found[:1]]).view(M, 4, -1)
-        left = fd.Probabilities(p, p.sum(1, dtype=torch.float32), numbers)
-        statistics = numbers.view(4, M, -1)
+        left = fd.Probabilities(p, p.sum(1, dtype=torch.float32))
+        lent = fd.Probabilities(torch.empty_like(p), left.total, found.view(M, 3, -1))
         calls: dict[str, Callable[[], Any]] = {
             "dense": lambda left=left: fd.soft_embedding_of(left, table),
-            "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, left=left),
+            "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, left=lent),
             "dense, logits read": partial(fd.soft_embedding, rows, table, sharpness),
             "sparse, logits read": partial(fd.sparse_soft_embedding, rows, table, sharpness),
-            "chosen": partial(vocabulary_sparse.choose, rows, statistics, sharpness),
+            "chosen": partial(vocabulary_sparse.choose, rows, found, sharpness),
         }
         counts = calls["chosen"]()[0]
         row: dict[str, Any] = {"rows": M, "peaks": peaks, "whole": int((counts == 0).sum())}
-        dense, sparse = (calls[name]().double() for name in ("dense", "sparse"))
+        dense, sparse = (calls[name]().double() for name in ("dense, logits read", "sparse"))
         row["largest error"] = float(((sparse - dense).norm(dim=1) / dense.norm(dim=1)).max())
         row["same bits where whole"] = torch.equal(sparse[counts == 0], dense[counts == 0])
         for name in [*calls] * 2:

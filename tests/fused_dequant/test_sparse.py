@@ -49,13 +49,15 @@ def sharpness(rows: int) -> torch.Tensor:
 
 
 def left(logits: torch.Tensor, inverse: torch.Tensor) -> Probabilities:
-    """What `look` leaves, less two numbers of each tile that are not read here."""
+    """What `look` leaves: statistics of tiles, and room for p."""
     step = torch.arange(1, len(logits) + 1, dtype=torch.int32, device=DEVICE)
     own = sampling.statistics(logits, 1 / inverse, step, 1, 256)
-    numbers = torch.cat([own, own[:1]]).contiguous()
-    p = torch.exp2((logits.float() - 30) * inverse[:, None] * 1.4426950408889634 + 96)
-    p = p.to(torch.bfloat16)
-    return Probabilities(p, p.float().sum(1), numbers.view(len(logits), 4, -1))
+    room = Probabilities.room(logits, sparse=True)
+    assert room.statistics is not None
+    room.statistics.view(own.shape).copy_(own)
+    room.p.fill_(float("nan"))
+    room.total.fill_(float("nan"))
+    return room
 
 
 def test_the_most_probable_tokens_are_chosen_in_order() -> None:
@@ -66,7 +68,7 @@ def test_the_most_probable_tokens_are_chosen_in_order() -> None:
     given = left(logits, inverse).first(len(ALIKE)).statistics
     assert given is not None
     counts, rows, tokens, weights = vocabulary_sparse.choose(
-        logits, given.view(4, len(logits), -1), inverse
+        logits, given.view(3, len(logits), -1), inverse
     )
     needed = reference.tokens_needed(logits, inverse).cpu()
     assert needed.tolist()[:4] == [1, 2, 5, 64]
@@ -98,14 +100,13 @@ def test_the_error_is_within_the_bound(looked: bool) -> None:
     assert (left_out <= LEFT_OUT * largest).all()
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 4e-3
-    before = (
-        fd.soft_embedding(logits, table, inverse)
-        if given is None
-        else fd.soft_embedding_of(given, table)
-    )
+    before = fd.soft_embedding(logits, table, inverse)
     whole = reference.tokens_needed(logits, inverse) > MOST
     assert torch.equal(out[whole], before[whole])
     assert not torch.equal(out[~whole], before[~whole])
+    if given is not None:
+        assert torch.equal(given.p.isnan().all(1), ~whole)  # no p is computed of the others
+        assert torch.equal(out, fd.sparse_soft_embedding(logits, table, inverse))
 
 
 def test_a_row_knows_no_neighbours() -> None:

@@ -234,10 +234,12 @@ def _vocabulary(M: int) -> None:
 
 def _looks(B: int) -> None:
     M, embedding = B * 256, blank(VOCABULARY, HIDDEN)
-    logits, p, total = blank(M, VOCABULARY), blank(M, VOCABULARY), blank(M, dtype=torch.float32)
-    left, (state, schedule) = fd.Probabilities(p, total), _canvases(B)
-    fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, left)
-    fd.soft_embedding_of(left, embedding)
+    logits, (state, schedule) = blank(M, VOCABULARY), _canvases(B)
+    whole, sparse = (fd.Probabilities.room(logits, sparse=each) for each in (False, True))
+    for left in (whole, sparse):
+        fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, left)
+    fd.soft_embedding_of(whole, embedding)
+    fd.sparse_soft_embedding(logits, embedding, blank(M, dtype=torch.float32), left=sparse)
 
 
 def _canvases(B: int) -> tuple[fd.CanvasState, Tensor]:
