@@ -214,9 +214,11 @@ def test_choices_before_their_sum() -> None:
         assert_close(parts[:, choice], own.double(), 1e-3)
 
 
-def test_routing_sorts_every_slot_once() -> None:
+@pytest.mark.parametrize("chunk", [8192, 64, 32])  # 1, 3 and 5 chunks of ids
+def test_routing_sorts_every_slot_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from fused_dequant import routing
 
+    monkeypatch.setattr(routing, "CHUNK", chunk)
     ids = torch.randint(-1, 7, (33, 4), dtype=torch.int32, device=DEVICE)  # -1 and 6 are no experts
     blocks = routing.route(ids, 6, 16)
     used = int(blocks.block_count)
@@ -233,6 +235,28 @@ def test_routing_sorts_every_slot_once() -> None:
         assert (flat[members.long()] == expert).all()
         assert members.tolist() == sorted(members.tolist())
     assert used <= blocks.max_blocks
+
+
+@pytest.mark.skipif(not HOPPER, reason="its kernels run on sm_90 alone")
+def test_experts_of_many_rows_have_the_bits_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 256, computed at each height, and of 80 at most: the same sums in one order."""
+    counts = [0, 1, 31, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 255, 256, 257, 300, 600]
+    gate_up = cases.random_weight("nvfp4_e4m3", len(counts), 1408, 2816, DEVICE)
+    down = cases.random_weight("nvfp4_e4m3", len(counts), 2816, 704, DEVICE, seed=5)
+    ids = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))].view(-1, 2)
+    x, share = cases.random_tokens(len(ids), 2816, DEVICE), torch.rand(ids.shape, device=DEVICE)
+    found = []
+    for tokens in (8192, 1024):
+        configs = {
+            K: tuning.lookup("experts", "nvfp4_e4m3", tokens, N, K, "NVIDIA H200", "sm_90")
+            for N, K in ((1408, 2816), (2816, 704))
+        }
+        assert all(("RING" in config) == (tokens == 8192) for config in configs.values())
+        monkeypatch.setattr(tuning, "choose", lambda *product, own=configs: own[product[4]])
+        found.append(fd.routed_experts(x, None, ids.to(DEVICE), share, gate_up, down))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
