@@ -72,6 +72,8 @@ def candidates(product: Product, target: Capability) -> Iterator[Config]:
     if product.verb == "lm_head" and target == HOPPER:  # a kernel whose tiles are fixed
         yield {"STAGES": 3}
         yield {"STAGES": 4}
+    if product.scheme == "nvfp4_e4m3" and product.M >= 8192:  # `experts_hopper`
+        yield from _grid(BM=(256,), NARROWER=(4,), BK_and_RING=((128, 5), (64, 9)))
     for config in _sweep(product, TARGETS[target].shared * 2**10):
         accumulators = tuning.block_rows(config) * config["BN"] // (32 * config["num_warps"])
         if accumulators <= MAX_ACCUMULATORS and config != first:

@@ -107,6 +107,16 @@ def scales_of(
 
 
 @gluon.jit
+def gated(acc, gate_factor, up_factor, BN: gl.constexpr, COUNT: gl.constexpr):
+    """Return gelu_tanh(gate) * up of acc [BN, COUNT], whose runs of 8 gate and 8 up rows alternate."""
+    gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
+    gate *= gate_factor
+    z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
+    result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * up_factor)
+    return result.reshape([BN // 2, COUNT])
+
+
+@gluon.jit
 def store_rows(
     acc, y, gate_factor, up_factor, scale, slot, weight, tile, total, width,
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
@@ -116,14 +126,7 @@ def store_rows(
     ROWS: gl.constexpr = BN // 2 if GELU_MUL else BN
     if E4M3:
         acc *= scale[None, :]
-    if GELU_MUL:
-        gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
-        gate *= gate_factor
-        z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-        result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * up_factor)
-        result = result.reshape([ROWS, COUNT])
-    else:
-        result = acc * gate_factor
+    result = gated(acc, gate_factor, up_factor, BN, COUNT) if GELU_MUL else acc * gate_factor
     stored: gl.constexpr = stored_layout(num_warps)
     result = gl.convert_layout(result.permute([1, 0]), stored)
     column = (tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored)))[None, :]
@@ -406,37 +409,13 @@ def compute_rows(
 
 @gluon.jit
 def nvfp4_hopper_kernel(
-    x,
-    x_more,
-    x_scale,
-    words,
-    scales,
-    factor,
-    y,
-    slots,
-    block_expert,
-    block_rows,
-    block_count,
-    row_weight,
-    total,
-    N,
-    K,
-    CHAINED: gl.constexpr,
-    TOPK: gl.constexpr,
-    GROUPED: gl.constexpr,
-    GELU_MUL: gl.constexpr,
-    WEIGHTED: gl.constexpr,
-    EVEN_K: gl.constexpr,
-    E4M3: gl.constexpr,
-    BM: gl.constexpr,
-    MORE: gl.constexpr,
-    NARROWER: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    PARTS: gl.constexpr,
-    STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
-):
+    x, x_more, x_scale, words, scales, factor, y, slots, block_expert, block_rows, block_count,
+    row_weight, total, N, K,
+    CHAINED: gl.constexpr, TOPK: gl.constexpr, GROUPED: gl.constexpr, GELU_MUL: gl.constexpr,
+    WEIGHTED: gl.constexpr, EVEN_K: gl.constexpr, E4M3: gl.constexpr, BM: gl.constexpr,
+    MORE: gl.constexpr, NARROWER: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
     """Multiply x [rows, K] by weights in fragments (`words`, `scales`); write y [slots, N or N/2].
 
     x is bf16, or e4m3 if E4M3. A block has BM + MORE rows. If MORE > 0, it has two accumulators, so 96
@@ -522,6 +501,10 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
     """
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")
+    if "RING" in config:
+        from fused_dequant import experts_hopper  # imports from this module
+
+        return experts_hopper.launch(weight, x, x_scale, config, routing, share)
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tokens = [x, x]
     if routing is None:
