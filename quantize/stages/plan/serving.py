@@ -18,9 +18,9 @@ from quantize.stages.plan.plan import described, narrow_table, plans_of
 
 STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
 CLIENTS = 4  # requests at once
-FP8_AHEAD = (  # measured: docs/evaluation.md and docs/runtime.md
-    "; from 16 clients on fp8_dynamic is faster: an H200 wrote 3,990 tokens/s with it at 16 (nvfp4 "
-    "2,981), and 3,921 at 32 (nvfp4_fp8 with --activations fp8 3,792)"
+FP8_AHEAD = (  # measured: docs/runtime.md
+    "; from 16 clients on fp8_dynamic is faster: an H200 wrote 3,901 tokens/s with it at 16 (nvfp4 "
+    "2,941; with --activations fp8 3,795), and 3,976 at 32 (3,011; 3,826)"
 )
 NUMBERS = ("slots", "GPU", "streamed", "ms", "tokens/s")
 
