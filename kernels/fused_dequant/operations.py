@@ -195,7 +195,8 @@ def sparse_soft_embedding(
 ) -> Tensor:
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
-    A row sums only the likeliest tokens that hold 0.999 of its probability, or all if it needs over 64.
+    A row sums as few of its likeliest tokens as hold 0.999 of its probability. If these are more than
+    64, it sums all tokens.
     `left`, whose statistics `look` filled for these logits, lends the memory of its p, too.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
