@@ -498,9 +498,12 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
     """Do what `matmul.launch` does, for a weight in fragments; x is bf16, or e4m3 for nvfp4_e4m3.
 
     Raise ValueError if `routing` is None with nvfp4_e4m3: dense weights are laid out as fp8 instead.
+    Raise ValueError if N is no multiple of a tile's channels.
     """
     if routing is None and x_scale is not None:
         raise ValueError("a dense weight of NVFP4 is multiplied in FP8 as scheme fp8")
+    if weight.shape[1] % (channels := config.get("BN", 128)):
+        raise ValueError(f"{weight.shape[1]} channels are no multiple of a tile's {channels}")
     if "RING" in config:
         from fused_dequant import experts_hopper  # imports from this module
 

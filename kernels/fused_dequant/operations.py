@@ -180,9 +180,16 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return `soft_embedding`, bf16 [M, H], from the `probabilities` that `look` wrote."""
+    """Return `soft_embedding`, bf16 [M, H], from the `probabilities` that `look` wrote.
+
+    Raise ValueError if they have room for statistics: `look` then writes no probabilities.
+    """
     from fused_dequant import vocabulary
 
+    if probabilities.statistics is not None:
+        raise ValueError(
+            "`look` wrote statistics for `sparse_soft_embedding`, and no probabilities"
+        )
     return vocabulary.soft_embedding_of(probabilities, embedding, out)
 
 

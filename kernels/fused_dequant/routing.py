@@ -59,8 +59,14 @@ def place_results(
     dense     `routing` is None: results bf16 [rows, N]
     gate_up   `share` is None: bf16 [slots, N / 2], gelu_tanh(gate) * up; x has one row per token
     down      bf16 [slots, N], times the routing weights `share` f32 [slots]; x has one row per slot
+
+    Raise ValueError if the blocks of `routing` are not of as many rows as `config` says.
     """
     _, N, K = weight.shape
+    if routing is not None and routing.block != tuning.block_rows(config):
+        raise ValueError(
+            f"blocks of {routing.block} rows, but a configuration for others: {config}"
+        )
     topk = 1 if routing is None or share is not None else routing.topk
     gelu_mul = routing is not None and share is None
     y = weight.data.new_empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16)

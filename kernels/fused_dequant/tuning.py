@@ -6,11 +6,11 @@
 
 A key is verb/scheme/NxK. It has one configuration for each of several numbers of tokens M. A launch
 takes the smallest listed M >= its own, or the largest M if all are smaller. If no key has the
-launch's N, the nearest N with the same K is taken. Tables of the device's own name take precedence
-over others of its compute capability. An H100 has no table, so it uses the H200's. A table that
-`quantize tune` wrote (`user_tables`) takes precedence over one that ships. Nothing is tuned while
-serving: a launch that no table covers gets `default`, which is untuned but fits every target. A
-device without any table causes one warning.
+launch's N, the nearest N with the same K is taken. For a key and M in several tables, those of the
+device's own name take precedence over others of its compute capability. An H100 has no table, so it
+uses the H200's. A table that `quantize tune` wrote (`user_tables`) takes precedence over one that
+ships. Nothing is tuned while serving: a launch that no table covers gets `default`, which is untuned
+but fits every target. A device without any table causes one warning.
 """
 
 import json
@@ -65,12 +65,13 @@ def _tables() -> list[dict[str, Any]]:
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` merged; for equal keys the device's own table wins."""
+    """Return all tables of capability `target` merged; for a key and M the device's own table wins."""
     alike = [each for each in _tables() if each["capability"] == target]
     own = [each for each in alike if each["device"] == device_name]
     kernels: Table = {}
     for each in [each for each in alike if each not in own] + own:
-        kernels |= each["kernels"]
+        for key, buckets in each["kernels"].items():
+            kernels[key] = kernels.get(key, {}) | buckets
     if not kernels:
         _log.warning(
             "no tuning table for %s: untuned configurations; make one with `quantize tune`",

@@ -205,6 +205,27 @@ def test_dense_products_of_w4a8_are_fp8_s() -> None:
         nvfp4_hopper.launch(weight, x, torch.ones(1), {})
 
 
+def test_configurations_that_do_not_fit_are_refused() -> None:
+    """Tiles of more channels than N, and blocks of other rows than the choices were sorted into."""
+    from fused_dequant import nvfp4_hopper, routing
+
+    blank = torch.empty(4, dtype=torch.int32)
+    blocks = routing.Routing(blank, blank, blank, blank, block=16, topk=2)
+    weight = cases.blank_weight("nvfp4_e4m3", 2, 192, 128, "cpu")
+    x, many = torch.zeros(1, 128).to(torch.float8_e4m3fn), {"BM": 256, "BK": 64, "RING": 9}
+    with pytest.raises(ValueError, match="192 channels are no multiple of a tile's 128"):
+        nvfp4_hopper.launch(weight, x, torch.ones(1), many, blocks)
+    weight = cases.blank_weight("nvfp4_e4m3", 2, 256, 128, "cpu")
+    with pytest.raises(ValueError, match="blocks of 16 rows, but a configuration for others"):
+        nvfp4_hopper.launch(weight, x, torch.ones(1), many, blocks)
+
+
+def test_a_soft_embedding_needs_probabilities() -> None:
+    numbers = fd.Probabilities(torch.empty(2, 8), torch.empty(2), torch.empty(2, 3, 1))
+    with pytest.raises(ValueError, match="and no probabilities"):
+        fd.soft_embedding_of(numbers, torch.empty(8, 4))
+
+
 def test_rows_of_zeros_and_damage() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, -3.0], [float("nan"), 1.0], [float("inf"), 1.0]])
     for dtype in (torch.float8_e4m3fn, torch.int8):
@@ -431,6 +452,11 @@ def test_the_own_name_counts_before_the_architecture_and_the_user_before_what_sh
     write(tables, "NVIDIA H200", "sm_90", **{"4096x2816": {"256": {"BM": 77}}})
     mine = tuning.lookup("linear", "fp8", 256, 4096, 2816, "NVIDIA H200", "sm_90")
     assert mine == {"BM": 77} != shipped
+    own, other = (
+        tuning.lookup("linear", "fp8", 1024, 4096, 2816, f"NVIDIA {name}", "sm_90")
+        for name in ("H200", "H100")
+    )
+    assert own == other != {"BM": 77}  # of M that the user's table lacks, what ships
     for text in ("{", '{"device": 3}', "[1]"):
         (tables / "broken.json").write_text(text)
         tuning.forget()
