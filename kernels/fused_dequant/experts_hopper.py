@@ -1,9 +1,9 @@
 """NVFP4 experts of many rows on Hopper, multiplied in FP8 (`w4a8`), in blocks of 256 tokens.
 
-From 4,096 rows on, an expert has 256 tokens and more. In a step of `nvfp4_hopper`, a tile of 128
-tokens x 128 channels fetches 25 KB for 512 cycles of products, and decodes its weights. A tile of 256
-tokens fetches 41 KB for 1,024 cycles, and decodes no more. A processor holds one such tile, on which
-three sets of four warps work:
+Of 4,096 tokens, an expert gets 256 on average. In a step of `nvfp4_hopper`, a tile of 128 tokens x 128
+channels fetches 25 KB for 512 cycles of products, and decodes its weights. A tile of 256 tokens fetches
+41 KB for 1,024 cycles, and decodes no more. A processor holds one such tile, on which three sets of
+four warps work:
 
     fill                    gathers a step's tokens and weights into a ring (cp.async)
     multiply_rows (two)     each decodes its 64 channels' weights, and multiplies all tokens by them
