@@ -203,8 +203,8 @@ def sparse_soft_embedding(
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
     A row sums as few of its likeliest tokens as hold 0.999 of its probability. If these are more than
-    64, it sums all tokens.
-    `left`, whose statistics `look` filled for these logits, lends the memory of its p, too.
+    64, it sums all tokens. If `left` has the statistics that `look` filled for these logits, they are
+    read, and the memory of its p is overwritten.
     """
     if kernels := kernels_of("vocabulary_sparse", logits.device):
         return kernels.sparse_soft_embedding(
