@@ -14,6 +14,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, fused_units, layout_bytes, linear_shape
 from quantize.recipe.sections import AT_ONCE, Recipe
 from quantize.runtime.memory import EMBEDDING, MANY, Need, Stack, repacked
+from quantize.schemes.gptq import factored_at_once
 from quantize.schemes.modes import ActivationMode
 
 TILE = 128  # side of the tiles that Hessians are held in (`schemes.hessians`)
@@ -101,19 +102,23 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
         blocks, count = -(-inputs // TILE), math.prod(experts)
         layer = unit[0].name.partition(".layers.")[2].partition(".")[0]
         hessians[layer] += 4 * TILE**2 * count * blocks * (blocks + 1) // 2
-        fixed, each = rounding_bytes(sum(target.shape[-2] for target in unit), inputs)
-        rounding = max(rounding, fixed + each, min(ROUNDING_BYTES, fixed + count * each))
+        out = sum(target.shape[-2] for target in unit)
+        least, most = (rounding_bytes(experts, out, inputs) for experts in (1, count))
+        rounding = max(rounding, least, min(ROUNDING_BYTES, most))
     beside = max(hessians.values(), default=0) + WAITING_BYTES + rounding + SHUTTLE_BYTES
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
 
 
-def rounding_bytes(out: int, inputs: int) -> tuple[float, float]:
-    """Return a pair: bytes that GPTQ takes once, and bytes for each expert [out, inputs].
+def rounding_bytes(experts: int, out: int, inputs: int) -> int:
+    """Return the bytes that GPTQ takes for as many matrices [out, inputs] at once.
 
-    While it factors a Hessian, GPTQ holds seven float64 matrices [inputs, inputs]. For each expert it
-    holds Hessian, factor and six copies of the weight in float32, and the weight in BF16.
+    For each it holds Hessian and factor in float32, and the weight in BF16. While Hessians are
+    factored, it also holds two copies of each weight in float32, and two float64 matrices for each
+    Hessian of those factored at once. Later it holds six copies of each weight in float32.
     """
-    return 56 * inputs**2, 4 * inputs * (2 * inputs + 6.5 * out)
+    square, weight = 4 * inputs**2, 4 * inputs * out
+    factoring = 2 * weight * experts + 4 * square * min(experts, factored_at_once(inputs))
+    return experts * (2 * square + weight // 2) + max(factoring, 6 * weight * experts)
 
 
 def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:

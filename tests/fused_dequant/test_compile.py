@@ -64,13 +64,18 @@ ELDER: dict[bool, dict[Capability, Capability]] = {
 }
 FORMATS = {"bf16": ("bf16.bf16", "kind::f16"), "fp8e4nv": ("e4m3.e4m3", "kind::f8f6f4")}
 # NVFP4 on both sides: a scale of e4m3 for 16 of the 64 columns that an instruction takes.
-FORMATS |= {"i8": ("s8.s8",), "u8": ("kind::mxf4nvf4.block_scale.scale_vec::4X",)}
+FORMATS |= {
+    "fp32": ("tf32.tf32", "kind::tf32"),
+    "i8": ("s8.s8",),
+    "u8": ("kind::mxf4nvf4.block_scale.scale_vec::4X",),
+}
 OPERAND = {  # of each kernel that multiplies, the parameter whose type its products have
     "matmul_kernel": "x", "nvfp4_kernel": "x", "nvfp4_hopper_kernel": "x", "attend_kernel": "q",
     "attend_hopper_kernel": "q", "attend_wide_kernel": "q", "logits_kernel": "x",
     "lm_head_kernel": "x", "lm_head_hopper_kernel": "x", "split_k_kernel": "p",
     "some_rows_kernel": "p",
     "gram_kernel": "x", "nvfp4_blackwell_kernel": "x", "experts_hopper_kernel": "x",
+    "product_kernel": "left",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from quantize.schemes import gptq
-from quantize.schemes.gptq import descend_block, round_block
+from quantize.schemes.gptq import add_product, descend_block, round_block
 from quantize.schemes.hessians import Hessians, whole
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import (
@@ -127,6 +127,26 @@ class TestOnTheKernels:
             if INTERPRETED:
                 same = bits[few] == expected.tensors[name].view(torch.uint8)
                 assert same.float().mean() > 0.999, name
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_products_are_as_exact_as_in_float32(self, transposed: bool) -> None:
+        """Into columns of a larger matrix, more rows and columns than tiles have; K is 0, 48 or 300."""
+        g = torch.Generator().manual_seed(0)
+        wide = torch.randn(2, 150, 200, generator=g)
+        for inputs in (0, 48, 300):
+            left = torch.randn(2, 150, 320, generator=g)[..., 10 : 10 + inputs]
+            right = torch.randn(2, inputs, 130, generator=g)
+            found = wide.to(DEVICE, copy=True)
+            moved = right.to(DEVICE)
+            moved = moved.mT.contiguous().mT if transposed else moved
+            add_product(found[..., 40:170], left.to(DEVICE), moved, -2)
+            expected = wide.double()
+            expected[..., 40:170] -= 2 * left.double() @ right.double()
+            error = (found.cpu().double() - expected).abs()[..., 40:170]
+            size = wide.abs()[..., 40:170] + 2 * left.abs() @ right.abs()
+            assert (error / size).max() < 2.0**-21
+            assert torch.equal(found.cpu()[..., :40], wide[..., :40])
+            assert torch.equal(found.cpu()[..., 170:], wide[..., 170:])
 
     @pytest.mark.parametrize("topk", [None, 1, 3])
     def test_hessians_are_those_of_torch(

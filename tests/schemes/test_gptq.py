@@ -231,6 +231,18 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     torch.testing.assert_close(found, torch.eye(IN).double().expand_as(found), atol=1e-5, rtol=0)
 
 
+def test_a_factor_is_inverted_block_by_block() -> None:
+    """90 inputs are blocks of 22 and 23. One matrix of three has no factor, by its last input."""
+    _, hessian = layer(inputs=90)
+    square = hessian.double() + torch.eye(90)
+    square[1, 89, 89] = -1
+    inverse = square.clone()
+    assert module._invert_factor(inverse, leaf=25).tolist() == [False, True, False]
+    for own in (0, 2):
+        expected = torch.linalg.cholesky(square[own]).inverse()
+        torch.testing.assert_close(inverse[own], expected, rtol=1e-9, atol=1e-12)
+
+
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums are in one order, and the factorisation, whose order threads change, has one thread."""
     before, threads, losses = torch.get_num_threads(), [], []

@@ -122,8 +122,8 @@ def experts_at_once(experts: int, out: int, inputs: int) -> int:
     The matrices are split into as few batches as fit ROUNDING_BYTES, of sizes as equal as possible.
     """
     # The same on any GPU: a product's sums may depend on how many are batched.
-    fixed, each = rounding_bytes(out, inputs)
-    most = max(1, int((ROUNDING_BYTES - fixed) // each))
+    fits = (n for n in range(experts, 1, -1) if rounding_bytes(n, out, inputs) <= ROUNDING_BYTES)
+    most = next(fits, 1)
     return math.ceil(experts / math.ceil(experts / most))
 
 
