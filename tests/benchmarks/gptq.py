@@ -132,12 +132,11 @@ def block_times(experts: int, out: int) -> dict[str, Times]:
     across = torch.zeros(experts, gptq.SPAN, 2816, device="cuda")
     codes, moved = torch.empty_like(rows), torch.empty_like(rows)
     shared, scales = torch.full((experts,), 7e3, device="cuda"), torch.ones_like(rows[..., 0])
-    each = torch.ones_like(rows[..., : gptq.SPAN // 16])
     one, rest = slice(16), slice(16, None)
     own = (eye[:, one, one], shared, scales, codes[..., one], moved[..., one], GRID)
     works: dict[str, Callable[[], object]] = {
         "round_block": lambda: gptq.round_block(rows[..., one], *own),
-        "descend_span": lambda: gptq.descend_span(rows, eye, shared, each, codes, moved, GRID),
+        "descend_block": lambda: gptq.descend_block(rows[..., one], *own),
         "product of a block": lambda: rows[..., rest].baddbmm_(moved[..., one], eye[:, one, rest]),
         "product of a span": lambda: gptq.add_product(wide, moved, across),
         "the same, float32": lambda: wide.baddbmm_(moved, across),
