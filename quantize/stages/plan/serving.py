@@ -19,8 +19,8 @@ from quantize.stages.plan.plan import described, narrow_table, plans_of
 STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
 CLIENTS = 4  # requests at once
 FP8_AHEAD = (  # measured: docs/runtime.md
-    "; from 16 clients on fp8_dynamic is faster: an H200 wrote 3,901 tokens/s with it at 16 (nvfp4 "
-    "2,941; with --activations fp8 3,795), and 3,976 at 32 (3,011; 3,826)"
+    "; from 16 clients on fp8_dynamic is faster: an H100 wrote 3,721 tokens/s with it at 16 (nvfp4 "
+    "2,847; with --activations fp8 3,708), and 3,785 at 32 (2,920; 3,764)"
 )
 NUMBERS = ("slots", "GPU", "streamed", "ms", "tokens/s")
 
