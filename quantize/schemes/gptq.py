@@ -178,18 +178,22 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     mean = diagonal.double().mean(-1)
     diagonal.add_((DAMPING * mean).to(hessian)[:, None])
-    factor, failed = torch.empty_like(hessian), torch.empty_like(mean, dtype=torch.bool)
-    inputs = hessian.shape[-1]
-    leaf = LEAF if hessian.is_cuda else inputs  # LAPACK leaves no core idle
-    step = factored_at_once(inputs)
+    factor, failed = torch.empty_like(hessian), mean <= 0
+    step = factored_at_once(hessian.shape[-1])
     with _one_thread():
         for own in (slice(at, at + step) for at in range(0, len(hessian), step)):
-            square = hessian[own].flip(1, 2).double()
-            failed[own] = lacks = _invert_factor(square, leaf)
-            square.masked_fill_(lacks[:, None, None], 0)
-            square.diagonal(dim1=-2, dim2=-1).masked_fill_(lacks[:, None], 1)
-            factor[own] = square.flip(1, 2)
-    return factor, failed | (mean <= 0)
+            factor[own], lacks = _upper(hessian[own])
+            failed[own] |= lacks
+    return factor, failed
+
+
+def _upper(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U, float64 [E, in, in], the identity where there is none, and bool [E]: which lack U."""
+    square = hessian.flip(1, 2).double()
+    failed = _invert_factor(square, LEAF if square.is_cuda else len(square[0]))
+    square.masked_fill_(failed[:, None, None], 0)
+    square.diagonal(dim1=-2, dim2=-1).masked_fill_(failed[:, None], 1)
+    return square.flip(1, 2), failed
 
 
 def _invert_factor(square: Tensor, leaf: int) -> Tensor:

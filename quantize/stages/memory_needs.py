@@ -103,7 +103,7 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
         layer = unit[0].name.partition(".layers.")[2].partition(".")[0]
         hessians[layer] += 4 * TILE**2 * count * blocks * (blocks + 1) // 2
         out = sum(target.shape[-2] for target in unit)
-        least, most = (rounding_bytes(experts, out, inputs) for experts in (1, count))
+        least, most = (rounding_bytes(n, out, inputs) for n in (1, count))
         rounding = max(rounding, least, min(ROUNDING_BYTES, most))
     beside = max(hessians.values(), default=0) + WAITING_BYTES + rounding + SHUTTLE_BYTES
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
