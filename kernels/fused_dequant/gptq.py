@@ -7,18 +7,18 @@
     descend_block   first, with all codes fixed, moves s to the best e4m3 number near its optimum;
                     then moves each q_i in turn to nearest((q_i * step + slope_i / H_ii) / step)
 
-    add_product     total += factor * left @ right, as exact as in float32: each number is split into
-                    two of TF32, and three of the four products are summed (input_precision="tf32x3")
+    add_product     total += factor * left @ right: each number is split into two of TF32, and three of
+                    the four products are summed (input_precision="tf32x3")
 
 With e2m1 codes, round_block tries the usual s (from amax / 6) and its e4m3 neighbours, and
 descend_block moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains H, U and
 slope; it also has the method in torch.
 
-In these two a thread has one row: one output's weights. They stay in registers: each of the 16 inputs
-is a vector over the rows, in a tuple indexed at compile time. round_block tries scales one after the
-other and keeps only the best scale and its loss. It then rounds again with the best scale. A program's
-rows belong to one expert, with one U and H. Kernels take strides, so tensors may be columns of larger
-matrices and need no copy.
+In round_block and descend_block a thread has one row, which is one output's weights. The row's 16
+weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple indexed at
+compile time. round_block tries scales one after the other and keeps only the best scale and its loss.
+It then rounds again with the best scale. A program's rows belong to one expert, with one U and H.
+Kernels take strides, so tensors may be columns of larger matrices and need no copy.
 """
 
 # Tuples are joined with +, since a Triton kernel cannot unpack them (RUF005).
@@ -30,7 +30,7 @@ from fused_dequant.input_rounding import round_e2m1, round_e4m3
 from fused_dequant.weights import is_hopper
 
 ROWS, WARPS = 64, 2  # one row per thread; small programs, since a dense Linear has few rows
-# Pointers, sizes and strides: no kernel is specialized on them, since a block may start anywhere.
+# Pointers, sizes and strides. A block may start anywhere, so its kernels are not specialized on them.
 PLACES = range(17)
 # Tiles of products. For 32 of [1408, 128] @ [128, 2816] an H100 takes 0.73 ms with HOPPER, and 0.97 if
 # `right` has stride 1 along columns; products in float32 take 0.99 and 1.08.
@@ -279,6 +279,6 @@ def add_product(total, left, right, factor):
     E, M, N = total.shape
     tiles = HOPPER if is_hopper(total.device) else USUAL
     product_kernel[(triton.cdiv(N, tiles["BN"]), triton.cdiv(M, tiles["BM"]), E)](
-        total, left, right, factor, M, N, left.shape[-1], *total.stride()[:2], *left.stride()[:2],
-        *right.stride(), **tiles,
+        total, left, right, float(factor), M, N, left.shape[-1], *total.stride()[:2],
+        *left.stride()[:2], *right.stride(), **tiles,
     )  # fmt: skip

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from fused_dequant import tuning
 from fused_dequant.chain import chained, follow
+from fused_dequant.targets import capability
 from fused_dequant.weights import Weight
 
 CHUNK = 8192  # expert ids that a program sorts
@@ -156,9 +157,12 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     block_count = torch.empty(1, dtype=torch.int32, device=device)
     chunk = min(CHUNK, triton.next_power_of_2(total))
     chunks = -(-total // chunk)
+    warps = 8 if chunk > 1024 else 4
+    if chunk == CHUNK and device.type != "cpu" and (10, 0) <= capability(device) < (12, 0):
+        warps = 16  # 8 would spill
     options: dict[str, Any] = {
         "E": experts, "EXPERTS": triton.next_power_of_2(experts), "CHUNK": chunk,
-        "num_warps": 8 if chunk > 1024 else 4, **chained(device),
+        "num_warps": warps, **chained(device),
     }  # fmt: skip
     counts = torch.empty(chunks, options["EXPERTS"], dtype=torch.int32, device=device)
     if chunks > 1:

@@ -37,6 +37,7 @@ from quantize.schemes.rounding import FP8, FP8_MAX, Codes
 
 DAMPING = 0.01
 SWEEPS = 4  # passes of coordinate descent
+VERSION = 2  # of this arithmetic: another may round some weights to other codes
 FACTORED = 2**30  # bytes of the float64 Hessians that are factored at once
 LEAF = 352  # inputs of the blocks that a GPU's library factors
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
@@ -149,9 +150,10 @@ def energy(x: Tensor, hessian: Tensor) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1) -> None:
     """Add factor * left @ right to `total`: [E, M, K] @ [E, K, N], float32.
 
-    A GPU's tensor cores multiply TF32 numbers, which have 11 bits. So each number is split into two of
-    these, and of the four products the one of both rests is left out: the sum is as exact as one in
-    float32. A GPU is fastest if `right` has stride 1 along K, as the transpose of a Hessian's rows has.
+    A GPU's tensor cores multiply TF32 numbers, which have 11 bits. So each number is split into a TF32
+    number and a rest, which is rounded to TF32 too. Only rest times rest is left out; the errors that
+    were measured are those of float32. A GPU is fastest if `right` has stride 1 along K, as the
+    transpose of a Hessian's rows has.
     """
     if launches(total.device):
         from fused_dequant import gptq
@@ -166,7 +168,7 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def factored_at_once(inputs: int) -> int:
-    """Return how many Hessians [inputs, inputs] are factored at once."""
+    """Return how many Hessians [inputs, inputs] a GPU factors at once."""
     return max(1, FACTORED // (8 * inputs**2))
 
 
@@ -179,18 +181,20 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     mean = diagonal.double().mean(-1)
     diagonal.add_((DAMPING * mean).to(hessian)[:, None])
     factor, failed = torch.empty_like(hessian), mean <= 0
-    step = factored_at_once(hessian.shape[-1])
+    inputs = hessian.shape[-1]
+    # On a CPU LAPACK is as fast with one whole matrix.
+    step, leaf = (factored_at_once(inputs), LEAF) if hessian.is_cuda else (1, inputs)
     with _one_thread():
         for own in (slice(at, at + step) for at in range(0, len(hessian), step)):
-            factor[own], lacks = _upper(hessian[own])
+            factor[own], lacks = _upper(hessian[own], leaf)
             failed[own] |= lacks
     return factor, failed
 
 
-def _upper(hessian: Tensor) -> tuple[Tensor, Tensor]:
+def _upper(hessian: Tensor, leaf: int) -> tuple[Tensor, Tensor]:
     """Return U, float64 [E, in, in], the identity where there is none, and bool [E]: which lack U."""
     square = hessian.flip(1, 2).double()
-    failed = _invert_factor(square, LEAF if square.is_cuda else len(square[0]))
+    failed = _invert_factor(square, leaf)
     square.masked_fill_(failed[:, None, None], 0)
     square.diagonal(dim1=-2, dim2=-1).masked_fill_(failed[:, None], 1)
     return square.flip(1, 2), failed
@@ -204,8 +208,7 @@ def _invert_factor(square: Tensor, leaf: int) -> Tensor:
         A = [A11 A21^T]   L21 = A21 L11^-T           L^-1 = [          L11^-1                  0   ]
             [A21  A22 ]   L22 L22^T = A22 - L21 L21^T       [-L22^-1 L21 L11^-1           L22^-1   ]
 
-    which a GPU computes for many matrices at once. (An H100 takes 37 ms for 32 of 2,816 inputs, and 92
-    if a library factors them one by one on four streams.)
+    which a GPU computes for many matrices at once, faster than a library factors each by itself.
     """
     size = square.shape[-1]
     if size <= leaf:

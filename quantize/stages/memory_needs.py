@@ -24,7 +24,7 @@ REPLAYED = 16  # trajectories that are replayed at once
 WAITING_BYTES = 1.817e9
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
 # GPU memory that GPTQ may take to round several experts at once: 32 experts of 2,816 inputs and 1,408
-# rows take 5.8 GB. A single Linear may take more: one of 8,192 inputs takes 4.9 GB.
+# rows take 5.3 GB. A single Linear may take more.
 ROUNDING_BYTES = 6e9
 QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay if nothing was calibrated

@@ -232,15 +232,18 @@ def test_the_factor_is_that_of_the_inverse() -> None:
 
 
 def test_a_factor_is_inverted_block_by_block() -> None:
-    """90 inputs are blocks of 22 and 23. One matrix of three has no factor, by its last input."""
+    """90 inputs are blocks of 22 and 23. Matrices without a factor show it in any of their blocks."""
     _, hessian = layer(inputs=90)
-    square = hessian.double() + torch.eye(90)
-    square[1, 89, 89] = -1
-    inverse = square.clone()
-    assert module._invert_factor(inverse, leaf=25).tolist() == [False, True, False]
-    for own in (0, 2):
-        expected = torch.linalg.cholesky(square[own]).inverse()
-        torch.testing.assert_close(inverse[own], expected, rtol=1e-9, atol=1e-12)
+    good = hessian + torch.eye(90)
+    bad = good[:1].repeat(5, 1, 1)
+    for matrix, at in zip(bad, (0, 30, 50, 89), strict=False):
+        matrix[at, at] = -1
+    bad[4] = torch.nan
+    found, failed = module._upper(torch.cat([good[:1], bad, good[1:]]), leaf=25)
+    assert failed.tolist() == [False, *[True] * 5, False, False]
+    assert torch.equal(found[1:6], torch.eye(90).double().expand(5, -1, -1))
+    whole = module._upper(good, leaf=90)[0]
+    torch.testing.assert_close(found[[0, 6, 7]], whole, rtol=1e-9, atol=1e-12)
 
 
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

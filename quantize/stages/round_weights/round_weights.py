@@ -40,7 +40,7 @@ from quantize.recipe.sections import Recipe
 from quantize.runtime.engine import Observer
 from quantize.runtime.fused.layer_by_layer import LayerByLayer
 from quantize.runtime.placement import CPU, Placement, budget_of, free_unused
-from quantize.schemes.gptq import DAMPING, SWEEPS, Rounded, gptq
+from quantize.schemes.gptq import DAMPING, SWEEPS, VERSION, Rounded, gptq
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme
 from quantize.schemes.rounding import E2M1_GROUPS, global_scale
@@ -180,7 +180,7 @@ def round_weights(
     denoising = Denoising(source.folder, recipe.calibration, place)
     with folder_when_complete(out, keep_partial=True) as folder:
         schemes = [(unit.reads, unit.scheme.name) for unit in units]
-        facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS]
+        facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS, VERSION]
         _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
         left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
         if left:
