@@ -64,8 +64,10 @@ def tool() -> dict[str, Any]:
         state = [_git(checkout, *each) for each in words]
         if None not in state:
             found |= {"commit": state[0], "modified": bool(state[1])}
-    elif (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
-        found |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
+        return found
+    with suppress(PackageNotFoundError):  # copied, not installed
+        if (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
+            found |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
     return found
 
 

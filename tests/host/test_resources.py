@@ -2,11 +2,13 @@
 
 import gc
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quantize import __version__
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host import resources as measuring
@@ -15,6 +17,7 @@ from quantize.host.resources import free_memory, measured
 from quantize.pipeline.run import work
 from quantize.pipeline.stages import STAGES, Run
 from quantize.recipe.sections import load_recipe
+from quantize.runs import manifest
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest, tool
 from quantize.runtime.placement import free_unused
@@ -114,3 +117,14 @@ def test_the_commit_of_the_code_is_that_of_its_checkout() -> None:
     if found["commit"]:
         assert len(found["commit"]) == 40
         assert isinstance(found["modified"], bool)
+
+
+def test_code_that_was_copied_and_not_installed_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(manifest, "__file__", str(tmp_path / "quantize" / "runs" / "manifest.py"))
+    monkeypatch.setattr(manifest, "distribution", missing)
+    assert tool() == {"version": __version__, "commit": None, "modified": None}
