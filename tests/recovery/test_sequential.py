@@ -287,7 +287,10 @@ def look_on(world: World, block: int) -> tuple[np.ndarray, np.ndarray]:
     seed = [world.bench.questions, int(world.loss_pp * 10), DAMAGE.index(world.damage), block]
     base, quantized = many_answers(world, np.random.default_rng(seed), BLOCK)
     difference = quantized.astype(float) - base
-    looks = Plan(world.estimand, *difference.shape[1:], 0).looks
+    plan = Plan(world.estimand, *difference.shape[1:], block)
+    looks = plan.looks
+    if world.damage == "whole":  # of these questions the first are lost, but runs shuffle them
+        difference = difference[:, plan.order]
     levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
     verdicts, costs = np.full(BLOCK, "INCONCLUSIVE"), np.ones(BLOCK)
     for look, level in zip(looks, levels, strict=True):

@@ -389,7 +389,7 @@ def test_other_versions_of_compressed_tensors_parse_the_config(
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(place)]
     subprocess.run([*install, f"compressed-tensors=={version}"], check=True, capture_output=True)
     configs = []
-    for name in sorted(shipped_recipes()):
+    for name in sorted(shipped_recipes().keys() - {"mxfp4a16"}):  # tiny experts have 48 inputs
         run(tiny_checkpoint, tmp_path / name, load_recipe(name))
         configs.append(str(tmp_path / name / "config.json"))
     assert len(configs) >= 5
