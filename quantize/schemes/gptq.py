@@ -182,7 +182,7 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     diagonal.add_((DAMPING * mean).to(hessian)[:, None])
     factor, failed = torch.empty_like(hessian), mean <= 0
     inputs = hessian.shape[-1]
-    # On a CPU LAPACK is as fast with one whole matrix.
+    # A CPU gains nothing from many at once, which would only take memory.
     step, leaf = (factored_at_once(inputs), LEAF) if hessian.is_cuda else (1, inputs)
     with _one_thread():
         for own in (slice(at, at + step) for at in range(0, len(hessian), step)):

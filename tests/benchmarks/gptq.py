@@ -130,7 +130,7 @@ def block_times(experts: int, out: int) -> dict[str, Times]:
     eye = torch.eye(gptq.SPAN, device="cuda").expand(experts, -1, -1).contiguous()
     wide = torch.zeros(experts, out, 2816, device="cuda")
     across = torch.zeros(experts, 2816, gptq.SPAN, device="cuda").mT  # columns of Hessians
-    rows_of = across.contiguous()
+    in_rows = across.contiguous()
     codes, moved = torch.empty_like(rows), torch.empty_like(rows)
     shared, scales = torch.full((experts,), 7e3, device="cuda"), torch.ones_like(rows[..., 0])
     one, rest = slice(16), slice(16, None)
@@ -140,8 +140,8 @@ def block_times(experts: int, out: int) -> dict[str, Times]:
         "descend_block": lambda: gptq.descend_block(rows[..., one], *own),
         "product of a block": lambda: rows[..., rest].baddbmm_(moved[..., one], eye[:, one, rest]),
         "product of a span": lambda: gptq.add_product(wide, moved, across),
-        "of rows": lambda: gptq.add_product(wide, moved, rows_of),
-        "in float32": lambda: wide.baddbmm_(moved, across),
+        "that with rows": lambda: gptq.add_product(wide, moved, in_rows),
+        "that in float32": lambda: wide.baddbmm_(moved, across),
     }
     found: dict[str, Times] = {}
     for name, work in works.items():

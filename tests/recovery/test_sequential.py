@@ -289,7 +289,7 @@ def look_on(world: World, block: int) -> tuple[np.ndarray, np.ndarray]:
     difference = quantized.astype(float) - base
     plan = Plan(world.estimand, *difference.shape[1:], block)
     looks = plan.looks
-    if world.damage == "whole":  # of these questions the first are lost, but runs shuffle them
+    if world.damage == "whole":  # perhaps the first ones; runs shuffle the questions
         difference = difference[:, plan.order]
     levels = nominal_levels(tuple(look.fraction for look in looks), ALPHA)
     verdicts, costs = np.full(BLOCK, "INCONCLUSIVE"), np.ones(BLOCK)
