@@ -1,20 +1,21 @@
-"""GPTQ and coordinate descent over a block of 16 inputs, and products of their changes.
+"""GPTQ over a block of 16 inputs, coordinate descent over several, and products of their changes.
 
     round_block     for each scale s that is tried, step = s / shared; for i = 0 .. 15:
                         left_i = w_i - sum_{j < i} error_j * U_ji
                         q_i = nearest(left_i / step), error_i = (left_i - q_i * step) / U_ii
                     keeps the s with the least sum of error_i^2
-    descend_block   first, with all codes fixed, moves s to the best e4m3 number near its optimum;
+    descend_span    for one block after the other, with slopes that follow what earlier blocks moved:
+                    first, with all codes fixed, moves s to the best e4m3 number near its optimum;
                     then moves each q_i in turn to nearest((q_i * step + slope_i / H_ii) / step)
 
     add_product     total += factor * left @ right: each number is split into two of TF32, and three of
                     the four products are summed (input_precision="tf32x3")
 
 With e2m1 codes, round_block tries the usual s (from amax / 6) and its e4m3 neighbours, and
-descend_block moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains H, U and
+descend_span moves s. With e4m3 and int8 codes s stays. `quantize/schemes/gptq.py` explains H, U and
 slope; it also has the method in torch.
 
-In round_block and descend_block a thread has one row, which is one output's weights. The row's 16
+In round_block and descend_span a thread has one row, which is one output's weights. The row's 16
 weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple indexed at
 compile time. round_block tries scales one after the other and keeps only the best scale and its loss.
 It then rounds again with the best scale. A program's rows belong to one expert, with one U and H.
@@ -170,9 +171,9 @@ def best_scale(scale, curvature, pull, g):
     return best
 
 
-@triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=PLACES)
-def descend_block_kernel(
-    slope, hessian, shared, scales, codes, moved, OUT,
+@triton.jit(do_not_specialize=range(18), do_not_specialize_on_alignment=range(18))
+def descend_span_kernel(
+    slope, hessian, shared, scales, codes, moved, OUT, BLOCKS,
     slope_expert, slope_row, hessian_expert, hessian_row, scales_expert, scales_row,
     codes_expert, codes_row, moved_expert, moved_row,
     CODES: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
@@ -187,41 +188,53 @@ def descend_block_kernel(
     moved += e * moved_expert + row * moved_row + k
     scales += e * scales_expert + m * scales_row
     hessian += e * hessian_expert
+    square = tl.arange(0, 16)[:, None] * hessian_row + k
     g = tl.load(shared + e)
-    scale = tl.load(scales, mask=inside, other=1.0)
-    before = tl.div_rn(scale, g)
-    step = before
-    pulls = columns(tl.load(slope, mask=row < OUT, other=0.0), ROWS, 16)
-    own = columns(tl.load(codes, mask=row < OUT, other=0.0), ROWS, 16)
-    bent = ()  # own @ H
-    if SCALED:
-        curvature = tl.zeros_like(scale)
-        pull = tl.zeros_like(scale)
-        for i in tl.static_range(16):
-            product = tl.zeros_like(scale)
-            for j in tl.static_range(16):
-                product += own[j] * tl.load(hessian + j * hessian_row + i)
-            curvature += product * own[i]
-            pull += pulls[i] * own[i]
-            bent = bent + (product,)  # noqa: RUF005
-        scale = best_scale(scale, curvature, pull, g)
-        step = tl.div_rn(scale, g)
-        tl.store(scales, scale, mask=inside)
-    found, shifts = (), ()
-    done = ()  # how far values move under the new scale
-    for i in tl.static_range(16):
-        left = pulls[i]
+    for b in range(BLOCKS):
+        near = tl.load(slope + b * 16, mask=row < OUT, other=0.0)
+        for c in range(b):  # what the blocks before it moved
+            shift = tl.load(moved + c * 16, mask=row < OUT, other=0.0)
+            across = tl.load(hessian + c * 16 * hessian_row + b * 16 + square)
+            near -= tl.dot(shift, across, input_precision="tf32x3")
+        pulls = columns(near, ROWS, 16)
+        own = columns(tl.load(codes + b * 16, mask=row < OUT, other=0.0), ROWS, 16)
+        corner = hessian + b * 16 * (hessian_row + 1)
+        scale = tl.load(scales + b, mask=inside, other=1.0)
+        before = tl.div_rn(scale, g)
+        step = before
+        bent = ()  # own @ H
         if SCALED:
-            left -= (step - before) * bent[i]
-        for j in tl.static_range(i):
-            left -= done[j] * tl.load(hessian + j * hessian_row + i)
-        value = own[i] * step
-        wanted = value + tl.div_rn(left, tl.load(hessian + i * hessian_row + i))
-        code = nearest(tl.div_rn(wanted, step), CODES)
-        found, done = found + (code,), done + (code * step - value,)  # noqa: RUF005
-        shifts = shifts + (code * step - own[i] * before,)  # noqa: RUF005
-    tl.store(codes, joined(found, ROWS, 0, 16), mask=row < OUT)
-    tl.store(moved, joined(shifts, ROWS, 0, 16), mask=row < OUT)
+            curvature = tl.zeros_like(scale)
+            pull = tl.zeros_like(scale)
+            for i in tl.static_range(16):
+                product = tl.zeros_like(scale)
+                for j in tl.static_range(16):
+                    product += own[j] * tl.load(corner + j * hessian_row + i)
+                curvature += product * own[i]
+                pull += pulls[i] * own[i]
+                bent = bent + (product,)  # noqa: RUF005
+            scale = best_scale(scale, curvature, pull, g)
+            step = tl.div_rn(scale, g)
+            tl.store(scales + b, scale, mask=inside)
+        found, shifts = (), ()
+        for i in tl.static_range(16):
+            spread = tl.zeros_like(scale)
+            for j in tl.static_range(i):
+                spread += (found[j] - own[j]) * tl.load(corner + j * hessian_row + i)
+            left = pulls[i] - step * spread
+            if SCALED:
+                left -= (step - before) * bent[i]
+            wanted = own[i] * step + tl.div_rn(left, tl.load(corner + i * hessian_row + i))
+            found = found + (nearest(tl.div_rn(wanted, step), CODES),)  # noqa: RUF005
+        # Not a difference of products: contracted, that is not 0 where nothing changes.
+        for i in tl.static_range(16):
+            shift = (found[i] - own[i]) * step
+            if SCALED:
+                shift += own[i] * (step - before)
+            shifts = shifts + (shift,)  # noqa: RUF005
+        tl.store(codes + b * 16, joined(found, ROWS, 0, 16), mask=row < OUT)
+        tl.store(moved + b * 16, joined(shifts, ROWS, 0, 16), mask=row < OUT)
+        tl.debug_barrier()  # the next block reads what other threads have stored
 
 
 def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours):
@@ -238,12 +251,12 @@ def round_block(weight, factor, shared, scales, codes, errors, kind, neighbours)
     )  # fmt: skip
 
 
-def descend_block(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
-    """Launch the kernel for `quantize.schemes.gptq.descend_block`; if `scaled`, scales move too."""
-    E, OUT, _ = slope.shape
-    descend_block_kernel[(triton.cdiv(OUT, ROWS), E)](
-        slope, hessian, shared, scales, codes, moved, OUT, *slope.stride()[:2],
-        *hessian.stride()[:2], *scales.stride(), *codes.stride()[:2], *moved.stride()[:2],
+def descend_span(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
+    """Launch the kernel for `quantize.schemes.gptq.descend_span`; if `scaled`, scales move too."""
+    E, OUT, inputs = slope.shape
+    descend_span_kernel[(triton.cdiv(OUT, ROWS), E)](
+        slope, hessian, shared, scales, codes, moved, OUT, inputs // 16, *slope.stride()[:2],
+        *hessian.stride()[:2], *scales.stride()[:2], *codes.stride()[:2], *moved.stride()[:2],
         CODES=kind, SCALED=scaled, ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
 

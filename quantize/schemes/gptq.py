@@ -37,7 +37,7 @@ from quantize.schemes.rounding import FP8, FP8_MAX, Codes
 
 DAMPING = 0.01
 SWEEPS = 4  # passes of coordinate descent
-VERSION = 2  # of this arithmetic: another may round some weights to other codes
+VERSION = 3  # of this arithmetic: another may round some weights to other codes
 FACTORED = 2**30  # bytes of the float64 Hessians that are factored at once
 LEAF = 352  # inputs of the blocks that a GPU's library factors
 SPAN = 8 * GROUP  # inputs whose errors are spread together: one product for 8 blocks
@@ -314,24 +314,44 @@ def _descend(
     slope = torch.zeros_like(weight)
     add_product(slope, weight - _values(codes, scales / shared[:, None, None]), hessian.mT)
     moved = weight.new_empty(*weight.shape[:-1], SPAN)
-    sweep: list[partial[Tensor | None]] = []  # views made once, else a GPU waits for the host
+    sweep: list[partial[None]] = []  # views made once, else a GPU waits for the host
     for start in range(0, weight.shape[-1], SPAN):
         span = slice(start, min(start + SPAN, weight.shape[-1]))
-        near = slope[..., span].clone()
-        sweep.append(partial(near.copy_, slope[..., span]))
-        for at in range(start, span.stop, GROUP):
-            block, own = slice(at, at + GROUP), slice(at - start, at - start + GROUP)
-            sweep.append(partial(
-                descend_block, near[..., own], hessian[:, block, block], shared,
-                scales[..., at // GROUP], codes[..., block], moved[..., own], grid,
-            ))  # fmt: skip
-            change = moved[..., own], hessian[:, block, at + GROUP : span.stop]
-            sweep.append(partial(near[..., own.stop :].baddbmm_, *change, alpha=-1))
-        moves = moved[..., : near.shape[-1]]
+        groups, moves = slice(start // GROUP, span.stop // GROUP), moved[..., : span.stop - start]
+        sweep.append(partial(
+            descend_span, slope[..., span], hessian[:, span, span], shared, scales[..., groups],
+            codes[..., span], moves, grid,
+        ))  # fmt: skip
         sweep.append(partial(add_product, slope, moves, hessian[..., span].mT, -1))
     for work in SWEEPS * sweep:
         work()
     return slope
+
+
+def descend_span(
+    slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
+    grid: Codes,
+) -> None:  # fmt: skip
+    """Run `descend_block` on each block of a span of n <= SPAN inputs, from left to right.
+
+    The slope at a block is that of the moves of the blocks before it. `slope` [E, out, n] and `hessian`
+    [E, n, n] are only read. `scales` are [E, out, n / 16], `codes` and `moved` [E, out, n].
+    """
+    if launches(slope.device):
+        from fused_dequant import gptq
+
+        gptq.descend_span(
+            slope, hessian, shared, scales, codes, moved, grid.name, scaled=grid.neighbours > 0
+        )  # fmt: skip
+        return
+    near = slope.clone()
+    for at in range(0, slope.shape[-1], GROUP):
+        own, later = slice(at, at + GROUP), slice(at + GROUP, None)
+        descend_block(
+            near[..., own], hessian[:, own, own], shared, scales[..., at // GROUP],
+            codes[..., own], moved[..., own], grid,
+        )  # fmt: skip
+        near[..., later].baddbmm_(moved[..., own], hessian[:, own, later], alpha=-1)
 
 
 def descend_block(
@@ -346,13 +366,6 @@ def descend_block(
       scales  [E, out]: the block scales; if `grid.neighbours` is 0, `scales` is only read
       moved   [E, out, 16]: the change of the rounded weights, codes * scale / shared
     """
-    if launches(slope.device):
-        from fused_dequant import gptq
-
-        gptq.descend_block(
-            slope, hessian, shared, scales, codes, moved, grid.name, scaled=grid.neighbours > 0
-        )  # fmt: skip
-        return
     before = codes * (scales / shared[:, None])[..., None]
     if grid.neighbours:
         scales.copy_(_best_scale(codes, scales, slope, hessian, shared[:, None]))

@@ -133,11 +133,12 @@ def block_times(experts: int, out: int) -> dict[str, Times]:
     in_rows = across.contiguous()
     codes, moved = torch.empty_like(rows), torch.empty_like(rows)
     shared, scales = torch.full((experts,), 7e3, device="cuda"), torch.ones_like(rows[..., 0])
+    each = torch.ones_like(rows[..., : gptq.SPAN // 16])
     one, rest = slice(16), slice(16, None)
     own = (eye[:, one, one], shared, scales, codes[..., one], moved[..., one], GRID)
     works: dict[str, Callable[[], object]] = {
         "round_block": lambda: gptq.round_block(rows[..., one], *own),
-        "descend_block": lambda: gptq.descend_block(rows[..., one], *own),
+        "descend_span": lambda: gptq.descend_span(rows, eye, shared, each, codes, moved, GRID),
         "product of a block": lambda: rows[..., rest].baddbmm_(moved[..., one], eye[:, one, rest]),
         "product of a span": lambda: gptq.add_product(wide, moved, across),
         "that with rows": lambda: gptq.add_product(wide, moved, in_rows),

@@ -75,7 +75,7 @@ OPERAND = {  # of each kernel that multiplies, the parameter whose type its prod
     "lm_head_kernel": "x", "lm_head_hopper_kernel": "x", "split_k_kernel": "p",
     "some_rows_kernel": "p",
     "gram_kernel": "x", "nvfp4_blackwell_kernel": "x", "experts_hopper_kernel": "x",
-    "product_kernel": "left",
+    "product_kernel": "left", "descend_span_kernel": "slope",
 }  # fmt: skip
 
 
@@ -90,6 +90,8 @@ def rows(launch: Launch) -> int:
         launch.kernel == "matmul_kernel" and launch.constant("SWAP")
     ):
         return launch.constant("BN")
+    if launch.kernel == "descend_span_kernel":
+        return 16
     if launch.kernel == "attend_kernel":
         return launch.constant("BQ") * launch.constant("Q_HEADS") // launch.constant("KV_HEADS")
     hopper = launch.kernel.replace("_wide_", "_hopper_").endswith("_hopper_kernel")

@@ -6,6 +6,7 @@ hardly does.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from quantize.schemes import gptq
-from quantize.schemes.gptq import add_product, descend_block, round_block
+from quantize.schemes.gptq import add_product, descend_span, round_block
 from quantize.schemes.hessians import Hessians, whole
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import (
@@ -25,6 +26,7 @@ from quantize.schemes.rounding import (
     block_scale,
     global_scale,
 )
+from quantize.stages.memory_needs import rounding_bytes
 
 GRIDS = {codes.name: codes for codes in (E2M1_GROUPS, E4M3_ROWS, INT8_ROWS)}
 LAYERS = [(1, 24, 32)] if INTERPRETED else [(2, 96, 336), (8, 704, 2816), (1, 4224, 2112)]
@@ -54,46 +56,83 @@ def block(grid: Codes, out: int) -> dict[str, Tensor]:
     usual = largest / {"e4m3": 448, "int8": 127.5}.get(grid.name, 6) + 1e-9
     if grid.neighbours:
         usual = block_scale(largest.bfloat16()[..., None], shared[:, None, None])[..., 0]
-    slope = torch.randn(3, out, 16, generator=g) * weight.std((1, 2), keepdim=True)
-    return {
-        "weight": weight, "factor": factor, "hessian": hessian, "shared": shared,
-        "scales": usual, "slope": slope,
-    }  # fmt: skip
+    return {"weight": weight, "factor": factor, "shared": shared, "scales": usual}
 
 
 def within(part: Tensor, device: str) -> Tensor:
-    """Return a copy of [..., 16] that lies in the columns of a larger matrix, in the middle of it."""
-    wide = torch.full((*part.shape[:-1], 40), torch.nan, device=device)
-    wide[..., 12:28] = part.to(device)
-    return wide[..., 12:28]
+    """Return a copy of [..., n] that lies in the columns of a larger matrix, in the middle of it."""
+    columns = part.shape[-1]
+    wide = torch.full((*part.shape[:-1], columns + 24), torch.nan, device=device)
+    wide[..., 12 : 12 + columns] = part.to(device)
+    return wide[..., 12 : 12 + columns]
 
 
 def run(grid: Codes, given: dict[str, Tensor], device: str) -> list[Tensor]:
-    """Round a block, then move it: scales, codes, errors, and the same moved with `moved`."""
+    """Round a block: scales, codes, errors."""
     own = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
     codes, errors = (within(torch.zeros_like(given["weight"]), device) for _ in range(2))
     weight, factor = (within(given[name], device) for name in ("weight", "factor"))
     round_block(weight, factor, own["shared"], own["scales"], codes, errors, grid)
-    found = [own["scales"].clone(), codes.clone(), errors.clone()]
-    slope, hessian = (within(given[name], device) for name in ("slope", "hessian"))
-    descend_block(slope, hessian, own["shared"], own["scales"], codes, errors, grid)
-    return [each.cpu() for each in (*found, own["scales"], codes, errors)]
+    return [each.cpu() for each in (own["scales"], codes, errors)]
+
+
+def span(grid: Codes, out: int) -> dict[str, Tensor]:
+    """Return the arguments of a span's function: three blocks of 3 experts, rounded to the nearest."""
+    given = block(grid, out)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(3, 96, 48, generator=g) @ (torch.eye(48) + torch.randn(48, 48, generator=g) / 7)
+    hessian, weight = x.mT @ x / 96, given["weight"].repeat(1, 1, 3)
+    scales, shared = given["scales"][..., None].repeat(1, 1, 3), given["shared"]
+    step = (scales / shared[:, None, None]).repeat_interleave(16, -1)
+    codes = grid.nearest(weight / step)
+    slope = (weight - codes * step) @ hessian
+    slope += torch.randn(slope.shape, generator=g) * slope.std((1, 2), keepdim=True)
+    return {"slope": slope, "hessian": hessian, "shared": shared, "scales": scales, "codes": codes}
+
+
+def descend(grid: Codes, given: dict[str, Tensor], device: str) -> list[Tensor]:
+    """Move a span: scales, codes, moves."""
+    shared, scales = (given[name].to(device, copy=True) for name in ("shared", "scales"))
+    slope, hessian, codes = (within(given[name], device) for name in ("slope", "hessian", "codes"))
+    moved = within(torch.full_like(given["codes"], torch.nan), device)
+    descend_span(slope, hessian, shared, scales, codes, moved, grid)
+    assert torch.equal(slope.cpu(), given["slope"])
+    found = [each.cpu() for each in (scales, codes, moved)]
+    stays = (found[0] == given["scales"]).repeat_interleave(16, -1) & (found[1] == given["codes"])
+    assert (found[2][stays] == 0).all()
+    assert 0.1 < stays.float().mean() < 0.9
+    return found
+
+
+def in_its_room(arguments: tuple[Any, ...], experts: int, out: int, inputs: int) -> gptq.Rounded:
+    """Run GPTQ, which takes no more of a GPU's memory than a plan counts for matrices of some size."""
+    if INTERPRETED:
+        return gptq.gptq(*arguments)
+    free = torch.cuda.memory_allocated() - sum(x.nbytes for x in arguments[1:3])
+    torch.cuda.reset_peak_memory_stats()
+    found = gptq.gptq(*arguments)
+    if inputs > gptq.LEAF:  # else memory is too little to be counted
+        taken = torch.cuda.max_memory_allocated() - free
+        assert 0.5 < taken / rounding_bytes(experts, out, inputs) <= 1
+    return found
 
 
 class TestOnTheKernels:
     pytestmark = MARKS
 
     @pytest.mark.parametrize("kind", GRIDS)
-    def test_a_block_is_rounded_and_moved_as_by_torch(
-        self, kind: str, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("moves", [False, True], ids=["a block is rounded", "a span is moved"])
+    def test_codes_and_scales_are_those_of_torch(
+        self, kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         grid = GRIDS[kind]
         if INTERPRETED:  # the layers below try them all
             grid = replace(grid, neighbours=min(grid.neighbours, 1))
-        given = block(grid, out=70)  # more than a program's rows
-        found = run(grid, given, DEVICE)
+        work, given = (descend, span) if moves else (run, block)
+        own = given(grid, out=70)  # more than a program's rows
+        found = work(grid, own, DEVICE)
         monkeypatch.setattr(dispatch, "interpreted", False)
-        for mine, theirs in zip(found, run(grid, given, "cpu"), strict=True):
+        for mine, theirs in zip(found, work(grid, own, "cpu"), strict=True):
             same = torch.isclose(mine, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
             assert same.float().mean() > (0.999 if INTERPRETED else 0.99)
 
@@ -109,7 +148,7 @@ class TestOnTheKernels:
         moved = None if shared is None else shared.to(DEVICE)
         given = [each.to(DEVICE, copy=True) for each in (weight, hessian)]
         arguments = (SCHEMES[scheme], *given, moved)
-        found = gptq.gptq(*arguments)
+        found = in_its_room(arguments, experts, out, inputs)
         for mine, before in zip(given, (weight, hessian), strict=True):
             assert torch.equal(mine.cpu(), before)
         again = found if INTERPRETED else gptq.gptq(*arguments)  # there programs run in one order
@@ -127,6 +166,22 @@ class TestOnTheKernels:
             if INTERPRETED:
                 same = bits[few] == expected.tensors[name].view(torch.uint8)
                 assert same.float().mean() > 0.999, name
+
+    def test_without_a_factor_an_expert_is_rounded_to_nearest(self) -> None:
+        """On a GPU three Hessians of blocks are factored at once; the others keep theirs."""
+        weight, hessian = (x.to(DEVICE) for x in layer(3, 24, 32 if INTERPRETED else 800))
+        scheme = SCHEMES["FP8_DYNAMIC"]
+        whole = gptq.gptq(scheme, weight, hessian)
+        hessian[1] *= -1
+        found = gptq.gptq(scheme, weight, hessian)
+        assert not whole.fell_back.any()
+        assert found.fell_back.tolist() == [False, True, False]
+        assert found.loss[1] == found.nearest[1]
+        plain = scheme.quantize(weight, scheme.observe(weight, "memoryless_minmax"), None, None)
+        mine, nearest = (x["weight"].view(torch.uint8) for x in (found.tensors, plain))
+        assert torch.equal(mine[1], nearest[1])
+        assert not torch.equal(mine[0], nearest[0])
+        torch.testing.assert_close(found.loss[::2], whole.loss[::2], rtol=1e-3, atol=0)
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_products_are_as_exact_as_in_float32(self, transposed: bool) -> None:

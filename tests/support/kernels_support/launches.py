@@ -254,17 +254,16 @@ def _sampler(B: int) -> None:
 
 
 def _rounding(codes: str, neighbours: int) -> None:
-    """A block of GPTQ, and products: of changes with a Hessian's rows, of errors with a factor's."""
+    """A block of GPTQ, a span of descent, products: with rows of a Hessian, with those of a factor."""
     rows, matrix = (blank(EXPERTS, n, 16, dtype=torch.float32) for n in (2 * INNER, 16))
     shared, scales = (blank(*shape, dtype=torch.float32) for shape in ((EXPERTS,), rows.shape[:2]))
     gptq.round_block(rows, matrix, shared, scales, rows, rows, codes, neighbours)
-    gptq.descend_block(rows, matrix, shared, scales, rows, rows, codes, scaled=neighbours > 0)
-    total, moves, right = (
-        blank(EXPERTS, *shape, dtype=torch.float32)
-        for shape in ((2 * INNER, HIDDEN), (2 * INNER, 128), (HIDDEN, HIDDEN))
-    )
-    gptq.add_product(total, moves, right[..., :128].mT, -1)
-    gptq.add_product(total, moves, right[:, :128], -1)
+    wide, square = (blank(EXPERTS, n, 128, dtype=torch.float32) for n in (2 * INNER, 128))
+    steps = blank(EXPERTS, 2 * INNER, 8, dtype=torch.float32)
+    gptq.descend_span(wide, square, shared, steps, wide, wide, codes, scaled=neighbours > 0)
+    total, right = (blank(EXPERTS, n, HIDDEN, dtype=torch.float32) for n in (2 * INNER, HIDDEN))
+    gptq.add_product(total, wide, right[..., :128].mT, -1)
+    gptq.add_product(total, wide, right[:, :128], -1)
 
 
 def _hessians(experts: int, topk: int, inputs: int) -> None:
