@@ -6,11 +6,11 @@
 
 The product has few outputs (256 x 128 at one canvas) and a long K. One program per tile would leave
 most of the GPU idle, so K is split. `choose_kernel` has one program per token, and adds up the
-splits without atomics. Both kernels start loading weights before they wait for the previous kernel.
+splits without atomics. Kernels start loading weights before they wait for the previous kernel, unless
+they have many rows.
 
 The choice takes TOPK maxima one after the other. Score and index form one integer, so a maximum is
-one instruction of a warp. On an H200 both kernels together take 4.0 us for 256 rows. With earlier tiles
-they took 6.4 us when maxima were floats with separate indices and nothing was loaded early, then 4.8.
+one instruction of a warp. docs/kernels-log.md ("The router and sorting") has times.
 """
 
 import torch
@@ -20,39 +20,42 @@ import triton.language as tl
 from fused_dequant.chain import chained, follow
 from fused_dequant.dispatch import launched_as
 
-BK = 256
-PROGRAMS = 264  # two per streaming multiprocessor of an H200; more splits only add sums to read
-MOST_STEPS = 2  # per program: their loads are in flight together, and loads of 4 steps would spill
+PROGRAMS = 132  # as many as an H200 has streaming multiprocessors
+# Tiles of the logits. With few rows a program has one step, whose weights it loads while it waits.
+FEW = {"BM": 32, "BK": 256, "num_warps": 4}
+MANY = {"BM": 64, "BK": 64, "num_warps": 4, "num_stages": 4}
+
+
+@triton.jit
+def columns_of(x, row, rows, column, K):
+    """Return the columns of some rows of x [rows, K]; rows and columns that x lacks are zero."""
+    place = x + row.to(tl.int64)[:, None] * K + column[None, :]
+    return tl.load(place, mask=(row < rows)[:, None] & (column < K)[None, :], other=0.0)
 
 
 @triton.jit
 def logits_kernel(
-    x,
-    w,
-    partial,
-    M,
-    E,
-    K,
-    CHAINED: tl.constexpr,
-    STEPS: tl.constexpr,
-    EXPERTS: tl.constexpr,  # E rounded up to a power of two, at least 16
-    BM: tl.constexpr,
+    x, w, partial, M, E, K,
+    CHAINED: tl.constexpr, STEPS: tl.constexpr, EXPERTS: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr,
-):
-    """Program (i, s) stores BM rows of x @ w.T over split s of K: `partial` f32 [splits, M, E]."""
+):  # fmt: skip
+    """Program (i, s) stores BM rows of x @ w.T over split s of K: `partial` f32 [splits, M, E].
+
+    EXPERTS is E rounded up to a power of two, at least 16.
+    """
     split = tl.program_id(1)
     m, e = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, EXPERTS)
     k = split * STEPS * BK + tl.arange(0, BK)
     acc = tl.zeros((BM, EXPERTS), tl.float32)
-    for step in tl.static_range(STEPS):
-        column = k + step * BK
-        inside = (column < K)[None, :]
-        b = tl.load(w + e[:, None] * K + column[None, :], mask=(e < E)[:, None] & inside, other=0.0)
-        if step == 0:
-            follow(CHAINED)
-        rows = x + m.to(tl.int64)[:, None] * K + column[None, :]
-        a = tl.load(rows, mask=(m < M)[:, None] & inside, other=0.0)
-        acc = tl.dot(a, b.T, acc)
+    if STEPS == 1:
+        b = columns_of(w, e, E, k, K)
+        follow(CHAINED)
+        acc = tl.dot(columns_of(x, m, M, k, K), b.T, acc)
+    else:
+        follow(CHAINED)
+        for step in range(STEPS):
+            b = columns_of(w, e, E, k + step * BK, K)
+            acc = tl.dot(columns_of(x, m, M, k + step * BK, K), b.T, acc)
     place = partial + (split * M + m).to(tl.int64)[:, None] * E + e[None, :]
     tl.store(place, acc, mask=(m < M)[:, None] & (e < E)[None, :])
 
@@ -104,23 +107,19 @@ def choose_kernel(
 def choose_experts(x, router, per_expert_scale, topk):
     """Launch the kernels for `operations.choose_experts`, which describes the arguments."""
     (M, K), E = x.shape, len(router)
-    # Of the tiles tried from 16 x 256 to 128 x 256, logits and choice together take 4.0 us for 256
-    # rows with blocks of 32 (64: 4.4), and 7.5 for 1,024 with blocks of 64 (32: 10.0).
-    rows, columns = launched_as(M), triton.cdiv(K, BK)
-    block = 32 if rows <= 512 else 64
-    programs = triton.cdiv(rows, block) * columns
-    steps = min(MOST_STEPS, triton.next_power_of_2(triton.cdiv(programs, PROGRAMS)))
+    rows = launched_as(M)
+    tile = FEW if rows <= 512 else MANY
+    columns = triton.cdiv(K, tile["BK"])
+    splits = columns if tile is FEW else max(2, PROGRAMS // triton.cdiv(rows, tile["BM"]))
+    steps = triton.cdiv(columns, splits)
     splits = triton.cdiv(columns, steps)
-    experts = max(16, triton.next_power_of_2(E))
-    device = x.device
+    experts, device = max(16, triton.next_power_of_2(E)), x.device
     partial = torch.empty(splits, M, E, dtype=torch.float32, device=device)
     ids = torch.empty(M, topk, dtype=torch.int32, device=device)
     weights = torch.empty(M, topk, dtype=torch.float32, device=device)
-    logits_kernel[(triton.cdiv(M, block), splits)](
-        x, router, partial, M, E, K,
-        STEPS=steps, EXPERTS=experts, BM=block, BK=BK, num_warps=block // 8,
-        **chained(device),
-    )  # fmt: skip
+    logits_kernel[(triton.cdiv(M, tile["BM"]), splits)](
+        x, router, partial, M, E, K, STEPS=steps, EXPERTS=experts, **tile, **chained(device)
+    )
     choose_kernel[(M,)](
         partial, per_expert_scale, ids, weights, M, E,
         SPLITS=splits, TOPK=topk, EXPERTS=experts, num_warps=1, **chained(device),

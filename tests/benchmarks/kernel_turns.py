@@ -116,10 +116,12 @@ def small() -> None:
 
 
 def timed_routing(M: int) -> dict[str, float]:
-    """Return the microseconds of sorting the choices of M rows, by the ids in a chunk."""
+    """Return the microseconds of the router of M rows, and of sorting their choices by chunk."""
+    x, w = (torch.randn(n, cases.HIDDEN, device="cuda").bfloat16() for n in (M, cases.EXPERTS))
+    choose = partial(fd.choose_experts, x, w, torch.ones_like(w[:, 0]), 8)
+    found = {"router": measure([choose] * 8)}
     ids = cases.random_routing(M, cases.EXPERTS, 8, "cuda", spread=cases.SPREAD[M])[0]
-    found: dict[str, float] = {}
-    for chunk in (2048, 8192):
+    for chunk in (routing.CHUNK, 2048):
         with patch.object(routing, "CHUNK", chunk):
             work = partial(routing.route, ids, cases.EXPERTS, 64)
             found[f"route, chunks of {chunk}"] = measure([work] * 8)

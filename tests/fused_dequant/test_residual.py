@@ -74,7 +74,7 @@ def test_norm_and_activation(M: int, H: int) -> None:
     assert relative_error(fd.gelu_mul(x), wanted) <= TOLERANCE
 
 
-ROUTERS = [(5, 8, 2, 160), (4, 128, 8, 300), (70, 5, 5, 128)]
+ROUTERS = [(5, 8, 2, 160), (4, 128, 8, 300), (70, 5, 5, 128), (520, 5, 1, 1200)]
 
 
 @pytest.mark.parametrize(
