@@ -30,7 +30,7 @@ from fused_dequant.weights import Weight
 
 FEW = 4096  # choices that are one chunk
 CHUNK, MOST = 1024, 64  # else: the least choices in a chunk, and the most chunks
-PIECE = 64  # choices that a program places; a quarter with one chunk
+PIECE = 64  # choices that a program places; half as many with one chunk
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def route(expert_ids: torch.Tensor, experts: int, block: int) -> Routing:
     block_expert, block_rows = torch.empty(2, bound, dtype=torch.int32, device=device)
     block_count = torch.empty(1, dtype=torch.int32, device=device)
     few = total <= FEW
-    least, most, piece = (PIECE, 1, PIECE // 4) if few else (CHUNK, MOST, PIECE)
+    least, most, piece = (PIECE, 1, PIECE // 2) if few else (CHUNK, MOST, PIECE)
     chunk = max(least, triton.next_power_of_2(triton.cdiv(total, most)))
     chunks = -(-total // chunk)
     options: dict[str, Any] = {

@@ -24,7 +24,7 @@ REPLAYED = 16  # trajectories that are replayed at once
 WAITING_BYTES = 1.817e9
 SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
 # GPU memory that GPTQ may take to round several experts at once: 32 experts of 2,816 inputs and 1,408
-# rows take 5.3 GB. A single Linear may take more.
+# rows take 5.6 GB. A single Linear may take more.
 ROUNDING_BYTES = 6e9
 QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay if nothing was calibrated
@@ -112,13 +112,14 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
 def rounding_bytes(experts: int, out: int, inputs: int) -> int:
     """Return the bytes that GPTQ takes for as many matrices [out, inputs] at once.
 
-    For each it holds Hessian and factor in float32, and the weight in BF16. While Hessians are
-    factored, it also holds two copies of each weight in float32, and two float64 matrices for each
-    Hessian of those factored at once. Later it holds six copies of each weight in float32.
+    For each it holds Hessian and factor in float32, the weight in BF16, and as much again for codes and
+    scales. While Hessians are factored, it also holds two copies of each weight in float32, and two
+    float64 matrices for each Hessian of those factored at once. Later it holds six copies of each
+    weight in float32.
     """
     square, weight = 4 * inputs**2, 4 * inputs * out
     factoring = 2 * weight * experts + 4 * square * min(experts, factored_at_once(inputs))
-    return experts * (2 * square + weight // 2) + max(factoring, 6 * weight * experts)
+    return experts * (2 * square + weight) + max(factoring, 6 * weight * experts)
 
 
 def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:
