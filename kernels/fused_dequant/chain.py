@@ -14,8 +14,8 @@ programmatic launch waits until they have arrived. So a product that reads them 
 
 Reading resident weights early does not always pay. Products that requested their first weights
 before the wait made a step 3 % slower. A kernel that fetched weights into the L2 during attention
-changed nothing (10.2 ms per forward, FP8, batch 1). The kernels between the products (`residual`,
-`router`) read a few KB of weights, and read them early.
+changed nothing (10.2 ms per forward, FP8, batch 1). The kernels between the products (`residual`, and
+`router` with few rows) read few weights, and read them early.
 
 `follow` is for Triton kernels, `hopper.follow` for Gluon's. Chaining needs sm_90 or newer; on older
 GPUs and in the interpreter, CHAINED is False and `follow` emits nothing.

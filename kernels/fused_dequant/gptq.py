@@ -1,4 +1,4 @@
-"""GPTQ over a block of 16 inputs, coordinate descent over several, and products of their changes.
+"""GPTQ over a block of 16 inputs, coordinate descent over the blocks of a span, and their products.
 
     round_block     for each scale s that is tried, step = s / shared; for i = 0 .. 15:
                         left_i = w_i - sum_{j < i} error_j * U_ji
@@ -19,6 +19,7 @@ In round_block and descend_span a thread has one row, which is one output's weig
 weights stay in registers: each of the 16 inputs is a vector over the rows, in a tuple indexed at
 compile time. round_block tries scales one after the other and keeps only the best scale and its loss.
 It then rounds again with the best scale. A program's rows belong to one expert, with one U and H.
+In descend_span tensor cores multiply what earlier blocks moved, which other threads have stored.
 Kernels take strides, so tensors may be columns of larger matrices and need no copy.
 """
 
@@ -32,7 +33,7 @@ from fused_dequant.weights import is_hopper
 
 ROWS, WARPS = 64, 2  # one row per thread; small programs, since a dense Linear has few rows
 # Pointers, sizes and strides. A block may start anywhere, so its kernels are not specialized on them.
-PLACES = range(17)
+PLACES, SPAN_PLACES = range(17), range(18)
 # Tiles of products. For 32 of [1408, 128] @ [128, 2816] an H100 takes 0.73 ms with HOPPER, and 0.97 if
 # `right` has stride 1 along columns; products in float32 take 0.99 and 1.08.
 USUAL = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
@@ -171,7 +172,7 @@ def best_scale(scale, curvature, pull, g):
     return best
 
 
-@triton.jit(do_not_specialize=range(18), do_not_specialize_on_alignment=range(18))
+@triton.jit(do_not_specialize=SPAN_PLACES, do_not_specialize_on_alignment=SPAN_PLACES)
 def descend_span_kernel(
     slope, hessian, shared, scales, codes, moved, OUT, BLOCKS,
     slope_expert, slope_row, hessian_expert, hessian_row, scales_expert, scales_row,

@@ -6,8 +6,8 @@
 
 The product has few outputs (256 x 128 at one canvas) and a long K. One program per tile would leave
 most of the GPU idle, so K is split. `choose_kernel` has one program per token, and adds up the
-splits without atomics. Kernels start loading weights before they wait for the previous kernel, unless
-they have many rows.
+splits without atomics. With few rows `logits_kernel` starts to load weights before it waits for the
+previous kernel.
 
 The choice takes TOPK maxima one after the other. Score and index form one integer, so a maximum is
 one instruction of a warp. docs/kernels-log.md ("The router and sorting") has times.

@@ -11,10 +11,10 @@ An expert with n > 0 slots uses ceil(n / block) blocks, so S slots need at most 
 min(E, S) + S // block. Kernels launch `max_blocks` blocks; those past `block_count` return at once.
 So launches depend only on shapes, and one CUDA graph serves any routing.
 
-A program places PIECE choices. Of each it needs the rank among the choices of the same expert: those
-in earlier chunks, which `count_kernel` counted, those before the piece in its own chunk, and those
-before it in the piece. FEW choices are one chunk, which saves a launch. Each program also writes the
-blocks of one expert. There are no atomics, so repeated runs give equal bits.
+A program places one piece of the choices. For each choice it adds up how many choices of the same
+expert come before it: in earlier chunks, which `count_kernel` counted, in its own chunk before the
+piece, and in the piece. Up to FEW choices are one chunk, which saves a launch. Program e also writes
+the blocks and the padding of expert e. There are no atomics, so repeated runs give equal bits.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from fused_dequant.weights import Weight
 
 FEW = 4096  # choices that are one chunk
 CHUNK, MOST = 1024, 64  # else: the least choices in a chunk, and the most chunks
-PIECE = 64  # choices that a program places; half as many with one chunk
+PIECE = 64  # choices that a program places; half as many if all are one chunk
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ def route_kernel(
     expert = tl.arange(0, EXPERTS)
     chunk = tl.minimum(i * PIECE // CHUNK, chunks - 1)
     offset = chunk * CHUNK + tl.arange(0, CHUNK)
-    id = tl.load(ids + offset, mask=offset < total, other=-1).to(tl.int32)
+    id = tl.load(ids + offset, mask=offset < total, other=-1)
     real = (id >= 0) & (id < E)
+    id = id.to(tl.int32)
     before = tl.histogram(id, EXPERTS, mask=real & (offset < i * PIECE))
     if CHUNKS == 1:
         sums = tl.histogram(id, EXPERTS, mask=real)

@@ -332,10 +332,10 @@ def descend_span(
     slope: Tensor, hessian: Tensor, shared: Tensor, scales: Tensor, codes: Tensor, moved: Tensor,
     grid: Codes,
 ) -> None:  # fmt: skip
-    """Run `descend_block` on each block of a span of n <= SPAN inputs, from left to right.
+    """Do what `descend_block` does for each block of a span of n <= SPAN inputs, from left to right.
 
-    The slope at a block is that of the moves of the blocks before it. `slope` [E, out, n] and `hessian`
-    [E, n, n] are only read. `scales` are [E, out, n / 16], `codes` and `moved` [E, out, n].
+    Each block starts from the slope that the moves of earlier blocks leave. `slope` [E, out, n] and
+    `hessian` [E, n, n] are only read. `scales` are [E, out, n / 16], `codes` and `moved` [E, out, n].
     """
     if launches(slope.device):
         from fused_dequant import gptq

@@ -125,7 +125,7 @@ def beside(weight: Tensor, hessian: Tensor, at_once: int) -> tuple[Times, float,
 
 
 def block_times(experts: int, out: int) -> dict[str, Times]:
-    """Return the times of 20 calls of both kernels, and of the products beside them."""
+    """Return the times of 20 calls: GPTQ of a block, descent of a span, and products of changes."""
     rows = torch.randn(experts, out, gptq.SPAN, device="cuda") * 0.05
     eye = torch.eye(gptq.SPAN, device="cuda").expand(experts, -1, -1).contiguous()
     wide = torch.zeros(experts, out, 2816, device="cuda")

@@ -121,8 +121,8 @@ def timed_routing(M: int) -> dict[str, float]:
     choose = partial(fd.choose_experts, x, w, torch.ones_like(w[:, 0]), 8)
     found = {"router": measure([choose] * 8)}
     ids = cases.random_routing(M, cases.EXPERTS, 8, "cuda", spread=cases.SPREAD[M])[0]
-    for chunk in (routing.CHUNK, 2048):
-        with patch.object(routing, "CHUNK", chunk):
+    for chunk in (1024, 2048):
+        with patch.object(routing, "CHUNK", chunk), patch.object(routing, "FEW", 0):
             work = partial(routing.route, ids, cases.EXPERTS, 64)
             found[f"route, chunks of {chunk}"] = measure([work] * 8)
     return found

@@ -90,17 +90,17 @@ def rows(launch: Launch) -> int:
         launch.kernel == "matmul_kernel" and launch.constant("SWAP")
     ):
         return launch.constant("BN")
-    if launch.kernel == "descend_span_kernel":
-        return 16
     if launch.kernel == "attend_kernel":
         return launch.constant("BQ") * launch.constant("Q_HEADS") // launch.constant("KV_HEADS")
+    if launch.kernel == "descend_span_kernel":
+        return launch.constant("ROWS")
     hopper = launch.kernel.replace("_wide_", "_hopper_").endswith("_hopper_kernel")
     return 64 if hopper else launch.constant("BM")
 
 
 def instruction(launch: Launch, target: Capability) -> str:
-    """Return the instruction that multiplies 64 rows and more, or fewer, on a target."""
-    wide = rows(launch) >= 64
+    """Return a target's instruction: four warps multiply 64 rows and more together, else one does."""
+    wide = rows(launch) >= 64 and launch.options.num_warps >= 4
     if target[0] == 9 and wide:
         return "wgmma.mma_async"
     if target[0] in (10, 11) and wide and launch.type(OPERAND[launch.kernel]) != "*i8":

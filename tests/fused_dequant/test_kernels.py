@@ -214,22 +214,31 @@ def test_choices_before_their_sum() -> None:
         assert_close(parts[:, choice], own.double(), 1e-3)
 
 
-@pytest.mark.parametrize("chunk", [256, 64])  # one chunk, three
-def test_routing_sorts_every_slot_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("experts", [6, 21])
+@pytest.mark.parametrize(("few", "most"), [(256, 9), (0, 9), (0, 2)])  # 1, 3 and 2 chunks
+def test_routing_sorts_every_slot_once(
+    few: int, most: int, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 132 choices some are of no expert; a program places 32 or 16 of them."""
     from fused_dequant import routing
 
-    monkeypatch.setattr(routing, "FEW", chunk)
-    monkeypatch.setattr(routing, "CHUNK", chunk)
-    monkeypatch.setattr(routing, "PIECE", 64 if chunk > 64 else 16)
-    ids = torch.randint(-1, 7, (33, 4), dtype=torch.int32, device=DEVICE)  # -1 and 6 are no experts
-    blocks = routing.route(ids, 6, 16)
+    monkeypatch.setattr(routing, "FEW", few)
+    monkeypatch.setattr(routing, "CHUNK", 64)
+    monkeypatch.setattr(routing, "MOST", most)
+    monkeypatch.setattr(routing, "PIECE", 64 if few else 16)
+    ids = torch.randint(-1, experts + 1, (33, 4), dtype=torch.int32, device=DEVICE)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, **kind: torch.full(shape, -7, **kind))
+        blocks = routing.route(ids, experts, 16)
     used = int(blocks.block_count)
+    assert (blocks.slots[used * 16 :] == -7).all(), "written past the blocks in use"
     slots = blocks.slots[: used * 16].cpu().reshape(used, 16)
     owner = blocks.block_expert[:used].cpu()
     assert ((slots < ids.numel()).sum(1) == blocks.block_rows[:used].cpu()).all()
+    assert (slots <= ids.numel()).all()
     assert set(blocks.block_rows[:used].tolist()) - {16}, "no block is padded: nothing is tested"
     seen = slots[slots < ids.numel()]
-    valid = ((ids >= 0) & (ids < 6)).flatten().cpu().nonzero().flatten()
+    valid = ((ids >= 0) & (ids < experts)).flatten().cpu().nonzero().flatten()
     assert seen.sort().values.tolist() == valid.tolist()
     flat = ids.flatten().cpu()
     for row, expert in zip(slots, owner, strict=True):

@@ -26,6 +26,8 @@ from quantize.runtime.fused.rates import Rates
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
 HOPPER: Capability = (9, 0)  # the capability on which the kernels have run
 OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
+# Which order of sums the kernels have beside their configurations; another order gives other bits.
+SUMS = 2
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,12 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
 
 
 def launches_of(device: torch.device) -> list[Any]:
-    """Return [name, launch configurations of its kernels] for a GPU, and ["cpu"] for a CPU."""
+    """Return [name, SUMS, launch configurations of its kernels] for a GPU, and ["cpu"] for a CPU."""
     if device.type != "cuda":
         return [device.type]
     tuning.user_tables(TUNED)
     name = torch.cuda.get_device_name(device)
-    return [name, tuning.table(name, name_of(capability(device)))]
+    return [name, SUMS, tuning.table(name, name_of(capability(device)))]
 
 
 def launches_digest(device: torch.device) -> str | None:

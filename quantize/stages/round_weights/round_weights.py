@@ -53,7 +53,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that are rounded together: they read one input, and share the global scale if any."""
+    """Linears that are rounded together: they read one input, and share the global scale, if any.
+
+    Fused experts have a global scale each, which gate and up share.
+    """
 
     reads: str  # name of the input
     targets: tuple[Target, ...]  # fused experts, or q/k/v, gate/up, o or down of a layer
