@@ -1,4 +1,4 @@
-"""GPTQ over a block of 16 inputs, coordinate descent over the blocks of a span, and their products.
+"""GPTQ over a block of 16 inputs, coordinate descent over a span's blocks, and products of changes.
 
     round_block     for each scale s that is tried, step = s / shared; for i = 0 .. 15:
                         left_i = w_i - sum_{j < i} error_j * U_ji

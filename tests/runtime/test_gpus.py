@@ -201,7 +201,10 @@ def test_what_was_tuned_is_what_is_launched(
     assert [next(iter(column.cells)) for column in rows][-1].endswith("%")
     tables = gpus.launches_digest(CUDA)
     tune_gpu("linear/fp8/2048x2816 M=256", folder=folder, timer=MadeUp())
-    assert gpus.launches_digest(CUDA) != tables
+    tuned = gpus.launches_digest(CUDA)
+    assert tuned != tables
+    monkeypatch.setattr(gpus, "SUMS", gpus.SUMS + 1)
+    assert gpus.launches_digest(CUDA) not in (tuned, tables)
     assert tuning.choose(*where) == choice.config  # what was tuned before stays
     table = json.loads(next(folder.glob("*.json")).read_text())
     assert (table["device"], table["capability"]) == ("NVIDIA GeForce RTX 4090", "sm_89")

@@ -26,7 +26,7 @@ from quantize.runtime.fused.rates import Rates
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
 HOPPER: Capability = (9, 0)  # the capability on which the kernels have run
 OLDEST: Capability = (8, 0)  # bf16 tensor cores, which every scheme needs
-# Which order of sums the kernels have beside their configurations; another order gives other bits.
+# Version of the order in which kernels sum. Raise it with every change: results get other bits.
 SUMS = 2
 
 
