@@ -25,7 +25,7 @@ GROUPS = {
     "Run": ("run", "rehearse", "status"),
     "Stages of a run, one by one": tuple(stage.name for stage in STAGES),
     "Look": ("recipes", "tasks", "inspect", "doctor"),
-    "Judge": ("judge", "compare", "baseline", "search", "nemo"),
+    "Judge": ("judge", "compare", "baseline", "search"),
     "Use": ("generate", "serve", "bench", "tune", "export"),
     "Ship": ("adopt", "card", "bundle", "push", "verify-signature"),
 }

@@ -1,4 +1,4 @@
-"""`quantize judge`, `compare`, `baseline`, `search` and `nemo`: measure what quantized models lose."""
+"""`quantize judge`, `compare`, `baseline` and `search`: measure what quantized models lose."""
 
 from pathlib import Path
 from typing import Any
@@ -123,45 +123,3 @@ def search(recipe: str, model: str | None, out: Path, **options: Any) -> None:
     from quantize.pipeline.search import search as search_schemes
 
     search_schemes(recipe, model, out, **options)
-
-
-@click.group()
-def nemo() -> None:
-    """Exchange scores with NVIDIA's NeMo Evaluator, in the files of `nel compare` and `nel gate`."""
-
-
-@nemo.command("export")
-@with_options("run")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-def nemo_export(run: Path, folder: Path) -> None:
-    """Write the scores of a run to FOLDER, without questions or answers."""
-    from quantize.reports.nemo import export
-    from quantize.runs.folder import existing_run
-
-    export(existing_run(run), folder)
-    click.echo(f"nel gate {folder}/bf16 {folder}/quantized --policy POLICY.yaml")
-
-
-@nemo.command("judge")
-@click.argument("baseline", type=click.Path(path_type=Path))
-@click.argument("candidate", type=click.Path(path_type=Path))
-@click.option(
-    "--margin", "margins", type=(str, float), metavar="NAME POINTS",
-    multiple=True, required=True, help="Points of accuracy that a benchmark may lose; repeatable.",
-)  # fmt: skip
-@click.option(
-    "--estimand", type=click.Choice(["these_questions", "such_questions"]), required=True,
-    help="Judge the loss on exactly the benchmarks' questions, or on all questions like them.",
-)  # fmt: skip
-def nemo_judge(
-    baseline: Path, candidate: Path, margins: tuple[tuple[str, float], ...], estimand: Any
-) -> int:
-    """Judge CANDIDATE against BASELINE, two folders of NeMo Evaluator's scores, by our gate.
-
-    Only accuracy is judged. Exit codes are those of `quantize run`.
-    """
-    from quantize.reports.nemo import judge_bundles
-
-    verdict = judge_bundles(baseline, candidate, dict(margins), estimand)
-    click.echo(f"{verdict.outcome}: {verdict.reason}")
-    return verdict.exit_code
