@@ -119,7 +119,7 @@ def test_wheel_carries_its_data(wheel_names: list[str]) -> None:
         "quantize/bundled/data/heldout.jsonl",
     ):
         assert needed in wheel_names
-    for folder in ("quantize/recovery/tasks/", "fused_dequant/tuning/"):
+    for folder in ("quantize/recovery/tasks/", "fused_dequant/weights/tuning/"):
         assert any(name.startswith(folder) for name in wheel_names), folder
 
 

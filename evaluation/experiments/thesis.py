@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 import torch
-from fused_dequant.canvas import random_tokens
+from fused_dequant.sampler.canvas import random_tokens
 from modules_oracle.engine import ModelEngine
 from modules_oracle.inputs import watch_inputs
 from modules_oracle.passes import (

@@ -9,9 +9,8 @@
 """
 
 from fused_dequant import formats, reference, weights
-from fused_dequant.activations import quantize_rows
-from fused_dequant.canvas import CanvasState, Draw, Probabilities, Rules
 from fused_dequant.formats import Activation
+from fused_dequant.inputs.activations import quantize_rows
 from fused_dequant.operations import (
     CELLS,
     accept,
@@ -33,4 +32,5 @@ from fused_dequant.operations import (
     soft_embedding_of,
     sparse_soft_embedding,
 )
-from fused_dequant.weights import Weight, require
+from fused_dequant.sampler.canvas import CanvasState, Draw, Probabilities, Rules
+from fused_dequant.weights.weight import Weight, require

@@ -41,13 +41,16 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fused_dequant import canvas, reference, tuning
-from fused_dequant.activations import in_torch
-from fused_dequant.canvas import CanvasState, Draw, Probabilities, Rules
-from fused_dequant.dispatch import launches
+from fused_dequant import reference
 from fused_dequant.formats import Activation
-from fused_dequant.kept import in_float32
-from fused_dequant.weights import Weight, is_hopper
+from fused_dequant.inputs.activations import in_torch
+from fused_dequant.launch.dispatch import launches
+from fused_dequant.launch.targets import is_hopper
+from fused_dequant.sampler import canvas
+from fused_dequant.sampler.canvas import CanvasState, Draw, Probabilities, Rules
+from fused_dequant.weights import tuning
+from fused_dequant.weights.kept import in_float32
+from fused_dequant.weights.weight import Weight
 
 CELLS = 128  # a cache's capacity is a multiple of this: no block of positions wraps around
 Norms = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -110,7 +113,7 @@ def routed_experts(
     up, out = (weight.config("experts", len(expert_ids)) for weight in (gate_up, down))
     # A row for each choice makes each choice a token of its own; the slots stay the same.
     blocks = expert_ids.reshape(len(rows), -1)
-    if routing := kernels_of("routing", x.device):
+    if routing := kernels_of("products.routing", x.device):
         blocks = routing.route(blocks.contiguous(), gate_up.shape[0], tuning.block_rows(up))
     hidden, scale = (between or down.reads)(gate_up.multiply(rows, scale, up, blocks))
     y = down.multiply(hidden, scale, out, blocks, routing_weights.float().flatten())
@@ -124,7 +127,7 @@ def lm_head(x: Tensor, embedding: Tensor, softcap: float, out: Tensor | None = N
     """
     if x.shape[1] != embedding.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} does not fit an embedding {tuple(embedding.shape)}")
-    if kernels := kernels_of("vocabulary", x.device):
+    if kernels := kernels_of("vocabulary.dense", x.device):
         return kernels.lm_head(x.contiguous(), embedding, softcap, out)
     logits = reference.lm_head(x, in_float32(embedding), softcap).to(torch.bfloat16)
     return logits if out is None else out.copy_(logits)
@@ -142,7 +145,7 @@ def soft_embedding(
         raise ValueError(
             f"logits {tuple(logits.shape)} and embedding {tuple(embedding.shape)}: V differs"
         )
-    if kernels := kernels_of("vocabulary", logits.device):
+    if kernels := kernels_of("vocabulary.dense", logits.device):
         return kernels.soft_embedding(logits.contiguous(), embedding, inverse_temperature, out)
     soft = reference.soft_embedding(logits, in_float32(embedding), inverse_temperature)
     return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
@@ -152,9 +155,9 @@ def looks(device: torch.device, softcap: float, coldest: float) -> bool:
     """Return whether `look` supports `device`, `softcap`, and all temperatures T >= `coldest`."""
     if not is_hopper(device):
         return False
-    from fused_dequant import vocabulary_hopper
+    from fused_dequant.vocabulary import dense_hopper
 
-    return vocabulary_hopper.holds(softcap, coldest)
+    return dense_hopper.holds(softcap, coldest)
 
 
 def look(
@@ -170,11 +173,9 @@ def look(
 
     Call it only if `looks` is true. `look` and `sample` sum in different orders: draws may differ.
     """
-    from fused_dequant import vocabulary
+    from fused_dequant.vocabulary import dense
 
-    return vocabulary.look(
-        x.contiguous(), embedding, softcap, state, schedule, logits, probabilities
-    )
+    return dense.look(x.contiguous(), embedding, softcap, state, schedule, logits, probabilities)
 
 
 def soft_embedding_of(
@@ -184,13 +185,13 @@ def soft_embedding_of(
 
     Raise ValueError if they have room for statistics: `look` then writes no probabilities.
     """
-    from fused_dequant import vocabulary
+    from fused_dequant.vocabulary import dense
 
     if probabilities.statistics is not None:
         raise ValueError(
             "`look` wrote statistics for `sparse_soft_embedding`, and no probabilities"
         )
-    return vocabulary.soft_embedding_of(probabilities, embedding, out)
+    return dense.soft_embedding_of(probabilities, embedding, out)
 
 
 def sparse_soft_embedding(
@@ -206,7 +207,7 @@ def sparse_soft_embedding(
     64, it sums all tokens. If `left` has the statistics that `look` filled for these logits, they are
     read, and the memory of its p is overwritten.
     """
-    if kernels := kernels_of("vocabulary_sparse", logits.device):
+    if kernels := kernels_of("vocabulary.sparse", logits.device):
         return kernels.sparse_soft_embedding(
             logits.contiguous(), embedding, inverse_temperature, out, left
         )
@@ -214,7 +215,7 @@ def sparse_soft_embedding(
     return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
 
-@with_kernels("residual")
+@with_kernels("layer.residual")
 def begin(
     tokens: Tensor,
     embedding: Tensor,
@@ -262,7 +263,7 @@ def attention_heads(
     if qkv.shape[1] not in ((q_heads + kv_heads) * D, (q_heads + 2 * kv_heads) * D):
         raise ValueError(f"qkv {tuple(qkv.shape)} does not fit {q_heads} + {kv_heads} heads of {D}")
     _check_cells(qkv, keys, slots)
-    if kernels := kernels_of("attention", qkv.device):
+    if kernels := kernels_of("attention.attend", qkv.device):
         return kernels.attention_heads(
             qkv.contiguous(), q_weight, k_weight, cos, sin, slots, positions, keys, values,
             q_heads, eps,
@@ -291,7 +292,7 @@ def attend(
     `begin`. Values must be below 65,504, because a row's partial results may be stored in float16.
     """
     _check_cells(q, keys, slots)
-    if kernels := kernels_of("attention", q.device):
+    if kernels := kernels_of("attention.attend", q.device):
         return kernels.attend(q.contiguous(), keys, values, slots, first, last, scheme, shared)
     rows = reference.attend(q.float(), keys, values, slots, first, last).to(q.dtype)
     return in_torch(rows.flatten(1), scheme, shared)
@@ -304,7 +305,7 @@ def _check_cells(rows: Tensor, keys: Tensor, slots: Tensor) -> None:
         )
 
 
-@with_kernels("residual")
+@with_kernels("layer.residual")
 def after_attention(
     h: Tensor,
     o: Tensor,
@@ -326,7 +327,7 @@ def after_attention(
     return h, x_dense, x_experts, router
 
 
-@with_kernels("router")
+@with_kernels("layer.router")
 def choose_experts(
     x: Tensor, router: Tensor, per_expert_scale: Tensor, topk: int
 ) -> tuple[Tensor, Tensor]:
@@ -337,7 +338,7 @@ def choose_experts(
     return reference.choose_experts(x, router, per_expert_scale, topk)
 
 
-@with_kernels("residual")
+@with_kernels("layer.residual")
 def after_experts(
     h: Tensor,
     dense: Tensor,
@@ -360,13 +361,13 @@ def after_experts(
     return h, in_torch(x, scheme, shared)
 
 
-@with_kernels("residual")
+@with_kernels("layer.residual")
 def scaled_norm(x: Tensor, factor: float, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Return the RMS norm of x * factor, times `weight` [H]; x and the result are bf16 [M, H]."""
     return reference.rms_norm((x * factor).float(), weight, eps).to(x.dtype)
 
 
-@with_kernels("residual")
+@with_kernels("layer.residual")
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """Return bf16(gelu_tanh(gate)) * up, bf16 [M, I]; gate_up bf16 [M, 2I] has gate, then up."""
     return reference.gelu_mul(*gate_up.chunk(2, -1))
@@ -383,12 +384,12 @@ def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:
         raise ValueError(
             f"logits {tuple(logits.shape)} do not fit a canvas {tuple(state.canvas.shape)}"
         )
-    if kernels := kernels_of("sampling", logits.device):
+    if kernels := kernels_of("sampler.sampling", logits.device):
         return kernels.sample(logits.contiguous(), state, schedule)
     return canvas.sample(logits, state, schedule)
 
 
-@with_kernels("sampling")
+@with_kernels("sampler.sampling")
 def accept(draw: Draw, state: CanvasState, schedule: Tensor, rules: Rules) -> None:
     """Accept tokens of `draw` into `state`, except in sequences finished or past the last step."""
     canvas.accept(draw, state, schedule, rules)

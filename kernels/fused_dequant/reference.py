@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused_dequant.dispatch import sequence_rows
+from fused_dequant.launch.dispatch import sequence_rows
 
 
 def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,6 +1,6 @@
 """Products for calibration and scoring; inputs are rounded as W4A4 rounds them, or not at all.
 
-    round_nvfp4        rounds rows to NVFP4; returns codes times block scales as bf16 (`input_rounding`)
+    round_nvfp4        rounds rows to NVFP4; returns codes times block scales as bf16 (`rounding`)
     scaled             an NVFP4 weight for such rows; its factor is divided by the rows' global scale
     plain              an 8-bit weight in bf16, for rows that are not rounded
     experts            routed experts; rows are rounded with one scale per expert, or one in all, or not
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fused_dequant import formats, weights
-from fused_dequant.dispatch import launches
 from fused_dequant.formats import EIGHT_BIT, Activation
-from fused_dequant.kept import kept
+from fused_dequant.launch.dispatch import launches
 from fused_dequant.operations import routed_experts
-from fused_dequant.weights import Weight
+from fused_dequant.weights.kept import kept
+from fused_dequant.weights.weight import Weight
 
 EXPERTS_AT_ONCE = 16  # that `plain` converts at once; in float32, all of a layer would take 4 GB
 
@@ -31,10 +31,10 @@ def round_nvfp4(x: Tensor, global_scale: Tensor, experts: Tensor | None = None) 
     rounded once for each of its experts, and the result is [M * topk, K].
     """
     if launches(x.device):
-        from fused_dequant import input_rounding
+        from fused_dequant.inputs import rounding
 
         chosen = None if experts is None else experts.contiguous()
-        return input_rounding.round_nvfp4(x.contiguous(), global_scale, chosen)
+        return rounding.round_nvfp4(x.contiguous(), global_scale, chosen)
     return round_in_torch(x, global_scale, experts)
 
 

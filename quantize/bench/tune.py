@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from fused_dequant import tuning
-from fused_dequant.candidates import Product, candidates, products
-from fused_dequant.targets import TARGETS, capability, name_of
+from fused_dequant.launch.targets import TARGETS, capability, name_of
+from fused_dequant.tune.candidates import Product, candidates, products
+from fused_dequant.weights import tuning
 from rich.table import Table
 
 from quantize.errors import InputError, ResourceError
@@ -19,7 +19,7 @@ from quantize.host.progress import say, track
 from quantize.runtime.fused.gpus import TUNED, check_gpu
 
 if TYPE_CHECKING:
-    from fused_dequant.tune import Choice, Timed
+    from fused_dequant.tune.search import Choice, Timed
 
 SAVED_EVERY = 8  # choices between two saves: the most that an interruption loses
 
@@ -49,23 +49,23 @@ def tune_gpu(
         raise InputError(
             f"--only {only}: finds no product, or one of the experts' two without the other"
         )
-    from fused_dequant import tune  # triton comes with it
+    from fused_dequant.tune import search  # triton comes with it
 
     if timer is None:
         say("compiling the candidates, one process a core")
-        tune.compile_all([(p, c) for p in chosen for c in candidates(p, target)])
+        search.compile_all([(p, c) for p in chosen for c in candidates(p, target)])
     tuning.user_tables(folder)
 
-    def now(product: tune.Product) -> tuning.Config:
+    def now(product: search.Product) -> tuning.Config:
         verb, scheme = product.table_verb, product.scheme
         return tuning.choose(verb, scheme, product.M, product.N, product.K, device)
 
     path = tuning.table_path(name, folder)
-    found: list[tune.Choice] = []
-    for choice in track(tune.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
+    found: list[search.Choice] = []
+    for choice in track(search.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
         found.append(choice)
         if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
-            tune.write_table(path, name, target, found)
+            search.write_table(path, name, target, found)
     tuning.forget()
     say(f"wrote {path}")
     return found

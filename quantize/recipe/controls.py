@@ -1,7 +1,7 @@
 """Declares each control of the sampler once: its default, its bounds, its names in requests and GGUF.
 
 Five things are made from these declarations: samplers, recipes' operating points, fields of requests,
-options of the command line, keys of GGUF files. `fused_dequant.canvas` says what each control does.
+options of the command line, keys of GGUF files. `fused_dequant.sampler.canvas` says what each does.
 """
 
 from collections.abc import Collection

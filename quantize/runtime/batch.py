@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from fused_dequant import CanvasState
-from fused_dequant.canvas import random_tokens
+from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 
 from quantize.errors import InputError

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from fused_dequant import CanvasState, sample
-from fused_dequant.canvas import random_tokens
+from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 
 from quantize.errors import InputError, ResourceError

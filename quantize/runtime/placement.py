@@ -69,7 +69,7 @@ class Placement:
 
 CPU = Placement()
 LEFT_BYTES = 8e9  # of host memory that stay free for everything else
-DECODED_BYTES = 4  # of a dequantized weight, which a CPU keeps: `fused_dequant.kept`
+DECODED_BYTES = 4  # of a dequantized weight, which a CPU keeps: `fused_dequant.weights.kept`
 
 
 def sized(checkpoint: Path, place: Placement) -> Placement:

@@ -1,4 +1,4 @@
-"""Settings of the entropy-bound sampler; its steps and a canvas' state are in `fused_dequant.canvas`.
+"""Settings of the entropy-bound sampler; its steps and a canvas' state are in `fused_dequant.sampler`.
 
 At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers counts down):
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from fused_dequant import CanvasState, Draw, accept
-from fused_dequant.canvas import Rules, accepted
+from fused_dequant.sampler.canvas import Rules, accepted
 from torch import Tensor
 
 from quantize.checkpoints.reader import read_json_object

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from fused_dequant.dispatch import launches
 from fused_dequant.formats import GROUP, block_scale
+from fused_dequant.launch.dispatch import launches
 from torch import Tensor
 
 from quantize.errors import QuantizeError
@@ -156,9 +156,9 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1) -
     transpose of a Hessian's rows has.
     """
     if launches(total.device):
-        from fused_dequant import gptq
+        from fused_dequant.gptq import blockwise
 
-        gptq.add_product(total, left, right, factor)
+        blockwise.add_product(total, left, right, factor)
     else:
         total.baddbmm_(left, right, alpha=factor)
 
@@ -280,9 +280,11 @@ def round_block(
       scales  [E, out]: the chosen scales; if `grid.neighbours` is 0, `scales` is only read
     """
     if launches(weight.device):
-        from fused_dequant import gptq
+        from fused_dequant.gptq import blockwise
 
-        gptq.round_block(weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours)
+        blockwise.round_block(
+            weight, factor, shared, scales, codes, errors, grid.name, grid.neighbours
+        )
         return
     candidates = scales[..., None]  # [E, out, C]
     if grid.neighbours:  # around the scale of the block's values as they are by now
@@ -338,9 +340,9 @@ def descend_span(
     `hessian` [E, n, n] are only read. `scales` are [E, out, n / 16], `codes` and `moved` [E, out, n].
     """
     if launches(slope.device):
-        from fused_dequant import gptq
+        from fused_dequant.gptq import blockwise
 
-        gptq.descend_span(
+        blockwise.descend_span(
             slope, hessian, shared, scales, codes, moved, grid.name, scaled=grid.neighbours > 0
         )  # fmt: skip
         return

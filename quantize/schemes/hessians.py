@@ -3,16 +3,16 @@
 A Hessian is cut into tiles of 128 x 128. The tile in tile row i and tile column j is stored at index
 j (j + 1) / 2 + i if i <= j. Tiles below the diagonal are transposes of stored tiles, so they are left
 out. The Hessians of one layer of the 26B model then take 2.4 GB. On a GPU a kernel adds bf16 rows to
-the tiles (`fused_dequant/gram.py`). The kernel takes the rows of several forward passes at once, since
-reading and writing 2.4 GB takes as long as summing the 2,048 rows of one pass.
+the tiles (`fused_dequant/gptq/gram.py`). The kernel takes the rows of several forward passes at once,
+since reading and writing 2.4 GB takes as long as summing the 2,048 rows of one pass.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from fused_dequant.dispatch import launches
-from fused_dequant.gram import TILE
+from fused_dequant.gptq.gram import TILE
+from fused_dequant.launch.dispatch import launches
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -111,7 +111,7 @@ def _in_kernels(x: Tensor) -> bool:
 
 def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> None:
     if _in_kernels(x):
-        from fused_dequant import gram
+        from fused_dequant.gptq import gram
 
         gram.add(tiles, x, order, starts, topk)
         return

@@ -57,7 +57,7 @@ def show(title: str, figures: dict[str, Times], factor: float = 1.0) -> None:
 
 def accumulated(name: str) -> tuple[Hessians, dict[str, Times]]:
     """Return Hessians of three groups of passes, and milliseconds of the last by configuration."""
-    from fused_dequant import gram
+    from fused_dequant.gptq import gram
 
     experts, _, inputs, rows_each, topk = UNITS[name]
     found, times = Hessians([name], experts), dict[str, Times]()

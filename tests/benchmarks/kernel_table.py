@@ -30,9 +30,11 @@ from pathlib import Path
 import fused_dequant as fd
 import torch
 import triton
-from fused_dequant import canvas, cases, reference, weights
-from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
-from fused_dequant.timing import measure
+from fused_dequant import reference, weights
+from fused_dequant.launch.timing import measure
+from fused_dequant.sampler import canvas
+from fused_dequant.tune import cases
+from fused_dequant.tune.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from torch import Tensor
 
 from quantize.runtime.fused.rates import Rates, measure_rates

@@ -25,20 +25,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
 
 import fused_dequant as fd
-from fused_dequant import (
-    attention,
-    cases,
-    residual,
-    routing,
-    sampling,
-    tune,
-    tuning,
-    vocabulary,
-    vocabulary_sparse,
-)
-from fused_dequant.candidates import Product
-from fused_dequant.timing import measure
-from fused_dequant.weights import Weight
+from fused_dequant.attention import attend
+from fused_dequant.launch.timing import measure
+from fused_dequant.layer import residual
+from fused_dequant.products import routing
+from fused_dequant.sampler import sampling
+from fused_dequant.tune import cases, search
+from fused_dequant.tune.candidates import Product
+from fused_dequant.vocabulary import dense, sparse
+from fused_dequant.weights import Weight, tuning
 
 STEPS, LOG2_E = 16, 1.4426950408889634
 # Of experts, by scheme and rows, what differs from the table; SWAP concerns `down` alone.
@@ -145,7 +140,7 @@ def timed_heads(M: int) -> dict[str, float]:
                  weight: torch.Tensor = weight, capacity: int = capacity, shared: bool = kinds == 1,
         ) -> None:  # fmt: skip
             qkv, q, cos, sin, keys, values = tensors
-            attention.heads_kernel[(M, 3)](
+            attend.heads_kernel[(M, 3)](
                 qkv, weight, weight, cos, sin, slots, positions, q, keys, values, 256, capacity,
                 1e-6, Q_HEADS=16, KV_HEADS=heads, D=D, SHARED=shared, num_warps=warps,
                 CHAINED=True, launch_pdl=True,
@@ -191,7 +186,7 @@ def both_ways(M: int, table: torch.Tensor) -> None:
     config = tuning.choose("soft_embedding", "bf16", M, H, V, table.device)
     row = {"rows": M}
     for tiles in TILES * 2:
-        call = partial(vocabulary.soft_embedding_of, left, table, config=config | tiles)
+        call = partial(dense.soft_embedding_of, left, table, config=config | tiles)
         row.setdefault(f"soft embedding {tiles}", []).append(measure([call], replays=10))
     print(json.dumps(row), flush=True)
     ours, theirs = calls["look"](), calls["sample"]()
@@ -226,13 +221,13 @@ def soft_sparse() -> None:
             "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, left=lent),
             "dense, logits read": partial(fd.soft_embedding, rows, table, sharpness),
             "sparse, logits read": partial(fd.sparse_soft_embedding, rows, table, sharpness),
-            "chosen": partial(vocabulary_sparse.choose, rows, found, sharpness),
+            "chosen": partial(sparse.choose, rows, found, sharpness),
         }
         counts = calls["chosen"]()[0]
         row: dict[str, Any] = {"rows": M, "peaks": peaks, "whole": int((counts == 0).sum())}
-        dense, sparse = (calls[name]().double() for name in ("dense, logits read", "sparse"))
-        row["largest error"] = float(((sparse - dense).norm(dim=1) / dense.norm(dim=1)).max())
-        row["same bits where whole"] = torch.equal(sparse[counts == 0], dense[counts == 0])
+        exact, few = (calls[name]().double() for name in ("dense, logits read", "sparse"))
+        row["largest error"] = float(((few - exact).norm(dim=1) / exact.norm(dim=1)).max())
+        row["same bits where whole"] = torch.equal(few[counts == 0], exact[counts == 0])
         for name in [*calls] * 2:
             row.setdefault(name, []).append(measure([calls[name]], replays=10))
         print(json.dumps(row), flush=True)
@@ -254,7 +249,7 @@ def compile_aside(parts: list[str]) -> None:
             own = tuning.choose("experts", scheme, M, product.N, product.K, torch.device("cuda"))
             jobs += [(product, own | each) for each in changes]
     if jobs:
-        tune.compile_all(jobs)
+        search.compile_all(jobs)
 
 
 def experts() -> None:

@@ -135,7 +135,7 @@ def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
             setattr(owner, work, parts.setdefault(name, Events()).timed(getattr(owner, work)))
 
     if torch.cuda.is_available():
-        from fused_dequant import gram
+        from fused_dequant.gptq import gram
 
         timed("products of Hessians", gram, "add")
     timed("Hessians", Hessians, "see", "mean")

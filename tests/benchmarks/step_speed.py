@@ -55,7 +55,8 @@ from rich.console import Console
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
 
-from fused_dequant import reference, tuning  # noqa: E402
+from fused_dequant import reference  # noqa: E402
+from fused_dequant.weights import tuning  # noqa: E402
 
 from quantize.bench import speed as bench  # noqa: E402
 from quantize.bench.adaptive import NEVER, SomeSlots, random_prompts  # noqa: E402

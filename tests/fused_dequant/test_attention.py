@@ -48,10 +48,10 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeyp
     Whole, the plain kernel reads keys as boxes, where there are such; split, by pointers as on sm_80.
     What rounds the results does not know which keys a row saw: the interpreter rounds one case's alone.
     """
-    from fused_dequant import attention
+    from fused_dequant.attention import attend
 
     if splits:
-        monkeypatch.setattr(attention, "has_boxes", lambda _: False)
+        monkeypatch.setattr(attend, "has_boxes", lambda _: False)
 
     batch = len(prefix)
     slots = torch.arange(batch, dtype=torch.int32).flip(0).to(DEVICE)
@@ -65,11 +65,11 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeyp
     if splits is None:
         found = {own: fd.attend(q, *where, own, shared[own]) for own in ("bf16", *rounded)}
     else:
-        config = attention.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
-        parts = attention.attend_parts(q, *where, config | {"SPLITS": splits})
+        config = attend.configure(len(q), batch, q_heads, kv_heads, D, 1, hopper=HOPPER)
+        parts = attend.attend_parts(q, *where, config | {"SPLITS": splits})
         assert parts.splits == splits
-        found = {own: attention.combine(parts, own, shared[own]) for own in rounded}
-        found["bf16"] = attention.combine(parts, "bf16", None)
+        found = {own: attend.combine(parts, own, shared[own]) for own in rounded}
+        found["bf16"] = attend.combine(parts, "bf16", None)
     out, _ = found.pop("bf16")
     assert relative_error(out.cpu(), expected.flatten(1).cpu()) <= TOLERANCE
     for scheme, (codes, scale) in found.items():
@@ -84,28 +84,28 @@ def test_attend(q_heads, kv_heads, D, capacity, prefix, n, splits, kind, monkeyp
 )
 def test_stale_cells_and_blind_rows(q_heads, kv_heads, D, splits) -> None:
     """What lies outside first..last never shows, and a row that sees nothing is zero."""
-    from fused_dequant import attention
+    from fused_dequant.attention import attend
 
     q = random(4, q_heads, D)
     keys, values = (random(1, 128, kv_heads, D, seed=seed) for seed in (1, 2))
     first, last = (torch.tensor(v, dtype=torch.int32).to(DEVICE) for v in ([3] * 4, [9, 9, 9, 2]))
     slots = torch.zeros(1, dtype=torch.int32).to(DEVICE)
-    config = attention.configure(4, 1, q_heads, kv_heads, D, 1, hopper=HOPPER) | {"SPLITS": splits}
+    config = attend.configure(4, 1, q_heads, kv_heads, D, 1, hopper=HOPPER) | {"SPLITS": splits}
 
-    def attend() -> torch.Tensor:
-        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
-        return attention.combine(parts, "bf16", None)[0].view_as(q)
+    def attended() -> torch.Tensor:
+        parts = attend.attend_parts(q, keys, values, slots, first, last, config)
+        return attend.combine(parts, "bf16", None)[0].view_as(q)
 
-    clean = attend()
+    clean = attended()
     keys[:, 10:], values[:, 10:] = float("nan"), 1e30
-    assert torch.equal(attend(), clean)
+    assert torch.equal(attended(), clean)
     assert clean[:3].abs().sum() > 0
     assert not clean[3].any()
 
 
 def test_a_ragged_picture() -> None:
     """Runs that end and begin inside a block: a picture's tokens see all of it, others their own."""
-    from fused_dequant import attention
+    from fused_dequant.attention import attend
 
     n, heads, D = (40, 2, 16) if INTERPRETED else (40, 8, 256)
     q = random(n, 2 * heads, D) * 0.3
@@ -117,12 +117,10 @@ def test_a_ragged_picture() -> None:
     first, last = first.to(DEVICE), last.to(DEVICE)
     expected = reference.attend(q.double(), keys, values, slots, first, last)
     for splits in (1, 4):
-        config = attention.configure(n, 1, 2 * heads, heads, D, 1, hopper=HOPPER) | {
-            "SPLITS": splits
-        }
-        parts = attention.attend_parts(q, keys, values, slots, first, last, config)
+        config = attend.configure(n, 1, 2 * heads, heads, D, 1, hopper=HOPPER) | {"SPLITS": splits}
+        parts = attend.attend_parts(q, keys, values, slots, first, last, config)
         error = relative_error(
-            attention.combine(parts, "bf16", None)[0].cpu(), expected.cpu().flatten(1)
+            attend.combine(parts, "bf16", None)[0].cpu(), expected.cpu().flatten(1)
         )
         assert error <= TOLERANCE, splits
 

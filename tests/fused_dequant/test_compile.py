@@ -28,9 +28,10 @@ from typing import Any
 import fused_dequant
 import pytest
 import triton
-from fused_dequant import attention, matmul, nvfp4_hopper
-from fused_dequant.dispatch import launched_as_one_of
-from fused_dequant.targets import TARGETS, Capability, name_of
+from fused_dequant.attention import attend
+from fused_dequant.launch.dispatch import launched_as_one_of
+from fused_dequant.launch.targets import TARGETS, Capability, name_of
+from fused_dequant.products import matmul, nvfp4_hopper
 from kernels_support.compile_check import (
     COMPILE,
     RECORD,
@@ -198,11 +199,11 @@ def test_every_launch_fits_where_its_elder_launches_it(
 def test_every_kernel_has_a_case() -> None:
     """Every kernel of the package is launched, and so compiled, for some target."""
     launched = {each.kernel for target in ALL_KERNELS for each in launches(target)}
-    names = [module.name for module in pkgutil.iter_modules(fused_dequant.__path__)]
+    names = [m.name for m in pkgutil.walk_packages(fused_dequant.__path__, "fused_dequant.")]
     there = {
         attribute
         for name in names
-        for attribute, value in vars(importlib.import_module(f"fused_dequant.{name}")).items()
+        for attribute, value in vars(importlib.import_module(name)).items()
         if attribute.endswith("_kernel") and isinstance(value, KernelInterface)
     }
     assert len(there) > 20
@@ -229,7 +230,7 @@ def test_tiles_that_do_not_fit_are_found(
     """64 rows x 64 positions, 4 warps, 3 stages; 64 x 32 for heads of 512: as on an H200 once."""
     tile = {"BN": 32 if D > 256 else 64, "num_warps": 8 if D > 256 else 4}
     tile |= {"BQ": 64 * {256: 8, 512: 2}[D] // 16, "num_stages": 2 if D > 256 else 3, "SPLITS": 2}
-    monkeypatch.setattr(attention, "configure", lambda *_, **__: dict(tile))
+    monkeypatch.setattr(attend, "configure", lambda *_, **__: dict(tile))
     assert {D for D, _, _ in HEADS} == {256, 512}
     with noted_on(target) as found:
         for M in TOKENS:

@@ -6,8 +6,9 @@
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import CanvasState, canvas
-from fused_dequant.canvas import uniforms
+from fused_dequant import CanvasState
+from fused_dequant.sampler import canvas
+from fused_dequant.sampler.canvas import uniforms
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from kernels_support.draws import assert_drawn, begin
 

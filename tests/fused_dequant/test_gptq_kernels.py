@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant import dispatch
+from fused_dequant.launch import dispatch
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 

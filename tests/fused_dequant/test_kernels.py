@@ -14,10 +14,12 @@ from types import FrameType
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import cases, formats, fragments, reference, tuning, w4a16, weights
-from fused_dequant.cases import rounded
+from fused_dequant import formats, reference, weights
 from fused_dequant.formats import EIGHT_BIT
 from fused_dequant.reference import relative_error
+from fused_dequant.tune import cases
+from fused_dequant.tune.cases import rounded
+from fused_dequant.weights import fragments, tuning, w4a16
 from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 from triton.runtime.jit import KernelInterface
 
@@ -185,7 +187,7 @@ def test_the_walk_of_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     def note(frame: FrameType, event: str, _: object) -> None:
         path, arguments = Path(frame.f_code.co_filename), frame.f_locals.values()
         kernel = "_kernel" in frame.f_code.co_name  # interpreted ones are Python too
-        if event == "call" and path.parent == Path(str(fd.__file__)).parent and not kernel:
+        if event == "call" and Path(str(fd.__file__)).parent in path.parents and not kernel:
             rows = [a for a in arguments if isinstance(a, torch.Tensor) and a.dim() == 2]
             if any(a.dtype in (torch.bfloat16, torch.float8_e4m3fn) for a in rows):
                 seen.append(f"{path.stem}.{frame.f_code.co_name}")
@@ -220,7 +222,7 @@ def test_routing_sorts_every_slot_once(
     few: int, most: int, experts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 132 choices some are of no expert; a program places 32 or 16 of them."""
-    from fused_dequant import routing
+    from fused_dequant.products import routing
 
     monkeypatch.setattr(routing, "FEW", few)
     monkeypatch.setattr(routing, "CHUNK", 64)
@@ -391,7 +393,7 @@ def test_soft_embedding_of_logits_far_apart() -> None:
 @pytest.mark.parametrize(("M", "V"), [(1, 304), (130, 32768 + 8), (1024, 4096)])
 def test_lm_head_on_hopper(M: int, V: int) -> None:
     """Every element is written; 20 runs are equal bit for bit."""
-    from fused_dequant import vocabulary_hopper
+    from fused_dequant.vocabulary import dense_hopper
 
     x = cases.random_tokens(M, 2816, "cuda") * 20
     table = cases.random_weight("bf16", 1, V, 2816, "cuda").data[0]
@@ -400,7 +402,7 @@ def test_lm_head_on_hopper(M: int, V: int) -> None:
     first = None
     for _ in range(20):
         y.fill_(float("nan"))
-        vocabulary_hopper.lm_head(x, table, 30.0, {"STAGES": 4}, y)
+        dense_hopper.lm_head(x, table, 30.0, {"STAGES": 4}, y)
         first = y.clone() if first is None else first
         assert torch.equal(y, first)
     assert_close(y, expected, TOLERANCE["bf16"])

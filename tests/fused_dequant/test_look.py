@@ -7,8 +7,11 @@ What reads them runs in the interpreter too, on what torch leaves; what writes t
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import CanvasState, Draw, Probabilities, cases, reference, sampling, vocabulary
-from fused_dequant.canvas import uniforms
+from fused_dequant import CanvasState, Draw, Probabilities, reference
+from fused_dequant.sampler import sampling
+from fused_dequant.sampler.canvas import uniforms
+from fused_dequant.tune import cases
+from fused_dequant.vocabulary import dense
 from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 from kernels_support.draws import assert_drawn, begin
 
@@ -20,7 +23,7 @@ TEMPERATURES = torch.linspace(0.8, 0.4083, 48)  # the coldest and hottest of 48 
 def left(
     logits: torch.Tensor, temperature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Probabilities]:
-    """Return, in float64, what `vocabulary_hopper` says it leaves of logits [M, V] at T [M]."""
+    """Return, in float64, what `dense_hopper` says it leaves of logits [M, V] at T [M]."""
     M, V = logits.shape
     pad = (0, -V % WIDTH)
     sharpness = 1.4426950408889634 / temperature.double()[:, None, None]
@@ -90,7 +93,7 @@ def test_a_soft_embedding_of_what_was_left() -> None:
 
 def test_temperatures_that_fit() -> None:
     """The coldest step of the model fits; what would leave bf16's exponents does not."""
-    from fused_dequant.vocabulary_hopper import holds
+    from fused_dequant.vocabulary.dense_hopper import holds
 
     assert holds(30.0, 0.4)
     assert not holds(30.0, 0.38)
@@ -103,7 +106,7 @@ def test_temperatures_that_fit() -> None:
 @pytest.mark.parametrize(("B", "L", "V"), [(1, 1, 304), (2, 65, 32768 + 8), (4, 256, 4096)])
 def test_what_lm_head_leaves(B: int, L: int, V: int) -> None:
     """All that is written, against float64 of the logits written; 10 runs are equal bit for bit."""
-    from fused_dequant import vocabulary_hopper
+    from fused_dequant.vocabulary import dense_hopper
 
     state, schedule, M = begin(B, L, V), TEMPERATURES.cuda(), B * L
     state.step.copy_(torch.tensor([48, 1, 7, 49][:B]))
@@ -115,11 +118,11 @@ def test_what_lm_head_leaves(B: int, L: int, V: int) -> None:
     for _ in range(10):
         y.fill_(float("nan"))
         p.fill_(float("nan"))
-        own = vocabulary_hopper.survey(x, table, CAP, schedule, state.step, y, p, {"STAGES": 4})
+        own = dense_hopper.survey(x, table, CAP, schedule, state.step, y, p, {"STAGES": 4})
         found = [y.clone(), p.clone(), own.clone()]
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
-    assert torch.equal(y, vocabulary_hopper.lm_head(x, table, CAP, {"STAGES": 4}))
+    assert torch.equal(y, dense_hopper.lm_head(x, table, CAP, {"STAGES": 4}))
     temperature = schedule[state.step.clamp(max=48).long() - 1].repeat_interleave(L)
     statistics, _, expected = left(y, temperature)
     assert torch.equal(own[0].double(), statistics[0])
@@ -132,12 +135,12 @@ def test_what_lm_head_leaves(B: int, L: int, V: int) -> None:
     wrong = (p.double() - expected.p.double()).abs() > allowed
     assert not wrong.any(), (p[wrong][:4], expected.p[wrong][:4])
     probabilities = Probabilities(p, torch.empty(M, device="cuda"))
-    draw = vocabulary.look(x, table, CAP, state, schedule, y, probabilities)
+    draw = dense.look(x, table, CAP, state, schedule, y, probabilities)
     if int(state.step.max()) <= 48:
         assert_as_sampled(draw, y.view(B, L, V), state)
     bare, logits = Probabilities.room(y, sparse=True), torch.full_like(y, float("nan"))
     bare.p.fill_(float("nan"))
-    again = vocabulary.look(x, table, CAP, state, schedule, logits, bare)
+    again = dense.look(x, table, CAP, state, schedule, logits, bare)
     assert bare.p.isnan().all()  # to be computed of dense rows alone
     assert bare.statistics is not None
     assert torch.equal(bare.statistics.view(3, M, -1), own[:3])

@@ -16,18 +16,10 @@ import fused_dequant as fd
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from fused_dequant import (
-    candidates,
-    cases,
-    formats,
-    reference,
-    targets,
-    tune,
-    tuning,
-    w4a8,
-    w4a16,
-    weights,
-)
+from fused_dequant import formats, reference, weights
+from fused_dequant.launch import targets
+from fused_dequant.tune import candidates, cases, search
+from fused_dequant.weights import tuning, w4a8, w4a16
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_support import breaking, ptx
@@ -65,7 +57,8 @@ def test_a_cpu_needs_no_triton() -> None:
 import sys
 sys.modules["triton"] = None
 import torch, fused_dequant as fd, quantize.runtime.opening
-from fused_dequant import cases, candidates
+from fused_dequant.tune import cases
+from fused_dequant.tune import candidates
 weight = cases.random_weight("nvfp4", 1, 32, 64, "cpu")
 assert fd.linear(cases.random_tokens(3, 64, "cpu"), weight).shape == (3, 32)
 assert not any(name.startswith("triton.") for name in sys.modules)
@@ -115,7 +108,7 @@ def test_fragments_decode_every_code_with_every_scale_exactly() -> None:
 
 def test_the_decode_assembly_is_the_reference() -> None:
     """The PTX of the Hopper kernel, interpreted, against `decode_fragments`, on random bits."""
-    from fused_dequant.nvfp4_decode import decode_assembly
+    from fused_dequant.products.nvfp4_decode import decode_assembly
 
     packed = torch.randint(0, 256, (1, 128, 64), dtype=torch.uint8)
     scale = ALL_SCALES[torch.randint(0, 127, (1, 128, 8))].view(torch.float8_e4m3fn)
@@ -162,7 +155,7 @@ def test_nvfp4_in_fp8_is_the_nearest_e4m3() -> None:
 
 def test_fragments_of_w4a8_are_the_same_weight() -> None:
     """The layout's own arithmetic in torch and the kernel's PTX, interpreted, to the bit."""
-    from fused_dequant.nvfp4_decode import e4m3_assembly
+    from fused_dequant.products.nvfp4_decode import e4m3_assembly
 
     packed, scale = codes_and_scales()
     words, scales = w4a8.to_fragments(packed, scale)
@@ -197,7 +190,7 @@ def test_fragments_refuse_odd_shapes() -> None:
 
 
 def test_dense_products_of_w4a8_are_fp8_s() -> None:
-    from fused_dequant import nvfp4_hopper
+    from fused_dequant.products import nvfp4_hopper
 
     weight = cases.blank_weight("nvfp4_e4m3", 1, 64, 64, "cpu")
     x = torch.zeros(1, 64).to(torch.float8_e4m3fn)
@@ -207,7 +200,7 @@ def test_dense_products_of_w4a8_are_fp8_s() -> None:
 
 def test_configurations_that_do_not_fit_are_refused() -> None:
     """Tiles of more channels than N, and blocks of other rows than the choices were sorted into."""
-    from fused_dequant import nvfp4_hopper, routing
+    from fused_dequant.products import nvfp4_hopper, routing
 
     blank = torch.empty(4, dtype=torch.int32)
     blocks = routing.Routing(blank, blank, blank, blank, block=16, topk=2)
@@ -347,7 +340,9 @@ def test_tuning_routes_as_unevenly_as_a_model(tokens: int, fullest: int) -> None
 def test_tuning_goes_on_without_a_candidate_that_broke_its_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (timed,) = tune.Timer(breaking.time_candidates)(candidates.Product("linear", "fp8", 3, 64, 64))
+    (timed,) = search.Timer(breaking.time_candidates)(
+        candidates.Product("linear", "fp8", 3, 64, 64)
+    )
     assert timed[1] == {"BM": 3}
     broken = re.search(r"an illegal instruction in process (\d+)", caplog.text)
     assert broken
@@ -402,8 +397,8 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: list[tuple[candidates.Product, tuning.Config]] = []
     pool = SimpleNamespace(imap_unordered=lambda _, own, chunksize: kernels.extend(own) or [])
     context = SimpleNamespace(Pool=lambda: nullcontext(pool))
-    monkeypatch.setattr(tune.multiprocessing, "get_context", lambda _: context)
-    tune.compile_all(jobs)
+    monkeypatch.setattr(search.multiprocessing, "get_context", lambda _: context)
+    search.compile_all(jobs)
     assert len(kernels) < len(jobs)
     wanted = {(p.verb, p.scheme, str(c)) for p, c in jobs}
     assert wanted == {(p.verb, p.scheme, str(c)) for p, c in kernels}
@@ -496,9 +491,9 @@ def test_launches_are_chosen_by_name_then_architecture(monkeypatch: pytest.Monke
 def test_a_forced_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 that chooses as an RTX 4090: no fragments, no kernels of sm_90, no table."""
     gpu = OnGpu(monkeypatch, "NVIDIA H200", (9, 0))
-    assert weights.is_hopper(gpu.device)
+    assert targets.is_hopper(gpu.device)
     monkeypatch.setenv("QUANTIZE_TARGET", "sm_89")
-    assert not weights.is_hopper(gpu.device)
+    assert not targets.is_hopper(gpu.device)
     assert gpu.experts() == tuning.default("experts", "fp8", 256, 1408, 2816)
     with pytest.raises(ValueError, match=r"nvfp4_fragments needs compute capability 9\.0"):
         fd.require("nvfp4_fragments", gpu.device)
@@ -514,7 +509,7 @@ def test_a_dense_product_of_streamed_fragments_is_not_chained(
     streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads weights before it waits, and no document says that its launch heeds their arrival."""
-    from fused_dequant import nvfp4_hopper
+    from fused_dequant.products import nvfp4_hopper
 
     launched: list[dict[str, Any]] = []
     kernel = {(4, 1): lambda **arguments: launched.append(arguments)}

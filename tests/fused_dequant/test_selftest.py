@@ -4,9 +4,10 @@ import time
 
 import pytest
 import torch
-from fused_dequant import cases, reference, selftest
+from fused_dequant import reference
 from fused_dequant.formats import FOUR_BIT
-from fused_dequant.targets import fp4_units
+from fused_dequant.launch.targets import fp4_units
+from fused_dequant.tune import cases, selftest
 from kernels_support.device import GPU, MARKS
 
 SCHEMES = ["bf16", "fp8", "int8", "nvfp4", "mxfp4", "nvfp4_e4m3", FOUR_BIT]
@@ -51,7 +52,7 @@ class TestOnTheGpu:
         assert time.monotonic() - began < 60
 
     def test_a_broken_kernel_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from fused_dequant import matmul
+        from fused_dequant.products import matmul
 
         right = matmul.launch
         monkeypatch.setattr(matmul, "launch", lambda *parts: right(*parts).roll(1, 0))

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fused_dequant import cases, dispatch, reference, simulated, weights
+from fused_dequant import reference, simulated, weights
+from fused_dequant.launch import dispatch
+from fused_dequant.tune import cases
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 from quantize.schemes.records import SCHEMES

@@ -6,8 +6,11 @@
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import Probabilities, cases, reference, sampling, tuning
+from fused_dequant import Probabilities, reference
 from fused_dequant.reference import LEFT_OUT, MOST
+from fused_dequant.sampler import sampling
+from fused_dequant.tune import cases
+from fused_dequant.weights import tuning
 from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -62,14 +65,12 @@ def left(logits: torch.Tensor, inverse: torch.Tensor) -> Probabilities:
 
 def test_the_most_probable_tokens_are_chosen_in_order() -> None:
     """As few as hold the mass; none of a row that needs more than 64, whose rows are listed."""
-    from fused_dequant import vocabulary_sparse
+    from fused_dequant.vocabulary import sparse
 
     logits, inverse = peaked(ALIKE), sharpness(len(ALIKE))
     given = left(logits, inverse).first(len(ALIKE)).statistics
     assert given is not None
-    counts, rows, tokens, weights = vocabulary_sparse.choose(
-        logits, given.view(3, len(logits), -1), inverse
-    )
+    counts, rows, tokens, weights = sparse.choose(logits, given.view(3, len(logits), -1), inverse)
     needed = reference.tokens_needed(logits, inverse).cpu()
     assert needed.tolist()[:4] == [1, 2, 5, 64]
     assert counts.cpu().tolist() == [n if n <= MOST else 0 for n in needed.tolist()]

@@ -15,11 +15,13 @@ from types import ModuleType
 import fused_dequant as fd
 import pytest
 import torch
-from fused_dequant import cases, formats, layouts, reference, simulated, targets, w4a4, weights
-from fused_dequant.cases import HIDDEN, INNER, LINEAR_SHAPES
+from fused_dequant import formats, reference, simulated, weights
 from fused_dequant.formats import FOUR_BIT
+from fused_dequant.launch import targets
 from fused_dequant.reference import relative_error
-from fused_dequant.weights import Weight
+from fused_dequant.tune import cases
+from fused_dequant.tune.cases import HIDDEN, INNER, LINEAR_SHAPES
+from fused_dequant.weights import Weight, layouts, w4a4
 from kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS, random
 
 SCALE = 2688 / 6  # a global scale: rows of standard normal numbers reach 5
@@ -89,7 +91,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     there = INTERPRETED or (GPU and targets.fp4_units(torch.device(DEVICE)))
     if native and not there:
         pytest.skip("no FP4 units")
-    from fused_dequant import nvfp4_blackwell
+    from fused_dequant.products import nvfp4_blackwell
 
     monkeypatch.setattr(nvfp4_blackwell, "fp4_units", lambda _: native)
     anywhere = replace(layouts.KERNELS[FOUR_BIT], least=(9, 0))
@@ -234,19 +236,19 @@ class TestOnTheKernel:
 
 MUTATIONS = {
     "a scale of the next row": (
-        "w4a4",
+        "weights.w4a4",
         "permute(0, 1, 4, 3, 2, 5)\n    return placed",
         "permute(0, 1, 4, 3, 2, 5).roll(1, 3)\n    return placed",
     ),
-    "halves of a byte swapped": ("quantize", "low | high << 4", "high | low << 4"),
+    "halves of a byte swapped": ("inputs.quantize", "low | high << 4", "high | low << 4"),
     "a scale of the next block": (
-        "nvfp4_blackwell",
+        "products.nvfp4_blackwell",
         "(K // 16) + group[None, :]",
         "(K // 16) + (group ^ 1)[None, :]",
     ),
-    "no global scale": ("weights", "factor / 128 / shared", "factor / 128"),
+    "no global scale": ("weights.weight", "factor / 128 / shared", "factor / 128"),
     "another expert": (
-        "nvfp4_blackwell",
+        "products.nvfp4_blackwell",
         "tl.load(block_expert + block)",
         "(tl.load(block_expert + block) ^ 1)",
     ),
@@ -255,8 +257,9 @@ MUTATIONS = {
 
 def mutated(name: str, old: str, new: str, folder: Path) -> ModuleType:
     """Import a module of the kernels in which one piece of text is another."""
-    source = Path(str(fd.__file__)).with_name(f"{name}.py").read_text()
-    assert source.count(old) == 1, f"{name}.py holds {old!r} {source.count(old)} times"
+    original = Path(str(fd.__file__)).parent.joinpath(*name.split(".")).with_suffix(".py")
+    source = original.read_text()
+    assert source.count(old) == 1, f"{original} holds {old!r} {source.count(old)} times"
     path = folder / f"{name}.py"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(f"mutated_{name}", path)
@@ -282,9 +285,11 @@ class TestMutations:
             monkeypatch.setattr(module, "fp4_units", lambda _: build == "instruction")
         name = MUTATIONS[fault][0]
         original = importlib.import_module(f"fused_dequant.{name}")
-        for each in ("to_tiles", "launch", "quantize_rows", "build"):
-            if hasattr(module, each):
-                monkeypatch.setattr(original, each, getattr(module, each))
+        for function in ("to_tiles", "launch", "quantize_rows", "build"):
+            if hasattr(module, function):
+                monkeypatch.setattr(original, function, getattr(module, function))
+                if hasattr(weights, function):  # the wing's face
+                    monkeypatch.setattr(weights, function, getattr(module, function))
         if linear_error(17, random_weight(1, 144, 208)) <= 5 * TOLERANCE:
             error = experts_error(9, 2, *experts_of.__wrapped__(80, 80, 4))
             assert not error <= 5 * EXPERTS_TOLERANCE

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant import soft_embedding
+from fused_dequant.launch.targets import FORCE
 from fused_dequant.reference import MOST, tokens_needed
-from fused_dequant.targets import FORCE
 from modules_oracle.passes import decode_canvas, encode_prompts
 from modules_oracle.simulated import load_rounding
 from PIL import Image

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from fused_dequant import tuning
-from fused_dequant.candidates import Product, candidates
-from fused_dequant.targets import TARGETS, Capability
-from fused_dequant.tuning import Config
+from fused_dequant.launch.targets import TARGETS, Capability
+from fused_dequant.tune.candidates import Product, candidates
+from fused_dequant.weights import tuning
+from fused_dequant.weights.tuning import Config
 
 from quantize.bench import tune as tuned
 from quantize.bench.tune import gains_table, tune_gpu

@@ -11,7 +11,8 @@ import fused_dequant as fd
 import pytest
 import torch
 from fused_dequant import weights
-from fused_dequant.dispatch import sequences_of
+from fused_dequant.inputs import activations
+from fused_dequant.launch.dispatch import sequences_of
 
 from quantize.runtime import Sampler, generate
 from quantize.runtime.engine import complete
@@ -138,7 +139,7 @@ def test_products_are_those_of_dequantized_weights(scheme: str) -> None:
         rounded = (
             (lambda rows: rows)
             if scheme != "fp8"
-            else lambda rows: fd.activations.values(fd.quantize_rows(rows.bfloat16(), "fp8"))
+            else lambda rows: activations.values(fd.quantize_rows(rows.bfloat16(), "fp8"))
         )
         expected = fd.reference.experts(
             x.double(), *matrices, ids, share.double(), torch.float64, rounded

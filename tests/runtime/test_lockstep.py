@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant import CanvasState, Draw, canvas
+from fused_dequant import CanvasState, Draw
+from fused_dequant.sampler import canvas
 
 from quantize.runtime import Sampler
 from quantize.runtime.engine import BatchEngine, Decoded

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 import torch
-from fused_dequant import gram
+from fused_dequant.gptq import gram
 
 from quantize import cli, runtime
 from quantize.checkpoints.layout import model_config

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant import weights
+from fused_dequant.weights import weight as weights
 from modules_oracle.opening import open_modules
 from safetensors.torch import save_file
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant.canvas import (
+from fused_dequant.sampler.canvas import (
     CanvasState,
     accepted,
     philox,

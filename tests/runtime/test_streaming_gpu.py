@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant import cases, linear
+from fused_dequant import linear
 from fused_dequant import weights as kernel_weights
+from fused_dequant.tune import cases
 from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_dequant import cases, dispatch, selftest, tuning, weights
+from fused_dequant import weights
+from fused_dequant.launch import dispatch, targets
+from fused_dequant.tune import cases, selftest
+from fused_dequant.weights import tuning
 
 from quantize.errors import ResourceError
 from quantize.runtime.fused import gpus, trust
@@ -179,9 +182,9 @@ class TestOnTheGpu:
     def test_broken_on_purpose_the_plain_kernel_multiplies(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        if not weights.is_hopper(CUDA):
+        if not targets.is_hopper(CUDA):
             pytest.skip("only Hopper has two kernels of NVFP4")
-        from fused_dequant import nvfp4_hopper
+        from fused_dequant.products import nvfp4_hopper
 
         right = nvfp4_hopper.launch
         monkeypatch.setattr(nvfp4_hopper, "launch", lambda *parts: right(*parts).roll(1, 0))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_dequant import gram
+from fused_dequant.gptq import gram
 from torch import Tensor
 
 from quantize.schemes import hessians as module

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import torch
-from fused_dequant.canvas import random_tokens
+from fused_dequant.sampler.canvas import random_tokens
 from openai import OpenAI
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion

@@ -2,7 +2,7 @@
 
 If threads share a matrix product, some BLAS libraries sum in another order, and round the last elements
 of a thread's share differently. Here no product is shared. So the results of a sequence depend neither
-on the number of cores nor on the other sequences (`fused_dequant.dispatch.sequences_of`).
+on the number of cores nor on the other sequences (`fused_dequant.launch.dispatch.sequences_of`).
 """
 
 import threading
@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 import torch
-from fused_dequant.dispatch import launches
+from fused_dequant.launch.dispatch import launches
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -1,8 +1,8 @@
 """Finds the kernels that run a scheme on a GPU, before weights are read.
 
-A kernel runs on GPUs that have its instructions (`fused_dequant.layouts.KERNELS`). Kernels that Hopper
-can run have run on an H200. For other targets (`fused_dequant.targets`), tests compile and check the
-kernels, but nobody has run them. On any other GPU, a kernel is compiled at its first launch.
+A kernel runs on GPUs that have its instructions (`fused_dequant.weights.layouts.KERNELS`). Kernels that
+Hopper can run have run on an H200. For other GPUs (`fused_dequant.launch.targets`), tests compile and
+check the kernels, but nobody has run them. On any other GPU, a kernel is compiled at its first launch.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fused_dequant import tuning
 from fused_dequant.formats import FOUR_BIT
-from fused_dequant.layouts import KERNELS
-from fused_dequant.targets import TARGETS, Capability, capability, name_of
+from fused_dequant.launch.targets import TARGETS, Capability, capability, name_of
+from fused_dequant.weights import tuning
+from fused_dequant.weights.layouts import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError

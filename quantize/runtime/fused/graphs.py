@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from fused_dequant import CanvasState, Draw, Probabilities, look, sample
-from fused_dequant.canvas import random_tokens
-from fused_dequant.timing import capturing
+from fused_dequant.launch.timing import capturing
+from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 from torch.profiler import record_function as part
 

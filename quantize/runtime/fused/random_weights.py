@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from fused_dequant import Weight, weights
-from fused_dequant.cases import random_weight
 from fused_dequant.formats import FOUR_BIT
+from fused_dequant.tune.cases import random_weight
 from torch import Tensor
 
 from quantize.checkpoints.layout import model_config

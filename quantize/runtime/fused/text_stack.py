@@ -49,7 +49,7 @@ from fused_dequant import (
     soft_embedding_of,
     sparse_soft_embedding,
 )
-from fused_dequant.dispatch import launched_as_one_of, sequences_of
+from fused_dequant.launch.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 

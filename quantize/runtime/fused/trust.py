@@ -17,9 +17,10 @@ from typing import Any
 
 import fused_dequant
 import torch
-from fused_dequant import dispatch, selftest
 from fused_dequant.formats import FOUR_BIT
-from fused_dequant.targets import capability, fp4_units, name_of
+from fused_dequant.launch import dispatch
+from fused_dequant.launch.targets import capability, fp4_units, name_of
+from fused_dequant.tune import selftest
 from fused_dequant.weights import in_fragments
 
 from quantize.checkpoints.layout import stated_schemes
@@ -137,6 +138,6 @@ def _sources() -> str:
     import triton
 
     digest = hashlib.sha256(triton.__version__.encode())
-    for path in sorted(Path(fused_dequant.__file__).parent.glob("*.py")):
+    for path in sorted(Path(fused_dequant.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -2,9 +2,9 @@
 
 import os
 
-from fused_dequant.candidates import Product
-from fused_dequant.tune import BrokenCandidateError
-from fused_dequant.tuning import Config
+from fused_dequant.tune.candidates import Product
+from fused_dequant.tune.search import BrokenCandidateError
+from fused_dequant.weights.tuning import Config
 
 BROKEN: Config = {"BM": 2}
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from fused_dequant.targets import Capability, name_of
+from fused_dequant.launch.targets import Capability, name_of
 from kernels_support.launches import Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_dequant.weights import is_hopper
+from fused_dequant.launch.targets import is_hopper
 
 ROOT = Path(__file__).parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

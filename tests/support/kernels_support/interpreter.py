@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from fused_dequant import dispatch
+from fused_dequant.launch import dispatch
 from triton import knobs
 
 _FLOATS = {

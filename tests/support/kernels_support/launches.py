@@ -14,12 +14,15 @@ from unittest.mock import patch
 
 import fused_dequant as fd
 import torch
-from fused_dequant import cases, fragments, gptq, gram, simulated, targets
-from fused_dequant.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
+from fused_dequant import simulated
 from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
-from fused_dequant.layouts import KERNELS
-from fused_dequant.targets import Capability
-from fused_dequant.weights import Weight
+from fused_dequant.gptq import blockwise, gram
+from fused_dequant.launch import targets
+from fused_dequant.launch.targets import Capability
+from fused_dequant.tune import cases
+from fused_dequant.tune.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
+from fused_dequant.weights import Weight, fragments
+from fused_dequant.weights.layouts import KERNELS
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -257,13 +260,13 @@ def _rounding(codes: str, neighbours: int) -> None:
     """A block of GPTQ, a span of descent, products: with rows of a Hessian, with those of a factor."""
     rows, matrix = (blank(EXPERTS, n, 16, dtype=torch.float32) for n in (2 * INNER, 16))
     shared, scales = (blank(*shape, dtype=torch.float32) for shape in ((EXPERTS,), rows.shape[:2]))
-    gptq.round_block(rows, matrix, shared, scales, rows, rows, codes, neighbours)
+    blockwise.round_block(rows, matrix, shared, scales, rows, rows, codes, neighbours)
     wide, square = (blank(EXPERTS, n, 128, dtype=torch.float32) for n in (2 * INNER, 128))
     steps = blank(EXPERTS, 2 * INNER, 8, dtype=torch.float32)
-    gptq.descend_span(wide, square, shared, steps, wide, wide, codes, scaled=neighbours > 0)
+    blockwise.descend_span(wide, square, shared, steps, wide, wide, codes, scaled=neighbours > 0)
     total, right = (blank(EXPERTS, n, HIDDEN, dtype=torch.float32) for n in (2 * INNER, HIDDEN))
-    gptq.add_product(total, wide, right[..., :128].mT, -1)
-    gptq.add_product(total, wide, right[:, :128], -1)
+    blockwise.add_product(total, wide, right[..., :128].mT, -1)
+    blockwise.add_product(total, wide, right[:, :128], -1)
 
 
 def _hessians(experts: int, topk: int, inputs: int) -> None:

@@ -7,7 +7,7 @@ is compiled now. Needs tests/support and tests/fused_dequant on PYTHONPATH.
 
 import sys
 
-from fused_dequant.targets import TARGETS, name_of
+from fused_dequant.launch.targets import TARGETS, name_of
 from kernels_support.compile_check import size
 from test_compile import ELDER, OPERAND, compiled, of_its_own, operand
 

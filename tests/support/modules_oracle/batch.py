@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from fused_dequant import CanvasState, Draw
-from fused_dequant.canvas import sample
+from fused_dequant.sampler.canvas import sample
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 from fused_dequant import CanvasState, Draw
-from fused_dequant.canvas import token_entropy
+from fused_dequant.sampler.canvas import token_entropy
 from torch import Tensor
 
 

@@ -1,0 +1,1 @@
+"""Attention over cached positions, and the heads' norms and rope before it."""

@@ -1,0 +1,1 @@
+"""GPTQ's kernels: rounding with compensation, and sums for Hessians."""

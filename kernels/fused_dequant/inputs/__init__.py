@@ -1,0 +1,1 @@
+"""Activations as products read them: quantized rows with their scales."""

@@ -1,0 +1,1 @@
+"""What every launch rests on: a device's abilities, chained launches, functions that kernels share."""

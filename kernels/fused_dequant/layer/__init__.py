@@ -1,0 +1,1 @@
+"""Kernels between a layer's products: norms, residual sums and the router."""

@@ -1,0 +1,1 @@
+"""Kernels that multiply activations by weights, dense and grouped by expert."""

@@ -1,0 +1,1 @@
+"""A canvas' denoising state, and one step of the sampler."""

@@ -1,0 +1,45 @@
+"""Checks that this GPU multiplies correctly, by comparing its products with torch's in float64.
+
+Shapes are the real model's for one canvas, so a later run launches the kernels that are checked here.
+"""
+
+import torch
+
+from fused_dequant import reference, weights
+from fused_dequant.operations import linear, routed_experts
+from fused_dequant.tune import cases
+
+ROWS, EXPERTS, TOPK = 256, 8, 2  # two of the experts get no token
+LARGEST_ERROR = 3e-2  # rounding costs 2e-3, and 1.3e-2 where hidden rows have 8 bits
+# The scheme that weights get if their scheme's kernel failed; None: `simulated` takes over.
+PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
+
+
+def relative_error(scheme: str, device: torch.device) -> float:
+    """Return the larger of two relative errors, of a dense product and of experts; NaN if one is."""
+    place = str(device)
+    x = cases.random_tokens(ROWS, cases.HIDDEN, place)
+    dense = cases.random_weight(scheme, 1, 4096, cases.HIDDEN, place)
+    rows = cases.rounded(x, dense.scheme)
+    exact = rows @ weights.dequantize(dense, torch.float64)[0].T
+    found = [reference.relative_error(linear(x, dense), exact)]
+    up = cases.random_weight(scheme, EXPERTS, 2 * cases.INNER, cases.HIDDEN, place)
+    down = cases.random_weight(scheme, EXPERTS, cases.HIDDEN, cases.INNER, place, seed=5)
+    ids, share = cases.random_routing(ROWS, EXPERTS, TOPK, place, used=EXPERTS - 2)
+    y = routed_experts(x, None, ids, share, up, down)
+    exact = reference.experts(
+        x.double(), *(weights.dequantize(own, torch.float64) for own in (up, down)),
+        ids, share, torch.float64,
+        activation=lambda rows: cases.rounded(rows.to(torch.bfloat16), up.scheme),
+    )  # fmt: skip
+    found.append(reference.relative_error(y.double().sum(1), exact))
+    return max(found, key=lambda error: float("inf") if error != error else error)
+
+
+def fault(scheme: str, device: torch.device) -> str | None:
+    """Return what is wrong with products of `scheme` on a GPU; None if nothing is wrong."""
+    try:
+        error = relative_error(scheme, device)
+    except Exception as failure:  # of a compiler or a driver: then this kernel is not used
+        return f"{type(failure).__name__}: {(str(failure).strip() or '?').splitlines()[0][:200]}"
+    return None if error <= LARGEST_ERROR else f"a relative error of {error:.1e}"

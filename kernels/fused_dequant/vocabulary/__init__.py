@@ -1,0 +1,1 @@
+"""Products with the embedding matrix: logits, and the soft embedding of probabilities."""
