@@ -361,6 +361,7 @@ def hub_commit(folder: Path) -> str | None:
 
 def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import httpx
 
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", *CARD_FILES]
     try:
@@ -373,7 +374,7 @@ def _download(model: str, revision: str | None) -> Path:
         raise InputError(
             f"{model}: the Hub has no such model or revision {revision!r}, or HF_TOKEN lacks access"
         ) from error
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+    except (httpx.HTTPError, errors.LocalEntryNotFoundError, OSError) as error:
         raise ResourceError(
             f"{model}: not in the local cache and the Hub cannot be reached "
             f"({type(error).__name__}); give a local folder instead"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import httpx
 from huggingface_hub import get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -20,6 +19,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import httpx
 
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.progress import say

@@ -16,11 +16,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import disable_progress_bars, logging
+from huggingface_hub.utils import disable_progress_bars, httpx, logging
 from huggingface_hub.utils.sha import git_hash
 
 from quantize.errors import GateError, InputError

@@ -9,7 +9,8 @@
 
 Such a file says what is quantized and how weights are rounded. Calibration, tasks and gate come from
 the recipe that ships for the file's scheme. Limits on errors come from the scheme's record. A setting
-that this project applies differently is refused by name. Written for llm-compressor 0.14.
+that this project applies differently is refused by name. Written for llm-compressor 0.14, an extra:
+it pins transformers 5.17 and compressed-tensors 0.19, so no other code of ours needs it.
 """
 
 import os
@@ -17,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.schemes.records import Scheme, scheme_of_group
 
 MODIFIERS = ("QuantizationModifier", "GPTQModifier")
@@ -42,6 +43,7 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
     Raises:
         InputError: the recipe does not have exactly one of MODIFIERS, or a setting is refused here.
+        ResourceError: llm-compressor is not installed.
     """
     name, arguments = _only_modifier(fields)
     modifier = _built(name, arguments)
@@ -84,10 +86,16 @@ def _only_modifier(fields: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:
 
 def _built(name: str, arguments: dict[str, Any]) -> Any:
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
     from pydantic import ValidationError
 
+    try:
+        from llmcompressor.modifiers.gptq import GPTQModifier
+        from llmcompressor.modifiers.quantization import QuantizationModifier
+    except ModuleNotFoundError as error:
+        raise ResourceError(
+            f"a recipe file of llm-compressor needs {error.name}: "
+            "pip install 'diffusiongemma-quantize[llmcompressor]'"
+        ) from error
     kind: Any = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]
     try:
         return kind(**arguments)

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.recipe.controls import JUDGED, optional
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
 from quantize.recovery.catalog import known_tasks, notes, shipped, token_limit
@@ -481,11 +481,11 @@ def parse_recipe(text: str, source: str) -> Recipe:
 
 @contextmanager
 def errors_of(source: str) -> Generator[None]:
-    """Put the recipe's name, `source`, before the message of an InputError that the block raises."""
+    """Put the recipe's name, `source`, before the message of an error that the block raises."""
     try:
         yield
-    except InputError as error:
-        raise InputError(f"recipe {source}: {error}") from error
+    except (InputError, ResourceError) as error:
+        raise type(error)(f"recipe {source}: {error}") from error
 
 
 def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import httpx
 from safetensors.torch import load_file, save_file
 
 from quantize.checkpoints.reader import Checkpoint, known_config, read_header, resolve
@@ -144,6 +145,7 @@ def test_neither_folder_nor_hub_id(name: str):
             "no such model or revision",
         ),
         (OSError("no route"), ResourceError, "Hub cannot be reached"),
+        (httpx.ReadError("it broke off"), ResourceError, "Hub cannot be reached"),
     ],
 )
 def test_hub_errors_become_one_line(

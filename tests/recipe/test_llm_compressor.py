@@ -1,14 +1,16 @@
 """llm-compressor's recipe files: what they become, and what is refused by name."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from llm_compressor_oracle import need_llm_compressor
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import Recipe, load_recipe
 from quantize.schemes.records import SCHEMES
 
@@ -22,6 +24,11 @@ GROUP: dict[str, Any] = {
 
 
 def read(folder: Path, arguments: dict[str, Any], modifier: str = "QuantizationModifier") -> Recipe:
+    need_llm_compressor()
+    return load(folder, arguments, modifier)
+
+
+def load(folder: Path, arguments: dict[str, Any], modifier: str) -> Recipe:
     file = folder / "My recipe-1.yaml"
     file.write_text(yaml.safe_dump({"quant_stage": {"quant_modifiers": {modifier: arguments}}}))
     return load_recipe(str(file))
@@ -136,3 +143,28 @@ def test_a_file_without_one_modifier_is_refused(tmp_path: Path, text: str, messa
     (tmp_path / "recipe.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         load_recipe(str(tmp_path / "recipe.yaml"))
+
+
+def test_without_llm_compressor_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llmcompressor"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("llmcompressor"), *sys.meta_path])
+    with pytest.raises(ResourceError) as caught:
+        load(tmp_path, PRESET, "QuantizationModifier")
+    assert str(caught.value) == (
+        f"recipe {tmp_path / 'My recipe-1.yaml'}: a recipe file of llm-compressor needs "
+        "llmcompressor: pip install 'diffusiongemma-quantize[llmcompressor]'"
+    )
+
+
+class Without:
+    """Answers for a package that it is not installed."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name.partition(".")[0] == self.package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

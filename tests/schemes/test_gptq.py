@@ -6,7 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from fused_dequant.formats import block_scale, unpack_e2m1
-from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight as oracle_gptq
+from llm_compressor_oracle import llm_compressor
 from torch import Tensor
 
 from quantize.errors import QuantizeError
@@ -44,6 +44,7 @@ def in_float32(tensors: dict[str, Tensor]) -> Tensor:
 
 def oracle(scheme: str, weight: Tensor, hessian: Tensor) -> Tensor:
     """Return llm-compressor's GPTQ, dequantized, of the first expert."""
+    quantize_weight = llm_compressor("modifiers.gptq.gptq_quantize").quantize_weight
     args = preset_name_to_scheme(scheme, ["Linear"]).weights
     assert args is not None
     ranges = SCHEMES[scheme].observe(weight[:1], "memoryless_minmax")
@@ -51,7 +52,7 @@ def oracle(scheme: str, weight: Tensor, hessian: Tensor) -> Tensor:
     tensors = SCHEMES[scheme].quantize(weight[:1], ranges, shared, None)
     scale = tensors["weight_scale"].float()
     zero = torch.zeros_like(scale)
-    done, _, fell_back = oracle_gptq(
+    done, _, fell_back = quantize_weight(
         weight[:1].float(), hessian[:1].clone(), scale, zero, shared, args
     )
     assert not fell_back.any()

@@ -13,9 +13,9 @@ import pytest
 import torch
 from chats import add_chats
 from fused_dequant import Activation, Weight, simulated
+from llm_compressor_oracle import need_llm_compressor
 from modules_oracle.engine import ModelEngine
 from modules_oracle.inputs import watch_inputs
-from oneshot import oneshot_scales
 from safetensors.torch import load_file
 from tiny import CANVAS, EXPERTS, LAYERS
 from two_processes import in_two
@@ -335,6 +335,9 @@ def test_modules_that_share_an_input_share_a_scale() -> None:
 
 
 def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
+    need_llm_compressor()
+    from oneshot import oneshot_scales
+
     quantization = load_recipe("nvfp4_w4a4").quantization
     modules = calibrated_modules(source, quantization)
     prompts = [[2, *range(110 + 7 * i, 130 + 9 * i), 100] for i in range(6)]

@@ -3,7 +3,7 @@
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from llmcompressor.observers import Observer
+from llm_compressor_oracle import llm_compressor
 
 from quantize.schemes.records import Scheme
 
@@ -26,9 +26,9 @@ def oracle(
 ) -> list[dict[str, torch.Tensor]]:
     """Quantize Linears that share a global scale with llm-compressor's observers and compressors."""
     args = preset(scheme, observer)
+    kinds = llm_compressor("observers").Observer
     observers = [
-        Observer.load_from_registry(observer, base_name="weight", args=args.weights)
-        for _ in weights
+        kinds.load_from_registry(observer, base_name="weight", args=args.weights) for _ in weights
     ]
     modules = []
     for weight in weights:
