@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quantize.errors import InputError, ResourceError
-from quantize.host.files import read_json
+from quantize.host.files import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -83,14 +83,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return name -> `TensorInfo` of every tensor of a safetensors file, in the order of their bytes.
 
     The library safetensors checks names and shapes, and that offsets cover the file without gaps. Raise
-    InputError if the file is missing, truncated or not safetensors, or has an unsupported dtype.
+    InputError if the file is missing, truncated or not safetensors, names a tensor twice, or has an
+    unsupported dtype.
     """
     try:
         # "pt" would map the file privately, which a machine with less memory than the file refuses.
         with safe_open(path, "np"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except (OSError, SafetensorError) as error:
+            header: dict[str, Any] = parse_json(file.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
         raise InputError(
             f"{path}: truncated or overlong, or not a safetensors file ({error}); {FIX}"
         ) from error

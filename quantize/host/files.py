@@ -6,6 +6,7 @@ A file or folder is written under a temporary name in the same place, synced to 
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,10 +44,10 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
     """Return the JSON object in a file; it must have all `keys` ("a.b" is the key "b" within "a").
 
     `remedy` ends error messages; the default says that `quantize run` makes the file again.
-    Raise InputError if the file is not JSON, is not an object, or lacks a key.
+    Raise InputError if the file is not JSON, names a key twice, is not an object, or lacks a key.
     """
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not readable as JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
@@ -57,6 +58,22 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
             if not isinstance(found, dict) or part not in found:
                 raise InputError(f"{path}: {key!r} is missing there; {remedy}")
             found = found[part]
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError if it is not JSON or an object names a key twice.
+
+    JSON leaves open which of two equal keys counts, and readers differ: Python's takes the last one.
+    """
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {twice!r} stands there twice")
     return value
 
 

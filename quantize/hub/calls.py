@@ -1,9 +1,10 @@
 """Calls the Hub, and retries while it is busy; a failure is one clear line without the token.
 
 `HfApi` retries uploads, but neither commits nor most small requests. `patiently` repeats a call on
-408, 429, 500, 502, 503, 504 and broken connections. It waits as long as Retry-After says, else 1,
-2, 4 and 8 seconds. A call that still fails raises a QuantizeError with the exit code that fits. No
-message holds the token, or the query part of a URL, where storage services put signatures.
+408, 429, 500, 502, 503, 504 and broken connections. It waits as long as Retry-After says, if that is
+at most LONGEST_WAIT, else 1, 2, 4 and 8 seconds. A call that still fails raises a QuantizeError with
+the exit code that fits. No message holds the token, or the query part of a URL, where storage services
+put signatures.
 """
 
 import re
@@ -27,6 +28,7 @@ from quantize.host.progress import say
 T = TypeVar("T")
 
 WAITS = (1.0, 2.0, 4.0, 8.0)  # seconds between tries, unless the Hub names a time
+LONGEST_WAIT = 600  # seconds; the Hub counts requests over windows of 300
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 STALE_PARENT = 412
 SAID: dict[int | None, tuple[type[QuantizeError], str]] = {  # by HTTP status
@@ -50,13 +52,23 @@ def patiently(where: str, call: Callable[[], T]) -> T:
             with explained(where, except_transient=True):
                 return call()
         except (HfHubHTTPError, httpx.TransportError) as error:
-            response = getattr(error, "response", None)
-            asked = response.headers.get("Retry-After", "") if response is not None else ""
-            pause = float(asked) if asked.isdigit() else wait
+            pause = _asked(error) or wait
+            if pause > LONGEST_WAIT:
+                raise ResourceError(
+                    f"{where}: {_short(error)}; the Hub asks to wait {pause:,.0f} s, and at most "
+                    f"{LONGEST_WAIT} s are waited; try again then"
+                ) from None
             say(f"{where} now: {_short(error)}; again in {pause:.0f} s")
             time.sleep(pause)
     with explained(where):
         return call()
+
+
+def _asked(error: Exception) -> int | None:
+    """Return the seconds that the Hub's Retry-After asks for; None for a date, or if there is none."""
+    response = getattr(error, "response", None)
+    asked = response.headers.get("Retry-After", "") if response is not None else ""
+    return int(asked[:9]) if re.fullmatch("[0-9]+", asked) else None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ links. Sigstore signs for an account and needs a network; a key pair (PEM, ellip
 import base64
 import hashlib
 import importlib
-import json
 import re
 import tempfile
 from collections.abc import Generator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantize.errors import GateError, InputError, ResourceError
+from quantize.host.files import parse_json
 
 SIGNATURE = "model.sig"
 SIGSTORE = "sigstore"
@@ -69,8 +69,8 @@ def verify(
     if not signature.is_file():
         raise GateError(f"{signature}: missing; this folder is not signed")
     try:
-        payload = json.loads(signature.read_bytes())["dsseEnvelope"]["payload"]
-        signed = len(json.loads(base64.b64decode(payload))["predicate"]["resources"])
+        payload = parse_json(signature.read_bytes())["dsseEnvelope"]["payload"]
+        signed = len(parse_json(base64.b64decode(payload))["predicate"]["resources"])
     except (ValueError, KeyError, TypeError) as error:
         raise GateError(f"{signature}: cannot be read as a signature ({_line(error)})") from None
     config = extra("model_signing.verifying").Config().set_hashing_config(_hashing())

@@ -10,6 +10,7 @@ import hashlib
 import importlib.resources
 import json
 import re
+import reprlib
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -22,7 +23,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    PositiveInt,
     ValidationError,
     create_model,
     model_validator,
@@ -35,6 +35,7 @@ from quantize.recovery.catalog import known_tasks, notes, shipped, token_limit
 from quantize.recovery.estimands import Estimand
 from quantize.recovery.health import SIGNS
 from quantize.recovery.own import Definition, from_lm_eval, from_questions
+from quantize.recovery.strict_yaml import read_yaml
 from quantize.recovery.terms import Terms
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SCHEMES, refusal
@@ -47,6 +48,9 @@ else:
     SchemeName = Literal[*SCHEMES]
     SignName = Literal[*SIGNS]
 Rounding = Literal["nearest", "gptq"]
+# Bounds on what a recipe may ask for: a number that is beyond them is a slip, and would be found when
+# memory ends.
+MOST_AT_ONCE, MOST_REPEATS, MOST_TOKENS = 65_536, 10_000, 1_000_000
 AT_ONCE = 16  # samples that evaluation denoises together by default, or fewer if a GPU holds fewer
 
 
@@ -144,13 +148,13 @@ class Calibration(Section):
     """
 
     datasets: list[str] = Field(min_length=1)
-    prompts: int = Field(gt=0)
-    canvases: int = Field(gt=0)
+    prompts: int = Field(gt=0, le=1_000_000)
+    canvases: int = Field(gt=0, le=1024)
     thinking: float = Field(ge=0, le=1)
     seed: int = Field(default=0, ge=0, lt=1 << 31)  # a prompt's seed: (seed << 32) + its index
-    batch_size: int = Field(default=16, gt=0)
+    batch_size: int = Field(default=16, gt=0, le=MOST_AT_ONCE)
     min_tokens_per_expert: int = Field(default=64, gt=0)
-    max_prompt_tokens: int = Field(default=2048, gt=0)
+    max_prompt_tokens: int = Field(default=2048, gt=0, le=MOST_TOKENS)
 
 
 class Verification(Section):
@@ -180,7 +184,7 @@ class OwnTask(Section):
     prompt: str = "{{question}}"
     target: str = "{{answer}}"
     extract: str = r"#### (.+)"
-    max_tokens: PositiveInt = 512
+    max_tokens: int = Field(default=512, gt=0, le=MOST_TOKENS)
     thinking: bool = False
     private: bool = False
 
@@ -249,9 +253,9 @@ class Evaluation(Section):
     tasks: list[str] = Field(min_length=1)
     own_tasks: dict[TaskName, OwnTask] = {}
     limit: dict[str, Annotated[int, Field(ge=LEAST)]] = {}
-    repeats: dict[str, PositiveInt] = {}
+    repeats: dict[str, Annotated[int, Field(gt=0, le=MOST_REPEATS)]] = {}
     seed: int = 0
-    batch_size: PositiveInt | None = None
+    batch_size: int | None = Field(default=None, gt=0, le=MOST_AT_ONCE)
     activations: ActivationMode = "per_layer"
     operating_points: dict[PointName, OperatingPoint] = {}
 
@@ -460,11 +464,9 @@ def parse_recipe(text: str, source: str) -> Recipe:
     """Return the recipe in a YAML text; raise InputError, which names `source`, if it is not valid."""
     with errors_of(source):
         try:
-            fields = yaml.load(text, _UniqueKeys)
-        except RecursionError as error:
-            raise InputError("nested deeper than any recipe is") from error
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-            raise InputError(f"not valid YAML: {' '.join(str(error).split())}") from error
+            fields = read_yaml(text)
+        except ValueError as error:
+            raise InputError(f"not valid YAML: {error}") from error
         if not isinstance(fields, dict):
             raise InputError("not a mapping of sections")
         if is_llm_compressor(fields):
@@ -509,19 +511,6 @@ def _completed(quantization: dict[str, Any], source: str) -> dict[str, Any]:
     return {**fields, "name": name, "quantization": quantization, "verification": verification}
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a repeated key, of which YAML would silently take the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", node.start_mark
-                )
-        return super().construct_mapping(node, deep)
-
-
 def _explain(error: Any) -> str:
     """Turn pydantic's first error into one line with the key, what is wrong, the nearest known key."""
     path = [str(part) for part in error["loc"] if "[" not in str(part)]  # not pydantic's own
@@ -532,7 +521,7 @@ def _explain(error: Any) -> str:
         return f"key {key!r} is missing"
     if error["type"] == "value_error":  # one of the checks above
         return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
-    return f"{key}: {error['msg']} (found {error['input']!r})"
+    return f"{key}: {error['msg']} (found {reprlib.repr(error['input'])})"
 
 
 def _known_keys(path: list[str]) -> list[str]:

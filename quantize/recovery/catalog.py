@@ -12,10 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from quantize.recovery.strict_yaml import read_yaml
 
 TASKS = Path(str(importlib.resources.files("quantize.recovery").joinpath("tasks")))
 THINKING = "_thinking"
+MOST_INCLUDED = 10  # files of a chain of `include`s
 # The folder of lm-eval's own tasks, found without importing lm-eval.
 LM_EVAL = Path(next(iter(importlib.util.find_spec("lm_eval").submodule_search_locations))) / "tasks"  # type: ignore
 
@@ -65,21 +66,20 @@ def files_of(task: str) -> list[Path]:
     return [LM_EVAL / base, own] if base else [own]
 
 
-def read_task(file: Path) -> dict[str, Any]:
-    """Return a task file's keys, merged over those of its `include`; ValueError: unreadable."""
+def read_task(file: Path, included: int = 0) -> dict[str, Any]:
+    """Return a task file's keys, merged over those of its `include`; ValueError: unreadable.
+
+    `included` says how many files led to this one.
+    """
     try:
-        fields = yaml.load(file.read_text("utf-8"), _Loader)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{file}: not readable as an lm-eval task ({reason})") from error
+        fields = read_yaml(file.read_text("utf-8"), functions=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: not readable as an lm-eval task ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file}: not an lm-eval task: a mapping was expected")
     base = fields.get("include")
-    return (read_task(file.parent / base) if isinstance(base, str) else {}) | fields
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads lm-eval's `!function` tags as their text."""
-
-
-_Loader.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
+    if not isinstance(base, str):
+        return fields
+    if included >= MOST_INCLUDED:
+        raise ValueError(f"{file}: more than {MOST_INCLUDED} files include one another")
+    return read_task(file.parent / base, included + 1) | fields

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,26 @@ from quantize.recovery.catalog import read_task, token_limit
 
 Definition = Mapping[str, Any]
 FORGIVEN = [",", r"\$", r"\.$"]  # like case, ignored when answer and target are compared
+
+
+@cache
+def templates() -> Any:
+    """Return what renders the templates of recipes and task files, as lm-eval does, but in a sandbox.
+
+    A template reaches its question's fields and no Python: jinja2's SecurityError stops it.
+    """
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    found: Any = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    found.filters["regex_replace"] = _regex_replace
+    return found
+
+
+def _regex_replace(string: str, pattern: str, repl: str, count: int = 0) -> str:
+    return re.sub(pattern, repl, string, count=count)
 
 
 def from_questions(
@@ -26,17 +47,15 @@ def from_questions(
     right answer. `extract` is a regular expression; its group's last match is the model's answer.
 
     Raises:
-        ValueError: the file cannot be read, its first line is no JSON object, two lines are equal;
-            `prompt` or `target` is no Jinja template, or names a field that the first line lacks;
+        ValueError: the file cannot be read, a line is no JSON object, two lines are equal; `prompt` or
+            `target` is no Jinja template, names a field that the first line lacks, or fails on a line;
             `extract` is not a regular expression with one group.
     """
-    first, count = _first_line(file)
-    for text in (prompt, target):
-        if unknown := _fields(text) - first.keys():
-            raise ValueError(
-                f"{file}: its first line has no field {min(unknown)!r}, which {text!r} names; there "
-                f"are: {', '.join(first)}"
-            )
+    try:
+        stamp = file.stat().st_mtime_ns, file.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{file}: not a jsonl file of questions ({error})") from error
+    count = _count(file, stamp, (prompt, target))
     if _compiled(extract).groups != 1:
         raise ValueError(f"extract {extract!r} must have one group, the answer")
     found = {"function": "regex", "regex_pattern": extract, "group_select": -1}
@@ -68,27 +87,51 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
-def _first_line(file: Path) -> tuple[dict[str, Any], int]:
+@lru_cache(16)
+def _count(file: Path, stamp: tuple[int, int], texts: tuple[str, ...]) -> int:
+    """Return the number of questions in a file of a `stamp`, once `texts` were rendered for each."""
     try:
         lines = [line for line in file.read_text("utf-8").split("\n") if line.strip()]
-        first = json.loads(lines[0])
-    except (OSError, ValueError, IndexError) as error:
+        rows = [json.loads(line, object_pairs_hook=_once) for line in lines]
+        first = rows[0]
+    except (OSError, ValueError, IndexError, RecursionError) as error:
         raise ValueError(f"{file}: not a jsonl file of questions ({error})") from error
     if again := [line for line, count in Counter(lines).items() if count > 1]:
         raise ValueError(
             f"{file}: {again[0][:60]!r} stands there more than once ({len(again)} such lines); it has "
             f"one answer and would count as several, so remove what is repeated"
         )
-    if not isinstance(first, dict):
-        raise ValueError(f"{file}: its first line is not a JSON object")
-    return first, len(lines)
+    if odd := [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]:
+        raise ValueError(f"{file}: question {odd[0]} is not a JSON object")
+    for text in texts:
+        if unknown := _fields(text) - first.keys():
+            raise ValueError(
+                f"{file}: its first line has no field {min(unknown)!r}, which {text!r} names; there "
+                f"are: {', '.join(first)}"
+            )
+        template, absent = templates().from_string(text), dict.fromkeys(first)
+        for number, row in enumerate(rows, 1):
+            try:
+                template.render(
+                    **absent | row
+                )  # `datasets` reads a field that a line lacks as None
+            except Exception as error:  # whatever the operations of a template raise
+                raise ValueError(f"{file}: {text!r} fails on question {number}: {error}") from error
+    return len(lines)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a field stands there twice, of {', '.join(found)}")
+    return found
 
 
 def _fields(template: str) -> set[str]:
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import TemplateError, meta
 
     try:
-        return meta.find_undeclared_variables(Environment(autoescape=True).parse(template))
+        return meta.find_undeclared_variables(templates().parse(template))
     except TemplateError as error:
         raise ValueError(f"{template!r} is not a Jinja template: {error}") from error
 

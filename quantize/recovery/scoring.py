@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import lm_eval.utils
 import yaml
 from lm_eval.api import task as harness
 from lm_eval.evaluator import evaluate
@@ -31,12 +32,15 @@ from quantize.recovery.catalog import THINKING, files_of, is_private, known_task
 from quantize.recovery.filters import final_choice
 from quantize.recovery.health import without_thinking
 from quantize.recovery.lm import BlockDiffusionLM, cut
-from quantize.recovery.own import Definition, finding
+from quantize.recovery.own import Definition, finding, templates
 from quantize.recovery.rows import Row, Scoring, asked
 from quantize.recovery.samples import Completion, Generate, Progress, Request, SampleStore
 from quantize.recovery.sequential import Part
 
 READERS = {".jsonl": "json", ".csv": "csv"}  # suffix of a local data set -> its reader
+# lm-eval renders templates with full access to Python; a recipe must not bring code.
+lm_eval.utils.env = templates()
+
 FEWSHOT_SEED = 1234  # lm-eval's default, which orders a task's examples
 
 

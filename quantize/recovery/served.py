@@ -118,7 +118,7 @@ class Server:
                     hint = MEANING.get(error.code, "the request was refused")
                     raise ServerError(f"{self.url}/{path}: {last}; {hint}") from error
                 asked = error.headers.get("Retry-After", "")  # seconds; a date is ignored
-                is_number = asked.replace(".", "", 1).isdigit()
+                is_number = asked.isascii() and asked.replace(".", "", 1).isdigit()
                 pause = (is_number and float(asked)) or self.first_wait * 2**attempt
             except (OSError, HTTPException, json.JSONDecodeError) as error:
                 last, pause = f"{type(error).__name__}: {error}", self.first_wait * 2**attempt

@@ -16,6 +16,7 @@ from typing import Any
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
+from quantize.host.files import parse_json
 from quantize.recipe.sections import Calibration
 from quantize.runtime.chat import Message, encode_chat, load_tokenizer
 from quantize.runtime.images import open_picture, place, prepare
@@ -131,8 +132,8 @@ def _content(content: Any, folder: Path | None) -> str | list[dict[str, str]]:
 
 def _read_jsonl(path: Path, seed: int) -> list[Mapping[str, Any]]:
     try:
-        rows = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
+        rows = [parse_json(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: this calibration file cannot be read as jsonl ({error})"
         ) from error

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -151,6 +152,21 @@ def write_torch_zip(path: Path) -> None:
         archive.writestr("archive/data.pkl", pickle.dumps({"x": 1}))
 
 
+def doubled(file: str, key: str) -> Edit:
+    """Repeat the entry `key` of a JSON file, or of a shard's header, behind itself."""
+    once = re.compile(rb'("%s"\s*:\s*(\{[^}]*\}|"[^"]*"|\d+))' % key.encode())
+
+    def edit(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        length = int.from_bytes(content[:8], "little") if file == SINGLE else 0
+        if length:
+            raw_header(once.sub(rb"\1, \1", content[8 : 8 + length], count=1))(folder)
+        else:
+            (folder / file).write_bytes(once.sub(rb"\1, \1", content, count=1))
+
+    return edit
+
+
 def link_outside(path: Path) -> None:
     outside = path.parent.parent / "outside.safetensors"
     shutil.copyfile(path.parent / FIRST, outside)
@@ -198,6 +214,8 @@ CASES: dict[str, tuple[Edit, str]] = {
         raw_header(b'{"a":{"dtype":"U8"},"a":{"dtype":"U8"}}'),
         "missing field `shape`",
     ),
+    "tensor twice, alike": (doubled(SINGLE, NORM), f"key '{NORM}' stands there twice"),
+    "dtype twice": (doubled(SINGLE, "dtype"), "duplicate field `dtype`"),
     "__metadata__ a list": (
         header(lambda h: h.update(__metadata__=["pt"])),
         "invalid type: sequence, expected a map",
@@ -309,7 +327,15 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "index not JSON": (sharded(data(lambda b: b[:50], INDEX)), "not readable as JSON"),
     "index of 100,000 brackets": (sharded(data(lambda b: b"[" * 100_000, INDEX)), "as JSON"),
+    "tensor twice in index": (
+        sharded(doubled(INDEX, NORM)),
+        f"key '{NORM}' stands there twice",
+    ),
     # the config
+    "key twice in config": (
+        doubled("config.json", "hidden_size"),
+        "key 'hidden_size' stands there twice",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
     "config not JSON": (data(lambda b: b[:-5], "config.json"), "not readable as JSON"),
     "config a list": (data(lambda b: b"[]", "config.json"), "not a JSON object; download"),

@@ -486,6 +486,27 @@ def test_a_busy_hub_is_asked_again_after_the_time_it_names(
     assert hub.events.count(f"commit {WEIGHTS}") == 1
 
 
+@pytest.mark.parametrize(("asked", "slept"), [("600", 600), ("\u00b2", 1), ("7, 7", 1), ("0", 1)])
+def test_a_time_that_can_be_waited_or_that_is_no_number(
+    asked: str, slept: int, hub: FakeHub, push: Any, waits: list[float]
+) -> None:
+    hub.faults.append(Fault("whoami", status=503, headers={"Retry-After": asked}))
+    assert push("--to", "main").code == 0
+    assert [round(seconds) for seconds in waits] == [slept]
+
+
+@pytest.mark.parametrize("asked", ["601", "86400", "9" * 400])
+def test_a_busy_hub_is_not_waited_for_without_end(
+    asked: str, hub: FakeHub, push: Any, waits: list[float]
+) -> None:
+    hub.faults.append(Fault("whoami", status=429, headers={"Retry-After": asked}, times=9))
+    done = push("--to", "main")
+    assert done.code == 3
+    assert "the Hub asks to wait" in done.error
+    assert "at most 600 s are waited; try again then" in done.error
+    assert not waits
+
+
 def test_a_hub_that_stays_busy_ends_the_push_and_the_same_command_goes_on(
     hub: FakeHub, run: RunDir, push: Any, waits: list[float]
 ) -> None:

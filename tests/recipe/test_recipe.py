@@ -22,6 +22,7 @@ from quantize.recipe.sections import (
     shipped_recipes,
 )
 from quantize.recovery.catalog import is_private, known_tasks, token_limit
+from quantize.recovery.strict_yaml import read_yaml
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
 
@@ -368,3 +369,111 @@ def test_tasks_lists_what_ships_and_a_recipes_own(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in done.output.splitlines()}
     assert rows["gsm8k"][3] == "3.75"
     assert CliRunner().invoke(cli, ["tasks", "--rate", "0"]).exit_code == 2
+
+
+REACHES_PYTHON = "{{question.__class__.__mro__[1].__subclasses__()}}"
+
+
+@pytest.mark.parametrize("key", ["prompt", "target"])
+def test_a_template_of_a_recipe_reaches_no_python(key: str, tmp_path: Path) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(QUESTIONS)
+    path = own_task(tmp_path, data=str(data), **{key: REACHES_PYTHON})
+    with pytest.raises(InputError, match=r"fails on question 1: access to attribute '__class__'"):
+        load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "prompt", "message"),
+    [
+        (
+            '{"question": 3, "answer": 4}',
+            "{{question.upper()}}",
+            "fails on question 6: 'int object'",
+        ),
+        ('{"question": "3"}', "{{question}}", None),
+        ('{"question": "3", "question": "4"}', "{{question}}", "a field stands there twice"),
+        ("[3]", "{{question}}", "question 6 is not a JSON object"),
+        ("{", "{{question}}", "not a jsonl file of questions"),
+    ],
+)
+def test_every_question_is_rendered_before_a_model_is_loaded(
+    line: str, prompt: str, message: str | None, tmp_path: Path
+) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text(f"{QUESTIONS}\n{line}")
+    path = str(own_task(tmp_path, data=str(data), prompt=prompt))
+    if message is None:
+        assert load_recipe(path).for_bundled_model().evaluation.questions("sums") == 6
+        return
+    with pytest.raises(InputError, match=message):
+        load_recipe(path)
+
+
+def bomb(levels: int = 9, width: int = 10) -> str:
+    """A list of lists of lists, by aliases: 446 bytes stand for 10^9 values."""
+    lines = [f"a0: &a0 [{', '.join(['x'] * width)}]"]
+    lines += [
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * width)}]" for i in range(1, levels)
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.timeout(5)
+@pytest.mark.parametrize(
+    "text",
+    [
+        bomb(),
+        f"gate: {{{bomb().replace(chr(10), ', ')[:-2]}}}",
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "a: &a {x: 1}\nb: &b {<<: [" + "*a, " * 60_000 + "*a]}",
+    ],
+    ids=["top", "in a section", "itself", "itself in a mapping", "merged"],
+)
+def test_aliases_that_stand_for_too_much_are_refused(text: str) -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert str(error.value) == (
+        "recipe mine.yaml: not valid YAML: with its aliases it stands for more than 100,000 values"
+    )
+
+
+def test_aliases_are_read_as_what_they_stand_for() -> None:
+    data = read_yaml("a: &a {x: 1}\nb: {<<: *a, y: *a}\nc: [*a, *a]")
+    assert data == {"a": {"x": 1}, "b": {"x": 1, "y": {"x": 1}}, "c": [{"x": 1}, {"x": 1}]}
+    assert read_yaml(bomb(4))["a3"][0][0][0] == ["x"] * 10
+
+
+def test_a_wrong_value_is_shown_short() -> None:
+    with pytest.raises(InputError) as error:
+        parse_recipe(edited(calibration__prompts=["x" * 100] * 2000), "mine.yaml")
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("calibration__prompts", 1_000_000),
+        ("calibration__canvases", 1024),
+        ("calibration__batch_size", 65_536),
+        ("calibration__max_prompt_tokens", 1_000_000),
+        ("evaluation__batch_size", 65_536),
+        ("evaluation__repeats__aime25", 10_000),
+    ],
+)
+def test_a_recipe_asks_for_no_more_than_a_bound(key: str, most: int) -> None:
+    """`repeats: 1000000000` ended with MemoryError."""
+    parse_recipe(edited(**{key: most}), "mine.yaml")
+    with pytest.raises(InputError, match=rf"less than or equal to {most} \(found {most + 1}\)"):
+        parse_recipe(edited(**{key: most + 1}), "mine.yaml")
+
+
+def test_task_files_that_include_one_another_without_end_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("include: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
+    with pytest.raises(InputError, match="more than 10 files include one another"):
+        load_recipe(str(own_task(tmp_path, lm_eval=str(tmp_path / "a.yaml"))))
+    (tmp_path / "a.yaml").write_text(LM_EVAL + "output_type: multiple_choice\n")
+    with pytest.raises(InputError, match="key 'output_type' stands twice"):
+        load_recipe(str(own_task(tmp_path, lm_eval=str(tmp_path / "a.yaml"))))

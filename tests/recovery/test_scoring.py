@@ -442,3 +442,31 @@ def test_a_data_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
         rows = [{"question": f"{i} + 0?", "answer": f"#### {i}"} for i in range(count)]
         file.write_text("\n".join(map(json.dumps, rows)))
         assert size("gsm8k", file)[0] == count
+
+
+def test_the_template_of_a_task_file_reaches_no_python(tmp_path: Path) -> None:
+    """lm-eval's own environment let it call `os.system`."""
+    data, mark = problems(tmp_path), tmp_path / "mark"
+    base = yaml.safe_load((TASKS / "word_problems.yaml").read_text())
+    base["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "c")}
+    reach = "question.__class__.__mro__[1].__subclasses__()"
+    base["doc_to_text"] = (
+        f"{{% for c in {reach} if c.__name__ == '_wrap_close' %}}"
+        f"{{{{c.__init__.__globals__['system']('touch {mark}')}}}}{{% endfor %}}"
+    )
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(base))
+    definition = from_lm_eval(tmp_path / "mine.yaml")
+    with pytest.raises(ValueError, match="SecurityError access to attribute '__class__'"):
+        size("mine", None, definition)
+    assert not mark.exists()
+
+
+def test_lm_evals_own_filter_works_in_the_sandbox(tmp_path: Path) -> None:
+    data = write_jsonl(
+        tmp_path / "sums.jsonl", [{"sum": f"{i} + 1?", "total": i} for i in range(4)]
+    )
+    prompt = "{{ sum | regex_replace('[0-9] ', 'N ') }}"
+    definition = from_questions(
+        data, prompt=prompt, target="{{total}}", extract="(.)", max_tokens=9, thinking=False
+    )
+    assert own_requests(data, definition)[2].prompt == "N + 1?"

@@ -456,6 +456,8 @@ def test_a_chat_may_hold_any_end_of_a_line(source: Path, tmp_path: Path) -> None
     [
         ("missing.jsonl", None, InputError, "missing.jsonl: this calibration file cannot be read"),
         ("broken.jsonl", "{", InputError, "broken.jsonl"),
+        ("deep.jsonl", "[" * 100_000, InputError, "deep.jsonl"),
+        ("two.jsonl", '{"question": "w5", "question": "w6"}', InputError, "key 'question' stands"),
         ("fields.jsonl", '{"text": "w5"}', InputError, "row 1 has neither"),
         ("few.jsonl", '{"question": "w5"}', InputError, "1 usable prompts"),
         ("list.jsonl", '["w5"]', InputError, "list.jsonl: row 1 is no chat"),
