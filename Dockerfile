@@ -18,6 +18,7 @@ COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY quantize quantize
 COPY recipes recipes
 COPY kernels kernels
+COPY evaluation/recovery evaluation/recovery
 RUN pip install --no-cache-dir torch==2.13.0 -c constraints.txt \
     && pip install --no-cache-dir '.[serve]' -c constraints.txt
 

@@ -5,7 +5,11 @@ evaluate, report, push. docs/structure.md describes each module in one sentence;
 the functions below, which are imported when they are first used.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +43,24 @@ __all__ = [
     "run",
     "search",
 ]
+
+
+class _Checkout:
+    """Finds `quantize.recovery` in a checkout, where pyproject.toml's package-dir places it."""
+
+    evaluation = Path(__file__).parents[1] / "evaluation"
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return where that package lies; None for every other name."""
+        if name != "quantize.recovery":
+            return None
+        file = cls.evaluation / "recovery" / "__init__.py"
+        return spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+
+
+if (_Checkout.evaluation / "recovery").is_dir():  # not in a wheel
+    sys.meta_path.insert(0, _Checkout)
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,7 @@ def test_the_dockerfile_copies_what_the_distribution_needs() -> None:
     copied = {word for kind, text in instructions() if kind == "COPY" for word in text.split()[:-1]}
     assert copied == {
         "constraints.txt", "pyproject.toml", "README.md", "LICENSE",
-        "quantize", "recipes", "kernels",
+        "quantize", "recipes", "kernels", "evaluation/recovery",
     }  # fmt: skip
     assert all((ROOT / name).exists() for name in copied)
     allowed = (ROOT / ".dockerignore").read_text().splitlines()

@@ -44,9 +44,27 @@ print(find_spec("kernels").origin)
     assert "site-packages" in done.stdout
 
 
+def test_a_checkout_that_is_not_installed_finds_its_packages() -> None:
+    """As a machine does that runs the tree by PYTHONPATH alone: no editable install's finder helps."""
+    script = """
+import sys
+editable = [f for f in sys.meta_path if getattr(f, "__module__", "").startswith("__editable__")]
+sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in editable]
+import quantize.recovery.catalog, quantize.recovery.gate, fused_dequant
+print(quantize.recovery.__file__, len(quantize.recovery.catalog.known_tasks()) > 5)
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd="/", env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(ROOT / "evaluation/recovery/__init__.py"), "True"]
+
+
 SOURCES = {  # folder in the repository -> package
     "quantize": "quantize",
     "recipes": "quantize/recipes",
+    "evaluation/recovery": "quantize/recovery",
     "kernels/fused_dequant": "fused_dequant",
 }
 OF_ITS_OWN = "quantize/serve/vllm_plugin/"  # another distribution

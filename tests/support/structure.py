@@ -32,7 +32,6 @@ WINGS = (
     "quantize/runs",
     "quantize/checkpoints",
     "quantize/recipe",
-    "quantize/recovery",
     "quantize/schemes",
     "quantize/host",
     "quantize/bundled",
@@ -47,6 +46,7 @@ WINGS = (
     "kernels/fused_dequant/sampler",
     "kernels/fused_dequant/gptq",
     "kernels/fused_dequant/tune",
+    "evaluation/recovery",
     "evaluation/experiments",
     "evaluation/experiments/bundled",
 )  # fmt: skip
