@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
 
+from quantize.checkpoints.from_transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError

@@ -30,7 +30,7 @@ SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compres
 
 def model_config(config: dict[str, Any]) -> Any:
     """Return transformers' configuration object for a config.json, without quantization_config."""
-    from transformers import DiffusionGemmaConfig
+    from quantize.checkpoints.from_transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     return DiffusionGemmaConfig(**plain)
@@ -54,7 +54,8 @@ def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
 @lru_cache(4)  # a build takes a quarter of a second or more; a run repeats some
 def _built(config: str) -> dict[str, TensorSpec]:
     import torch
-    from transformers import DiffusionGemmaForBlockDiffusion
+
+    from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion
 
     try:
         with torch.device("meta"):

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DiffusionGemmaForBlockDiffusion
-from transformers.utils import logging
 
+from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion, logging
 from quantize.checkpoints.layout import (
     bf16_layout,
     check_layout,

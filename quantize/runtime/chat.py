@@ -17,7 +17,7 @@ HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 def load_tokenizer(folder: Path) -> Any:
     """Return a folder's tokenizer; raise InputError if it cannot be loaded or has no chat template."""
-    from transformers import AutoTokenizer
+    from quantize.checkpoints.from_transformers import AutoTokenizer
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -67,7 +67,7 @@ def prepare(
     That number is at most `soft_tokens`. `config` is transformers' configuration of the model.
     Raise InputError if `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
     """
-    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+    from quantize.checkpoints.from_transformers import Gemma4ImageProcessorPil
 
     if soft_tokens not in SOFT_TOKENS:
         raise InputError(

@@ -432,7 +432,7 @@ def _run(start: Tensor, n: int) -> Tensor:
 
 def _rope_frequencies(text: Any, device: torch.device) -> dict[bool, Tensor]:
     """Return transformers' inverse frequencies [D / 2] of sliding (True) and full layers."""
-    from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+    from quantize.checkpoints.from_transformers import (
         DiffusionGemmaTextRotaryEmbedding,
     )
 

@@ -45,10 +45,10 @@ class Tower:
     @cached_property
     def _modules(self) -> tuple[Any, Any]:
         """Build the vision tower and the projection on the device; every weight must be found."""
-        from transformers.models.diffusion_gemma.modeling_diffusion_gemma import (
+        from quantize.checkpoints.from_transformers import (
             DiffusionGemmaMultimodalEmbedder,
+            Gemma4VisionModel,
         )
-        from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel
 
         config = self._config
         built: Any = Gemma4VisionModel.from_pretrained(
