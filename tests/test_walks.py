@@ -18,9 +18,9 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler, open
-from quantize.runtime.fused.cores import cores
-from quantize.runtime.memory import Need, Stack, least_bytes, packed_sizes
-from quantize.runtime.placement import CPU
+from quantize.runtime.gpu.cores import cores
+from quantize.runtime.gpu.memory import Need, Stack, least_bytes, packed_sizes
+from quantize.runtime.gpu.placement import CPU
 from quantize.stages.denoising import Denoising
 from quantize.stages.evaluate.evaluate import evaluate
 from quantize.stages.round_weights.round_weights import round_weights

@@ -40,7 +40,7 @@ from experiments.rounding import Variant, recipe_of
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.runtime.sampler import Sampler
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.rounding import E2M1_MAX, global_scale
 from quantize.stages.round_weights.round_weights import Done, Unit, units_of
 

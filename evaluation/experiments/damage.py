@@ -29,8 +29,8 @@ from experiments.bundled.forward import (
 )
 from quantize.checkpoints.load import load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
-from quantize.runtime.sampler import Sampler, accepted
-from quantize.runtime.trajectory import Trajectory
+from quantize.runtime.record.trajectory import Trajectory
+from quantize.runtime.sampler.sampler import Sampler, accepted
 from quantize.schemes.records import Scheme
 
 POSITIONS = 512  # the sliding window, which no sequence of the bundled model reaches

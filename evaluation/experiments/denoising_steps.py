@@ -24,10 +24,10 @@ from modules_oracle.engine import ModelEngine
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.runtime import Sample, Sampler, generate
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import complete
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.weights.load import load_packed
 
 NEVER = 1e-30
 ROWS = ("10", "20", "48", "adaptive", "reference")

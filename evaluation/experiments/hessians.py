@@ -37,8 +37,8 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.host.files import read_json, write_json
 from quantize.runtime import open
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import record_all
+from quantize.runtime.record.trajectory import record_all
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes import gptq
 from quantize.schemes.gptq import shrunk
 from quantize.schemes.modes import ActivationMode

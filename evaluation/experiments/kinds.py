@@ -21,9 +21,9 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.recipe.sections import Calibration
 from quantize.runtime import open
-from quantize.runtime.engine import Engine
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import record_all
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.record.trajectory import record_all
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.fidelity.fidelity import summarize
 from quantize.stages.fidelity.replay import Compared, replay

@@ -51,9 +51,9 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json, write_json
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.rounding import E2M1_MAX, global_scale
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES
 from quantize.stages.convert.convert import convert

@@ -20,7 +20,7 @@ from torch import Tensor
 from experiments.damage import Chosen, Model, Reads, Rows, Stream, kl_of, read_rows
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
-from quantize.runtime.sampler import Sampler, accepted
+from quantize.runtime.sampler.sampler import Sampler, accepted
 from quantize.schemes.gptq import SMALLEST_SCALE, shrunk
 from quantize.schemes.rounding import E2M1_MAX
 from quantize.stages.round_weights.round_weights import (

@@ -31,9 +31,9 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Quantization, Recipe, load_recipe
 from quantize.recovery.samples import Request, sample_seed
 from quantize.runtime import Placement, open
-from quantize.runtime.engine import Engine
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, record
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.record.trajectory import Trajectory, record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.calibrate.calibrate import SCALES, calibrate
 from quantize.stages.convert.convert import convert

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.replay import Compared, replay

@@ -55,9 +55,9 @@ from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Sampler
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Prompt, record_all
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.trajectory import Prompt, record_all
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.calibrate.calibrate import (

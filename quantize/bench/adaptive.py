@@ -20,9 +20,9 @@ from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 
 from quantize.errors import InputError
 from quantize.runtime import Placement, Sampler, open
-from quantize.runtime.engine import Canvas, Engine, complete
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import TextWeights
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Canvas, Engine, complete
+from quantize.runtime.weights.load import TextWeights
 
 REQUESTS = 4  # of each slot
 STOPS = TypeAdapter(Annotated[list[PositiveInt], Field(min_length=1)])

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.graphs import Replayed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.graphs import Replayed
 
 
 class Continuation:

@@ -36,9 +36,9 @@ from quantize.errors import InputError, ResourceError
 from quantize.host.gauge import Gauge, watched
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
-from quantize.runtime.fused.cost import decoder_floor, pass_floor
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.rates import Rates, measure_rates
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.rates import Rates, measure_rates
+from quantize.runtime.model.cost import decoder_floor, pass_floor
 from quantize.runtime.opening import RandomModel
 
 ADAPTIVE = "adaptive"  # in place of a number of steps

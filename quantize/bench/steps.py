@@ -7,8 +7,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.rates import seconds_of
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.rates import seconds_of
 
 TIMED = 12  # steps
 PARTS = ("experts", "dense", "attention", "vocabulary", "sampler")

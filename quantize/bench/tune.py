@@ -16,7 +16,7 @@ from rich.table import Table
 
 from quantize.errors import InputError, ResourceError
 from quantize.host.progress import say, track
-from quantize.runtime.fused.gpus import TUNED, check_gpu
+from quantize.runtime.gpu.gpus import TUNED, check_gpu
 
 if TYPE_CHECKING:
     from fused_dequant.tune.search import Choice, Timed

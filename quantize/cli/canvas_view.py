@@ -22,10 +22,10 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.progress import console, say
 from quantize.runtime import Placement, Sample, Sampler, open
-from quantize.runtime.chat import encode_chat, load_tokenizer, split_thoughts
-from quantize.runtime.engine import complete
-from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.sample import canvas_budgets
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer, split_thoughts
+from quantize.runtime.prompt.images import open_picture, place, prepare
+from quantize.runtime.sampler.sample import canvas_budgets
 from quantize.serve.text import Answer
 
 Write = Callable[[str], object]

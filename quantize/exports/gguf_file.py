@@ -32,7 +32,7 @@ from quantize.exports.vocabulary import vocabulary
 from quantize.host.files import TEMPORARY_SUFFIX, sync_folder
 from quantize.host.locks import locked
 from quantize.runs.manifest import fingerprint
-from quantize.runtime.llama_cpp import FINGERPRINT
+from quantize.runtime.engine.llama_cpp import FINGERPRINT
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.sections import Recipe, resolved
 from quantize.runs.models import BASELINE, CANDIDATE
-from quantize.runtime.fused.rates import link_rate
-from quantize.runtime.placement import budget_of
+from quantize.runtime.gpu.placement import budget_of
+from quantize.runtime.gpu.rates import link_rate
 from quantize.stages.memory_needs import HELD_OUT
 from quantize.stages.plan.estimate import Machine, cannot_pass, planned
 from quantize.stages.plan.gpu_support import gpu_of

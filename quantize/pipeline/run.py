@@ -34,9 +34,9 @@ from quantize.pipeline.staleness import (
 from quantize.recipe.sections import Recipe, errors_of, read_recipe, resolved
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
-from quantize.runtime.memory import Plan
-from quantize.runtime.memory import plan as fit
-from quantize.runtime.placement import budget_of, is_hopper
+from quantize.runtime.gpu.memory import Plan
+from quantize.runtime.gpu.memory import plan as fit
+from quantize.runtime.gpu.placement import budget_of, is_hopper
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
 from quantize.stages.plan.plan import plan_table
@@ -286,7 +286,7 @@ def _set_by_the_machine(*, on_gpu: bool) -> dict[str, Any]:
     """Return what decides the order of a stage's sums: a GPU's launch table, or a CPU's threads."""
     import torch
 
-    from quantize.runtime.fused.gpus import launches_digest
+    from quantize.runtime.gpu.gpus import launches_digest
 
     return {
         "launches": launches_digest(torch.device("cuda")) if on_gpu else None,

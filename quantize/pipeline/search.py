@@ -44,13 +44,13 @@ from quantize.recipe.sections import Quantization, Recipe, load_recipe, resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.inputs import inputs_of
-from quantize.runtime.fused.trust import trust
-from quantize.runtime.fused.weights import TextWeights, load_packed, with_layers_of
-from quantize.runtime.placement import budget_of
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, load_trajectories, longest
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.placement import budget_of
+from quantize.runtime.gpu.trust import trust
+from quantize.runtime.model.inputs import inputs_of
+from quantize.runtime.record.trajectory import Trajectory, load_trajectories, longest
+from quantize.runtime.sampler.sampler import Sampler
+from quantize.runtime.weights.load import TextWeights, load_packed, with_layers_of
 from quantize.schemes.records import SCHEMES
 from quantize.stages.calibrate.calibrate import INPUT_SCALE, SCALES, calibrate
 from quantize.stages.convert.convert import MAX_SHARD_BYTES, read_rounded
@@ -63,7 +63,7 @@ from quantize.stages.plan.gpu_support import floor, gpu_of
 from quantize.stages.round_weights.round_weights import round_weights
 
 if TYPE_CHECKING:
-    from quantize.runtime.fused.gpus import Gpu
+    from quantize.runtime.gpu.gpus import Gpu
 
 BF16 = "BF16"
 # class -> the part of its modules' names

@@ -19,7 +19,7 @@ from quantize.recipe.sections import AT_ONCE, OperatingPoint
 from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, CANDIDATE
-from quantize.runtime.placement import Placement, free_unused
+from quantize.runtime.gpu.placement import Placement, free_unused
 from quantize.schemes.modes import ActivationMode
 
 CONTEXT = 1024  # tokens before the first canvas, as `quantize bench` has them

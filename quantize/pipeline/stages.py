@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import Target
     from quantize.recipe.sections import Recipe
-    from quantize.runtime.placement import Placement
+    from quantize.runtime.gpu.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Machine:
     @property
     def place(self) -> "Placement":
         """Where models run: on this machine's GPU within `gpu_memory`, or its CPU."""
-        from quantize.runtime.placement import Placement
+        from quantize.runtime.gpu.placement import Placement
 
         return Placement.here(self.gpu_memory)
 

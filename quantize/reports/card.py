@@ -198,7 +198,7 @@ def source_card(folder: Path) -> dict[str, Any]:
 
 def _pictures(run: RunDir, recipe: Recipe) -> str:
     """Return a sentence on whether calibration and scores saw images, as the run recorded it."""
-    from quantize.runtime.trajectory import TENSORS
+    from quantize.runtime.record.trajectory import TENSORS
 
     recorded = run.calibration / TENSORS
     if recipe.calibration is None or not recorded.is_file():

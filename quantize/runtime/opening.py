@@ -14,13 +14,13 @@ from quantize.checkpoints.layout import check_mode, model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import track
-from quantize.runtime.engine import Engine
-from quantize.runtime.placement import Placement, budget_of, sized
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.gpu.placement import Placement, budget_of, sized
 
 if TYPE_CHECKING:
-    from quantize.runtime.fused.engine import FusedEngine
-    from quantize.runtime.fused.packing import Scales
-    from quantize.runtime.fused.weights import TextWeights
+    from quantize.runtime.engine.fused_engine import FusedEngine
+    from quantize.runtime.weights.load import TextWeights
+    from quantize.runtime.weights.packing import Scales
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def open(
     """
     place = place or Placement(**room)
     checkpoint = Path(checkpoint) if isinstance(checkpoint, str) else checkpoint
-    from quantize.runtime.fused.engine import FusedEngine
-    from quantize.runtime.fused.inputs import inputs_of
-    from quantize.runtime.fused.trust import schemes_of, trust
+    from quantize.runtime.engine.fused_engine import FusedEngine
+    from quantize.runtime.gpu.trust import schemes_of, trust
+    from quantize.runtime.model.inputs import inputs_of
 
     activations, own = place.activations, checkpoint
     schemes = own.schemes.values() if isinstance(own, RandomModel) else schemes_of(own)
@@ -83,9 +83,9 @@ def open(
 
 
 def _made(checkpoint: Path | RandomModel, place: Placement, in_fp4: bool) -> "TextWeights":
-    from quantize.runtime.fused.inputs import read_scales
-    from quantize.runtime.fused.random_weights import random_weights
-    from quantize.runtime.fused.weights import load_packed
+    from quantize.runtime.model.inputs import read_scales
+    from quantize.runtime.weights.load import load_packed
+    from quantize.runtime.weights.random_weights import random_weights
 
     if isinstance(checkpoint, RandomModel):
         return random_weights(

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from quantize.runtime.chat import HALF_CHARACTER, in_thoughts
+from quantize.runtime.prompt.chat import HALF_CHARACTER, in_thoughts
 from quantize.serve.calls import Call
 from quantize.serve.guides import Scored
 from quantize.serve.scheduler import Draft, Job

@@ -22,7 +22,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.known_tokens import Verdict
+from quantize.runtime.sampler.known_tokens import Verdict
 from quantize.serve.calls import CLOSE, QUOTE
 
 ROUNDS = 8  # most times that a canvas is denoised again

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantize.runtime.known_tokens import Verdict
+from quantize.runtime.sampler.known_tokens import Verdict
 from quantize.serve.constraint import Constraint
 
 ROWS = 32  # positions whose logits are processed together

@@ -8,7 +8,7 @@ suffix          text that follows the answer and is not part of it: pinned befor
 
 from collections.abc import Callable
 
-from quantize.runtime.known_tokens import Given
+from quantize.runtime.sampler.known_tokens import Given
 from quantize.serve.failures import invalid
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 

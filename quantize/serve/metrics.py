@@ -8,7 +8,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from quantize.host.gauge import Gauge as Driver
-from quantize.runtime.prefixes import PrefixCache
+from quantize.runtime.prompt.prefixes import PrefixCache
 
 Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 

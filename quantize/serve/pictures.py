@@ -15,7 +15,7 @@ import torch
 from PIL.Image import Image
 
 from quantize.errors import InputError
-from quantize.runtime.images import Images, open_picture, place, prepare
+from quantize.runtime.prompt.images import Images, open_picture, place, prepare
 from quantize.serve.failures import RequestError, invalid
 
 FORMATS = ("PNG", "JPEG", "WEBP")

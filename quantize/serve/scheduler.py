@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import Engine
-from quantize.runtime.images import Images
-from quantize.runtime.known_tokens import Given
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.prompt.images import Images
+from quantize.runtime.sampler.known_tokens import Given
 from quantize.serve.failures import RequestError
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.metrics import Metrics

@@ -18,9 +18,9 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import QuantizeError, ResourceError
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
-from quantize.runtime.chat import load_tokenizer
-from quantize.runtime.engine import Engine
-from quantize.runtime.placement import free_unused
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.gpu.placement import free_unused
+from quantize.runtime.prompt.chat import load_tokenizer
 from quantize.serve.app import create_app
 from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.service import Service

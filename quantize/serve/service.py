@@ -12,10 +12,10 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.chat import CLOSE
-from quantize.runtime.engine import Engine
-from quantize.runtime.images import Images
-from quantize.runtime.known_tokens import Given
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.prompt.chat import CLOSE
+from quantize.runtime.prompt.images import Images
+from quantize.runtime.sampler.known_tokens import Given
 from quantize.serve import infill, pictures, unsupported
 from quantize.serve.answers import Said, Shape
 from quantize.serve.constraint import Constraint, Matcher

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
-from quantize.runtime.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
-from quantize.runtime.engine import Canvas
+from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.prompt.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
 from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
 
 Split = Callable[[Sequence[int]], tuple[str, str]]

@@ -1,7 +1,7 @@
 """Denoises a recipe's calibration prompts, for the stages calibrate and round.
 
 If the recipe rounds with GPTQ, calibrate records in a scratch folder what enters the first layer
-(`fused.recording`). The stage round repeats a missing or damaged recording, and removes the folder
+(`record.recording`). The stage round repeats a missing or damaged recording, and removes the folder
 at its end. Results depend on the batch size. So the size is never changed to save memory: a batch
 that does not fit is an error. If weights are streamed, batches denoise in lockstep.
 """
@@ -21,11 +21,12 @@ from quantize.host.processes import ALONE, Processes
 from quantize.recipe.sections import Calibration
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runtime import Placement, open
-from quantize.runtime.engine import BatchEngine, Engine, Observer, OnLogits
-from quantize.runtime.fused.gpus import launches_of
-from quantize.runtime.fused.recording import Recorder, Recording, Shape
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory, context_of, record_all
+from quantize.runtime.engine.interface import BatchEngine, Engine
+from quantize.runtime.gpu.gpus import launches_of
+from quantize.runtime.model.watching import Observer, OnLogits
+from quantize.runtime.record.recording import Recorder, Recording, Shape
+from quantize.runtime.record.trajectory import Trajectory, context_of, record_all
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.memory_needs import HELD_OUT
 from quantize.stages.prompts import load_prompts
 

@@ -13,7 +13,7 @@ from typing import Any
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, fused_units, layout_bytes, linear_shape
 from quantize.recipe.sections import AT_ONCE, Recipe
-from quantize.runtime.memory import EMBEDDING, MANY, Need, Stack, repacked
+from quantize.runtime.gpu.memory import EMBEDDING, MANY, Need, Stack, repacked
 from quantize.schemes.gptq import factored_at_once
 from quantize.schemes.modes import ActivationMode
 
@@ -22,7 +22,7 @@ HELD_OUT = 16  # prompts that are recorded for the replay and not observed
 REPLAYED = 16  # trajectories that are replayed at once
 # Rows of six inputs that wait to be added to Hessians, 256 MB each at most, and their order.
 WAITING_BYTES = 1.817e9
-SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`fused.shuttle`)
+SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`record.shuttle`)
 # GPU memory that GPTQ may take to round several experts at once: 32 experts of 2,816 inputs and 1,408
 # rows take 5.6 GB. A single Linear may take more.
 ROUNDING_BYTES = 6e9

@@ -18,9 +18,9 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import parse_json
 from quantize.recipe.sections import Calibration
-from quantize.runtime.chat import Message, encode_chat, load_tokenizer
-from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.trajectory import Prompt
+from quantize.runtime.prompt.chat import Message, encode_chat, load_tokenizer
+from quantize.runtime.prompt.images import open_picture, place, prepare
+from quantize.runtime.record.trajectory import Prompt
 
 BUNDLED = "bundled"
 QUESTION_FIELDS = ("question", "problem", "prompt", "instruction")

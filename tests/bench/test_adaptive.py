@@ -7,8 +7,8 @@ import pytest
 from quantize.bench import adaptive
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.weights.load import load_packed
 
 
 def test_both_ways_take_the_recorded_steps(

@@ -17,9 +17,9 @@ from quantize.bench.one_token import Continuation
 from quantize.host import gauge, progress
 from quantize.host.gauge import Clock, Gauge
 from quantize.runtime import Sampler
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.rates import Rates
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.rates import Rates
+from quantize.runtime.weights.load import load_packed
 
 
 @pytest.mark.parametrize("context", [100, 7])

@@ -23,11 +23,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 from quantize.bench.speed import MIXES  # noqa: E402
 from quantize.checkpoints.reader import known_config  # noqa: E402
 from quantize.cli.options import REAL_MODEL  # noqa: E402
-from quantize.runtime.fused.cells import Cache  # noqa: E402
-from quantize.runtime.fused.graphs import Replayed  # noqa: E402
-from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
-from quantize.runtime.fused.rates import seconds_of  # noqa: E402
-from quantize.runtime.fused.text_stack import FusedModel  # noqa: E402
+from quantize.runtime.engine.graphs import Replayed  # noqa: E402
+from quantize.runtime.gpu.rates import seconds_of  # noqa: E402
+from quantize.runtime.model.cells import Cache  # noqa: E402
+from quantize.runtime.model.text_stack import FusedModel  # noqa: E402
+from quantize.runtime.weights.random_weights import random_weights  # noqa: E402
 
 COUNTS, ROUNDS, REPEATS = (1, 2, 3, 4, 6, 8), 5, 4
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

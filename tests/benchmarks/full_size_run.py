@@ -152,7 +152,7 @@ def measured(report: Path, words: list[str]) -> int:
 
     from quantize import cli
     from quantize.pipeline import run as pipeline
-    from quantize.runtime.fused import transfer
+    from quantize.runtime.gpu import transfer
 
     taken: list[int] = []
     fetch, work = transfer.Transfer.fetch, pipeline.work

@@ -35,9 +35,9 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.processes import best_device
 from quantize.runtime import Placement, Sampler
-from quantize.runtime.chat import load_tokenizer
-from quantize.runtime.engine import Engine
-from quantize.runtime.fused.engine import FusedEngine
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.prompt.chat import load_tokenizer
 from quantize.serve.app import create_app
 from quantize.serve.options import Options
 from quantize.serve.server import Server, open_engine

@@ -37,7 +37,7 @@ from fused_dequant.tune import cases
 from fused_dequant.tune.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, SPREAD, TOPK, VOCABULARY
 from torch import Tensor
 
-from quantize.runtime.fused.rates import Rates, measure_rates
+from quantize.runtime.gpu.rates import Rates, measure_rates
 
 DEVICE = "cuda"
 BUFFER_BYTES = 200 * 2**20  # several times the L2

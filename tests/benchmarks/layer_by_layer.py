@@ -118,9 +118,11 @@ class Events:
 def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     """Wrap what the stages are made of; `parts` gets what is timed on the device."""
     from quantize.runtime import Sampler
-    from quantize.runtime.fused import layer_by_layer, recording, shuttle, streaming, transfer
-    from quantize.runtime.fused.batch import FusedPasses
-    from quantize.runtime.fused.text_stack import FusedModel
+    from quantize.runtime.engine.batch import FusedPasses
+    from quantize.runtime.gpu import transfer
+    from quantize.runtime.model.text_stack import FusedModel
+    from quantize.runtime.record import layer_by_layer, recording, shuttle
+    from quantize.runtime.weights import streaming
     from quantize.schemes import gptq
     from quantize.schemes.hessians import Hessians
     from quantize.stages import denoising
@@ -377,9 +379,9 @@ def exact_command(
     """Compare Hessians, summed in the loop and layer by layer, bit for bit."""
     from quantize.checkpoints.reader import Checkpoint
     from quantize.host.processes import best_device
-    from quantize.runtime.fused.layer_by_layer import LayerByLayer
-    from quantize.runtime.fused.recording import Recorder
-    from quantize.runtime.placement import Placement, free_unused
+    from quantize.runtime.gpu.placement import Placement, free_unused
+    from quantize.runtime.record.layer_by_layer import LayerByLayer
+    from quantize.runtime.record.recording import Recorder
     from quantize.schemes.hessians import Hessians
     from quantize.stages.denoising import Denoising
 

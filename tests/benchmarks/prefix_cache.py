@@ -23,7 +23,7 @@ from quantize.bench.speed import MIXES
 from quantize.checkpoints.reader import known_config
 from quantize.cli.options import REAL_MODEL
 from quantize.runtime import Sampler, open
-from quantize.runtime.engine import Engine
+from quantize.runtime.engine.interface import Engine
 from quantize.runtime.opening import RandomModel
 
 QUESTION, STEPS = 50, (1, 16)

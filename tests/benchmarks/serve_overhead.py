@@ -21,10 +21,10 @@ import torch
 from full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
 from streams import rate
 
-from quantize.runtime.engine import Canvas, Meanwhile, OnDraft
-from quantize.runtime.images import Images
-from quantize.runtime.known_tokens import Given
-from quantize.runtime.sampler import Sampler
+from quantize.runtime.engine.interface import Canvas, Meanwhile, OnDraft
+from quantize.runtime.prompt.images import Images
+from quantize.runtime.sampler.known_tokens import Given
+from quantize.runtime.sampler.sampler import Sampler
 
 PROMPT = 0.025
 SECONDS = {1: 0.26, 2: 0.35, 3: 0.5, 4: 0.5}  # a canvas of so many slots

@@ -41,10 +41,10 @@ from quantize.recovery.samples import SampleStore  # noqa: E402
 from quantize.recovery.scoring import score  # noqa: E402
 from quantize.recovery.sequential import Part  # noqa: E402
 from quantize.runtime import Placement, Sampler, open  # noqa: E402
-from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
-from quantize.runtime.engine import Engine  # noqa: E402
-from quantize.runtime.tokens_needed import TokensNeeded  # noqa: E402
-from quantize.runtime.trajectory import Prompt, Trajectory, record  # noqa: E402
+from quantize.runtime.engine.interface import Engine  # noqa: E402
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer  # noqa: E402
+from quantize.runtime.record.tokens_needed import TokensNeeded  # noqa: E402
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record  # noqa: E402
 from quantize.stages.evaluate.local_model import Answerer  # noqa: E402
 from quantize.stages.fidelity.replay import Compared, replay  # noqa: E402
 

@@ -66,14 +66,14 @@ from quantize.checkpoints.reader import known_config  # noqa: E402
 from quantize.cli.options import REAL_MODEL  # noqa: E402
 from quantize.runtime import Placement, Sampler  # noqa: E402
 from quantize.runtime import open as open_engine  # noqa: E402
-from quantize.runtime.chat import encode_chat, load_tokenizer  # noqa: E402
-from quantize.runtime.engine import complete  # noqa: E402
-from quantize.runtime.fused import text_stack  # noqa: E402
-from quantize.runtime.fused.cost import decoder_floor  # noqa: E402
-from quantize.runtime.fused.engine import FusedEngine  # noqa: E402
-from quantize.runtime.fused.random_weights import random_weights  # noqa: E402
-from quantize.runtime.fused.rates import measure_rates  # noqa: E402
-from quantize.runtime.fused.weights import TextWeights  # noqa: E402
+from quantize.runtime.engine.fused_engine import FusedEngine  # noqa: E402
+from quantize.runtime.engine.interface import complete  # noqa: E402
+from quantize.runtime.gpu.rates import measure_rates  # noqa: E402
+from quantize.runtime.model import text_stack  # noqa: E402
+from quantize.runtime.model.cost import decoder_floor  # noqa: E402
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer  # noqa: E402
+from quantize.runtime.weights.load import TextWeights  # noqa: E402
+from quantize.runtime.weights.random_weights import random_weights  # noqa: E402
 
 CONTEXT, STEPS, PEAKS = 1024, 16, 32
 SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)

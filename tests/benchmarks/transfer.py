@@ -3,7 +3,7 @@
     python tests/benchmarks/transfer.py FOLDER [--layers N]
 
 FOLDER holds a checkpoint, in memory (/dev/shm) to measure the link and not a disk. Prints GB/s of one
-copy from pinned memory, of both ways of `quantize.runtime.fused.transfer`, what registering costs, and
+copy from pinned memory, of both ways of `quantize.runtime.gpu.transfer`, what registering costs, and
 the seconds of a pass over streamed layers with and without packing.
 """
 
@@ -16,9 +16,9 @@ import click
 import torch
 
 from quantize.checkpoints.reader import Checkpoint
-from quantize.runtime.fused.streaming import StreamedLayers
-from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.gpu.transfer import Layout, Transfer, in_memory
+from quantize.runtime.weights.load import load_packed
+from quantize.runtime.weights.streaming import StreamedLayers
 
 
 def seconds(work: Callable[[], object]) -> float:

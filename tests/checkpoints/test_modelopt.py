@@ -20,7 +20,7 @@ from quantize.checkpoints.load import lazy_weights, load, read_input_schemes, re
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.errors import InputError
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.weights.load import TextWeights, load_packed
 
 TEXT = ["experts", "self_attn", "mlp"]
 # What the cards say is left alone (RedHatAI), and what ModelOpt writes for "everything but experts".

@@ -19,9 +19,9 @@ from quantize.cli import cli
 from quantize.cli.canvas_view import END, _Drawing, _Output, watch
 from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sample, Sampler, generate, open
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.images import open_picture, place, prepare
-from quantize.runtime.placement import CPU
+from quantize.runtime.gpu.placement import CPU
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.images import open_picture, place, prepare
 
 SETTINGS: dict[str, Any] = {
     "thinking": False, "seed": 3, "max_new_tokens": None, "pictures": (),

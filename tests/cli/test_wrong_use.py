@@ -17,7 +17,7 @@ from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import known_config
 from quantize.errors import InputError, ResourceError
-from quantize.runtime.fused.gpus import check_gpu
+from quantize.runtime.gpu.gpus import check_gpu
 from quantize.runtime.opening import RandomModel
 from quantize.schemes.modes import ACTIVATION_MODES
 from quantize.stages.fidelity.fidelity import fidelity

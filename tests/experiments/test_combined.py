@@ -41,8 +41,8 @@ from experiments.routing import heldout
 from modules_oracle.opening import open_modules
 
 from quantize.bundled import CHECKPOINT
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import record
+from quantize.runtime.record.trajectory import record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.round_weights.round_weights import units_of
 
 

@@ -14,8 +14,8 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import record
+from quantize.runtime.record.trajectory import record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity.fidelity import by_trajectory
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay

@@ -8,8 +8,8 @@ from experiments.routing import held_choice, routers_held
 from modules_oracle.engine import ModelEngine
 from tiny import CANVAS, tiny_model
 
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Prompt, record
+from quantize.runtime.record.trajectory import Prompt, record
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)

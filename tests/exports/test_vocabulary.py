@@ -9,7 +9,7 @@ from tokenizers import models as tokenizer_models
 
 from quantize.bundled import CALIBRATION, CHECKPOINT, HELDOUT
 from quantize.exports.vocabulary import vocabulary
-from quantize.runtime.chat import load_tokenizer
+from quantize.runtime.prompt.chat import load_tokenizer
 
 SPECIAL = ("bos", "eos", "unknown", "padding", "mask")
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6

@@ -20,7 +20,7 @@ from quantize.recipe.sections import load_recipe
 from quantize.runs import manifest
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest, tool
-from quantize.runtime.placement import free_unused
+from quantize.runtime.gpu.placement import free_unused
 
 LARGE = 300_000_000  # bytes, far over what moves by itself
 

@@ -36,10 +36,10 @@ from quantize.pipeline.search import (
 )
 from quantize.recipe.sections import Calibration, load_recipe
 from quantize.runtime import open as open_engine
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.gpus import GPUS
-from quantize.runtime.placement import CPU
-from quantize.runtime.trajectory import Prompt, Trajectory
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.gpus import GPUS
+from quantize.runtime.gpu.placement import CPU
+from quantize.runtime.record.trajectory import Prompt, Trajectory
 from quantize.schemes import records as schemes
 from quantize.schemes.modes import ActivationMode
 from quantize.stages import denoising

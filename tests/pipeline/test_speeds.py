@@ -15,7 +15,7 @@ from quantize.recipe.sections import OperatingPoint
 from quantize.recovery.rows import Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
-from quantize.runtime.placement import Placement
+from quantize.runtime.gpu.placement import Placement
 
 POINTS = {"ten": OperatingPoint(max_denoising_steps=10), "w4a8": OperatingPoint(activations="fp8")}
 

@@ -24,7 +24,7 @@ from quantize.recovery.sequential import Part
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Terms
 from quantize.runtime import Sampler
-from quantize.runtime.placement import Placement
+from quantize.runtime.gpu.placement import Placement
 from quantize.stages.evaluate.local_model import Answerer
 
 TASK, REPEATS, COMPARISONS, MARGIN_PP = "word_problems", 8, 200, 2.0

@@ -23,9 +23,9 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.load import load
 from quantize.runtime import Sampler, generate
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.weights.load import load_packed
 
 LENGTH = 64  # a canvas of the bundled model
 

@@ -9,8 +9,8 @@ from layers import telling_checkpoint
 from quantize.bench.one_token import Continuation
 from quantize.checkpoints.load import load
 from quantize.runtime import Sampler
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.weights.load import load_packed
 
 SAMPLER = Sampler(max_denoising_steps=1)
 COUNT = 12

@@ -9,11 +9,11 @@ import pytest
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, generate
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Canvas, complete, each_completed
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Canvas, complete, each_completed
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.weights.load import TextWeights, load_packed
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 CAREFUL = replace(SAMPLER, max_denoising_steps=8, entropy_bound=0.02)

@@ -18,16 +18,16 @@ from PIL import Image
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import Canvas
-from quantize.runtime.fused import graphs as passes_of
-from quantize.runtime.fused import text_stack
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine, _denoising
-from quantize.runtime.fused.graphs import CAPTURED, WORTH, Steps, bucket
-from quantize.runtime.fused.prompt_pieces import pictures, pieces, soft_tokens
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.images import Images, place, prepare
+from quantize.runtime.engine import graphs as passes_of
+from quantize.runtime.engine.fused_engine import FusedEngine, _denoising
+from quantize.runtime.engine.graphs import CAPTURED, WORTH, Steps, bucket
+from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.model import text_stack
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.prompt.images import Images, place, prepare
+from quantize.runtime.prompt.pieces import pictures, pieces, soft_tokens
+from quantize.runtime.weights.load import load_packed
 
 DEVICE = torch.device("cpu")
 SAMPLER = Sampler(max_denoising_steps=4, eos_token_ids=(1,))

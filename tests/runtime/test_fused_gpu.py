@@ -27,13 +27,13 @@ from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
-from quantize.runtime.engine import Canvas
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine, _denoising
-from quantize.runtime.fused.inputs import DENSE, EXPERTS, Inputs
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import TextWeights, load_packed
-from quantize.runtime.images import place, prepare
+from quantize.runtime.engine.fused_engine import FusedEngine, _denoising
+from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.inputs import DENSE, EXPERTS, Inputs
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.prompt.images import place, prepare
+from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 

@@ -25,13 +25,13 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
-from quantize.runtime.chat import load_tokenizer
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.prompt_pieces import pictures, pieces
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.weights import TextWeights, load_packed
-from quantize.runtime.images import Images, place, prepare
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.prompt.chat import load_tokenizer
+from quantize.runtime.prompt.images import Images, place, prepare
+from quantize.runtime.prompt.pieces import pictures, pieces
+from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 

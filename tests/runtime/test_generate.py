@@ -12,7 +12,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
-from quantize.runtime.images import Images
+from quantize.runtime.prompt.images import Images
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
 # no demand for stability: rows stop at different steps.

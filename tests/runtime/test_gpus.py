@@ -20,8 +20,8 @@ from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import load_recipe
-from quantize.runtime.fused import gpus
-from quantize.runtime.fused.gpus import GPUS, check_gpu, named, verdict
+from quantize.runtime.gpu import gpus
+from quantize.runtime.gpu.gpus import GPUS, check_gpu, named, verdict
 from quantize.stages.plan.gpu_support import floor, kernel_schemes
 from quantize.stages.plan.plan import tensors_from_config
 

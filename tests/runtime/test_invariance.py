@@ -15,8 +15,8 @@ from fused_dequant.inputs import activations
 from fused_dequant.launch.dispatch import sequences_of
 
 from quantize.runtime import Sampler, generate
-from quantize.runtime.engine import complete
-from quantize.runtime.fused.cores import Cores
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.gpu.cores import Cores
 from quantize.runtime.opening import open
 
 SAMPLER = Sampler(max_denoising_steps=2)

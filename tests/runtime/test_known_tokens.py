@@ -10,10 +10,10 @@ from tiny import CANVAS, VOCAB
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import Canvas, Engine
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.known_tokens import FREE, Given
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Canvas, Engine
+from quantize.runtime.sampler.known_tokens import FREE, Given
+from quantize.runtime.weights.load import load_packed
 
 SAMPLER = Sampler(max_denoising_steps=4)
 PROMPT = [5, 6, 7, 8, 9]

@@ -15,12 +15,12 @@ from tiny import CANVAS, EXPERTS, LAYERS
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.recipe.sections import Calibration
-from quantize.runtime.fused import shuttle
-from quantize.runtime.fused.layer_by_layer import LayerByLayer
-from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.images import place, prepare
-from quantize.runtime.placement import CPU
-from quantize.runtime.trajectory import Prompt
+from quantize.runtime.gpu.placement import CPU
+from quantize.runtime.prompt.images import place, prepare
+from quantize.runtime.record import shuttle
+from quantize.runtime.record.layer_by_layer import LayerByLayer
+from quantize.runtime.record.recording import Recorder
+from quantize.runtime.record.trajectory import Prompt
 from quantize.schemes.hessians import Hessians
 from quantize.stages.denoising import Denoising
 

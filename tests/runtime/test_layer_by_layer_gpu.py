@@ -12,14 +12,14 @@ import torch
 from synthetic import synthetic_config, write_synthetic
 
 from quantize.recipe.sections import Calibration
-from quantize.runtime.fused import shuttle
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.layer_by_layer import LayerByLayer
-from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.placement import Placement
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Trajectory
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.placement import Placement
+from quantize.runtime.record import shuttle
+from quantize.runtime.record.layer_by_layer import LayerByLayer
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.recording import Recorder
+from quantize.runtime.record.trajectory import Trajectory
+from quantize.runtime.weights.load import load_packed
 from quantize.schemes.hessians import Hessians
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import Denoising

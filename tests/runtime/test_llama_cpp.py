@@ -22,8 +22,8 @@ from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler, generate
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.engine.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.evaluate import evaluate
 

@@ -10,12 +10,12 @@ from fused_dequant import CanvasState, Draw
 from fused_dequant.sampler import canvas
 
 from quantize.runtime import Sampler
-from quantize.runtime.engine import BatchEngine, Decoded
-from quantize.runtime.fused.batch import FusedPasses
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.trajectory import Prompt, Trajectory, record
+from quantize.runtime.engine.batch import FusedPasses
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import BatchEngine, Decoded
+from quantize.runtime.record.recording import Recorder
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record
+from quantize.runtime.weights.load import load_packed
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 CANVAS, ROWS = 16, 2

@@ -18,10 +18,8 @@ from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
 from quantize.recipe.sections import load_recipe
-from quantize.runtime.fused.cells import Cache, HostCells
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.memory import (
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,
     MOST_CANVASES,
@@ -33,8 +31,10 @@ from quantize.runtime.memory import (
     packed_sizes,
     plan,
 )
-from quantize.runtime.placement import Placement, budget_of, sized
-from quantize.runtime.sampler import Sampler
+from quantize.runtime.gpu.placement import Placement, budget_of, sized
+from quantize.runtime.model.cells import Cache, HostCells
+from quantize.runtime.sampler.sampler import Sampler
+from quantize.runtime.weights.load import load_packed
 from quantize.schemes.hessians import tiles_of
 from quantize.stages.evaluate import local_model
 from quantize.stages.memory_needs import SHUTTLE_BYTES, TILE, WAITING_BYTES, needs

@@ -23,15 +23,16 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Placement, Sampler, generate, open
-from quantize.runtime import engine as protocol
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Engine, complete
-from quantize.runtime.fused import graphs, trust
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.engine import graphs
+from quantize.runtime.engine import interface as protocol
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Engine, complete
+from quantize.runtime.gpu import trust
 from quantize.runtime.opening import RandomModel
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.calibrate.calibrate import calibrated_modules, input_scales
 from quantize.stages.calibrate.coverage import Coverage

@@ -6,12 +6,12 @@ import pytest
 from pictures import picture
 
 from quantize.runtime import Sampler
-from quantize.runtime.engine import Canvas
-from quantize.runtime.fused import engine as fused
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.images import place, prepare
-from quantize.runtime.prefixes import PrefixCache
+from quantize.runtime.engine import fused_engine as fused
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.prompt.images import place, prepare
+from quantize.runtime.prompt.prefixes import PrefixCache
+from quantize.runtime.weights.load import load_packed
 
 SAMPLER = Sampler(max_denoising_steps=3)
 BLOCK = 32

@@ -29,10 +29,10 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
 from quantize.runtime import Sample
-from quantize.runtime.engine import complete
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import load_packed
-from quantize.runtime.sampler import WITHOUT_EFFECT, Sampler
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.sampler.sampler import WITHOUT_EFFECT, Sampler
+from quantize.runtime.weights.load import load_packed
 
 ONES = 0xFFFFFFFF
 

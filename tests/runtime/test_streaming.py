@@ -16,15 +16,15 @@ from fused_dequant import weights as kernel_weights
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import complete
-from quantize.runtime.fused import engine as engine_of_passes
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.packing import Keep, LayerWeights, Packer
-from quantize.runtime.fused.streaming import StreamedLayers, kept_bytes, spread
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.transfer import GAP, Layout, Transfer, _Run, _unregister
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.engine import fused_engine as engine_of_passes
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.gpu.transfer import GAP, Layout, Transfer, _Run, _unregister
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.weights.load import TextWeights, load_packed
+from quantize.runtime.weights.packing import Keep, LayerWeights, Packer
+from quantize.runtime.weights.streaming import StreamedLayers, kept_bytes, spread
 
 CPU = torch.device("cpu")
 LAYERS = 6
@@ -417,7 +417,7 @@ def test_slots_hold_every_tensor_of_a_weight() -> None:
     packed = torch.arange(2 * 6 * 24, dtype=torch.uint8).view(2, 6, 24)
     scale = torch.ones(2, 6, 3).to(torch.float8_e4m3fn)
     weight = kernel_weights.build("nvfp4", packed, scale, 128 / torch.tensor([3.0, 5.0]))
-    from quantize.runtime.fused.streaming import _Slot
+    from quantize.runtime.weights.streaming import _Slot
 
     slot = _Slot(kept_bytes([weight]), CPU)
     kept = slot.keep(weight)

@@ -19,14 +19,14 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
-from quantize.runtime.engine import complete
-from quantize.runtime.fused.cells import Cache
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.packing import Keep
-from quantize.runtime.fused.streaming import StreamedLayers, _Slot, kept_bytes
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.fused.transfer import Layout, Transfer, in_memory
-from quantize.runtime.fused.weights import TextWeights, load_packed
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import complete
+from quantize.runtime.gpu.transfer import Layout, Transfer, in_memory
+from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.weights.load import TextWeights, load_packed
+from quantize.runtime.weights.packing import Keep
+from quantize.runtime.weights.streaming import StreamedLayers, _Slot, kept_bytes
 from quantize.stages.convert.convert import convert
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from fused_dequant.tune import cases, selftest
 from fused_dequant.weights import tuning
 
 from quantize.errors import ResourceError
-from quantize.runtime.fused import gpus, trust
+from quantize.runtime.gpu import gpus, trust
 from quantize.schemes.modes import ActivationMode
 
 CUDA = torch.device("cuda")

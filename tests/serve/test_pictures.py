@@ -14,8 +14,8 @@ from serving import SAMPLER, Running, ScriptedEngine, engine_of, model, running,
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, generate
-from quantize.runtime.chat import encode_chat
-from quantize.runtime.images import place, prepare
+from quantize.runtime.prompt.chat import encode_chat
+from quantize.runtime.prompt.images import place, prepare
 from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
 
 QUESTION = {"type": "text", "text": "What is this?"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from serving import SAMPLER, ScriptedEngine, tokenizer
 
-from quantize.runtime.engine import Canvas
+from quantize.runtime.engine.interface import Canvas
 from quantize.serve import scheduler
 from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics

@@ -13,7 +13,7 @@ from quantize.recovery.samples import Completion, Request
 from quantize.recovery.scoring import first_requests
 from quantize.recovery.served import Servers
 from quantize.runtime import generate
-from quantize.runtime.chat import encode_chat
+from quantize.runtime.prompt.chat import encode_chat
 
 IN_FLIGHT = 8
 MANY = pytest.param(200, marks=pytest.mark.slow)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import SAMPLER, tokenizer
 
-from quantize.runtime.engine import Canvas
+from quantize.runtime.engine.interface import Canvas
 from quantize.serve.text import Answer, Text, cut, held
 
 EOS = 1

@@ -26,13 +26,13 @@ from quantize.host.files import read_json
 from quantize.host.processes import ALONE
 from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
 from quantize.runtime import Sampler, generate, open
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.fused import text_stack
-from quantize.runtime.fused.inputs import Inputs
-from quantize.runtime.fused.text_stack import FusedModel
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.tokens_needed import TokensNeeded
-from quantize.runtime.trajectory import load_trajectories
+from quantize.runtime.model import text_stack
+from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.text_stack import FusedModel
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.tokens_needed import TokensNeeded
+from quantize.runtime.record.trajectory import load_trajectories
 from quantize.schemes.hessians import Hessians
 from quantize.stages import denoising
 from quantize.stages.calibrate.calibrate import (

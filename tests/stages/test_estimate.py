@@ -17,7 +17,7 @@ from quantize.checkpoints.targets import Target
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
 from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
-from quantize.runtime.fused.gpus import GPUS, Gpu
+from quantize.runtime.gpu.gpus import GPUS, Gpu
 from quantize.stages.plan import estimate
 from quantize.stages.plan.estimate import (
     STEPS_A_CANVAS,

@@ -12,7 +12,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.host.processes import ALONE, Processes
 from quantize.runtime import Sampler, StepRecord
-from quantize.runtime.trajectory import (
+from quantize.runtime.record.trajectory import (
     Prompt,
     Trajectory,
     load_trajectories,

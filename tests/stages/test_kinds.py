@@ -13,8 +13,8 @@ from quantize.errors import InputError
 from quantize.recipe.sections import Calibration
 from quantize.reports.sections import kinds_text
 from quantize.runtime import Sampler, open
-from quantize.runtime.engine import Engine
-from quantize.runtime.trajectory import (
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.record.trajectory import (
     Trajectory,
     load_trajectories,
     record,

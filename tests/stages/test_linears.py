@@ -21,8 +21,8 @@ from quantize.pipeline.stages import _close_enough
 from quantize.recipe.sections import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.trajectory import Prompt, Trajectory, record, save_trajectories
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.trajectory import Prompt, Trajectory, record, save_trajectories
 from quantize.stages.calibrate.calibrate import input_scales
 from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity.fidelity import fidelity

@@ -23,7 +23,7 @@ from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import tokenizer_digest
 from quantize.runtime import Sampler
-from quantize.runtime.placement import Placement
+from quantize.runtime.gpu.placement import Placement
 from quantize.stages.evaluate import answers, compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.local_model import Answerer

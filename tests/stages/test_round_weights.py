@@ -26,10 +26,10 @@ from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json
 from quantize.recipe.sections import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.runtime import Sampler, generate
-from quantize.runtime.fused import recording, shuttle
-from quantize.runtime.fused.recording import Recorder, Recording
-from quantize.runtime.fused.shuttle import Shuttle
-from quantize.runtime.placement import CPU
+from quantize.runtime.gpu.placement import CPU
+from quantize.runtime.record import recording, shuttle
+from quantize.runtime.record.recording import Recorder, Recording
+from quantize.runtime.record.shuttle import Shuttle
 from quantize.schemes.gptq import energy
 from quantize.schemes.hessians import Hessians, whole
 from quantize.schemes.records import SCHEMES

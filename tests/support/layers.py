@@ -21,8 +21,8 @@ from tiny import tiny_config, tiny_model
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.runtime.fused import text_stack
-from quantize.runtime.fused.text_stack import FusedModel
+from quantize.runtime.model import text_stack
+from quantize.runtime.model.text_stack import FusedModel
 
 # What the text stack calls in every layer, and where in its result the wanted tensors are.
 SEEN = ("begin", "attend", "choose_experts", "after_experts")

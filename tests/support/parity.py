@@ -11,7 +11,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sampler
-from quantize.runtime.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 
 NEW_TOKENS = 128  # two canvases
 

@@ -21,12 +21,12 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.runtime import Sample, Sampler, generate
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Canvas, Engine, Meanwhile, OnDraft
-from quantize.runtime.fused.engine import FusedEngine
-from quantize.runtime.fused.weights import TextWeights, load_packed
-from quantize.runtime.images import Images
-from quantize.runtime.known_tokens import Given
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import Canvas, Engine, Meanwhile, OnDraft
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.images import Images
+from quantize.runtime.sampler.known_tokens import Given
+from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.serve.app import create_app
 from quantize.serve.options import Options
 from quantize.serve.server import Server

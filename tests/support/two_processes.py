@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from quantize.runtime.fused.cores import cores
+from quantize.runtime.gpu.cores import cores
 
 
 def forked(work: Callable[..., object], *arguments: object) -> BaseProcess:

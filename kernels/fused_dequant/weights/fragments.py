@@ -4,7 +4,7 @@
 times, which takes longer than copying a streamed layer. A fragment is 256 pairs of words. A table
 (`places`) maps 8 bytes to a pair's bits; 4 of the bytes are in one row, 4 in another.
 
-Block scales must not be negative or NaN. `runtime.fused.packing` checks this at their first read.
+Block scales must not be negative or NaN. `runtime.weights.packing` checks this at their first read.
 """
 
 from functools import cache

@@ -33,11 +33,11 @@ from quantize.errors import InputError, QuantizeError
 from quantize.host.files import folder_when_complete, write_json
 from quantize.host.processes import joined
 from quantize.recipe.sections import Quantization, Recipe
-from quantize.runtime.fused.recording import Recorder
-from quantize.runtime.placement import CPU, Placement, free_unused
-from quantize.runtime.ranges import Ranges
-from quantize.runtime.tokens_needed import TokensNeeded
-from quantize.runtime.trajectory import save_trajectories
+from quantize.runtime.gpu.placement import CPU, Placement, free_unused
+from quantize.runtime.record.ranges import Ranges
+from quantize.runtime.record.recording import Recorder
+from quantize.runtime.record.tokens_needed import TokensNeeded
+from quantize.runtime.record.trajectory import save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import SCRATCH, Denoising

@@ -19,7 +19,7 @@ from quantize.recovery.served import Servers
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
 from quantize.runtime import Placement, Sampler
-from quantize.runtime.placement import CPU
+from quantize.runtime.gpu.placement import CPU
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.evaluate.local_model import Answerer, ExportedAnswerer
 

@@ -19,13 +19,13 @@ from quantize.recipe.sections import AT_ONCE
 from quantize.recovery.samples import Completion, Finished, Request
 from quantize.runs.manifest import package_versions, sha256_of, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
-from quantize.runtime.chat import encode_chat, load_tokenizer
-from quantize.runtime.engine import Engine, each_completed
-from quantize.runtime.fused.gpus import launches_digest
-from quantize.runtime.fused.trust import condition
-from quantize.runtime.llama_cpp import LlamaCpp, made_from
-from quantize.runtime.memory import MANY
-from quantize.runtime.placement import free_unused
+from quantize.runtime.engine.interface import Engine, each_completed
+from quantize.runtime.engine.llama_cpp import LlamaCpp, made_from
+from quantize.runtime.gpu.gpus import launches_digest
+from quantize.runtime.gpu.memory import MANY
+from quantize.runtime.gpu.placement import free_unused
+from quantize.runtime.gpu.trust import condition
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 
 RECORDED_CANVASES = 2
 

@@ -44,18 +44,18 @@ from quantize.host.processes import Processes, joined
 from quantize.host.units import digits
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Placement, open, sized
-from quantize.runtime.engine import Engine
-from quantize.runtime.fused.trust import has_own_weights
-from quantize.runtime.memory import EMBEDDING
-from quantize.runtime.placement import CPU, free_unused
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import (
+from quantize.runtime.engine.interface import Engine
+from quantize.runtime.gpu.memory import EMBEDDING
+from quantize.runtime.gpu.placement import CPU, free_unused
+from quantize.runtime.gpu.trust import has_own_weights
+from quantize.runtime.record.trajectory import (
     Trajectory,
     context_of,
     load_trajectories,
     longest,
     record_all,
 )
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.fidelity.linear_checks import check_linears
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay

@@ -32,8 +32,8 @@ from quantize.checkpoints.layout import schemes_by_module
 from quantize.checkpoints.load import read_input_schemes, read_module
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import module_class
-from quantize.runtime.engine import BatchEngine
-from quantize.runtime.trajectory import Trajectory
+from quantize.runtime.engine.interface import BatchEngine
+from quantize.runtime.record.trajectory import Trajectory
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 
 ERRORS_ALLOWED = 3.0  # limit of an error, as a multiple of the scheme's largest error of weights

@@ -13,8 +13,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from quantize.runtime.engine import Decoded, Passes
-from quantize.runtime.images import Images
+from quantize.runtime.engine.interface import Decoded, Passes
+from quantize.runtime.prompt.images import Images
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import Meter, metered
-from quantize.runtime.engine import BatchEngine, joined
-from quantize.runtime.sampler import Sampler
-from quantize.runtime.trajectory import Trajectory
+from quantize.runtime.engine.interface import BatchEngine, joined
+from quantize.runtime.record.trajectory import Trajectory
+from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.fidelity.reference_cache import Noted, Remembered
 
 

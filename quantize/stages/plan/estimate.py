@@ -18,12 +18,12 @@ from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
-from quantize.runtime.memory import Need, cache_bytes, plan
+from quantize.runtime.gpu.memory import Need, cache_bytes, plan
 from quantize.stages.memory_needs import HELD_OUT, REPLAYED, needs
 from quantize.stages.plan.gpu_support import CONTEXT, floor
 
 if TYPE_CHECKING:
-    from quantize.runtime.fused.gpus import Gpu
+    from quantize.runtime.gpu.gpus import Gpu
 
 STEPS = 48  # denoising steps of a canvas, at most
 # What follows was measured on one H200 with 16 cores, files in memory; docs/first-26b-run.md.
@@ -67,7 +67,7 @@ class Machine:
     @classmethod
     def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
         """Return a machine that uses `gpu_memory` bytes (None: all) of `gpu` (None: an H200)."""
-        from quantize.runtime.fused.gpus import GPUS
+        from quantize.runtime.gpu.gpus import GPUS
 
         gpu = gpu or GPUS["h200"]
         return cls(gpu, gpu_memory or gpu.memory)

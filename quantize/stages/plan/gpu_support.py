@@ -10,8 +10,8 @@ from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import Scheme
 
 if TYPE_CHECKING:
-    from quantize.runtime.fused.gpus import Gpu
-    from quantize.runtime.fused.rates import Rates
+    from quantize.runtime.gpu.gpus import Gpu
+    from quantize.runtime.gpu.rates import Rates
 
 CONTEXT = 1024  # positions before the canvas in an estimate
 
@@ -20,7 +20,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
     """Return the GPU `name`, or without a name this machine's, or None; InputError as `gpus.named`."""
     import torch
 
-    from quantize.runtime.fused.gpus import at_hand, named
+    from quantize.runtime.gpu.gpus import at_hand, named
 
     if name is not None:
         return named(name, memory)
@@ -85,7 +85,7 @@ def floor(
 
 def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
     """Return whether a GPU has kernels for every scheme of a plan."""
-    from quantize.runtime.fused.gpus import verdict
+    from quantize.runtime.gpu.gpus import verdict
 
     return all(verdict(scheme, gpu).kernels for scheme in kernel_schemes(targets).values())
 
@@ -94,7 +94,7 @@ def gpu_table(
     targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu", mode: ActivationMode
 ) -> Table:
     """Return a table of the kernels that run each part of a recipe; a caption estimates their time."""
-    from quantize.runtime.fused.gpus import verdict
+    from quantize.runtime.gpu.gpus import verdict
 
     units = gpu.fp4 and mode == "per_layer"
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""

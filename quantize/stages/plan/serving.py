@@ -10,7 +10,7 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.host.units import size
-from quantize.runtime.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, plan
+from quantize.runtime.gpu.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, plan
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
 from quantize.stages.plan.estimate import Machine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs

@@ -5,7 +5,7 @@
 
 The denoising run is calibrate's, with the same prompts and seeds. Tokens of encoder passes and of all
 denoising steps have equal weight in H. The passes that calibrate recorded go through one layer after
-the other (`fused.layer_by_layer`). So memory holds the Hessians of one layer at a time. On a given GPU
+the other (`record.layer_by_layer`). So memory holds the Hessians of one layer at a time. On a given GPU
 the bytes are the same under any budget of memory.
 
 While a layer is rounded, the next layer's weights are read and the previous layer's file is written. A
@@ -37,9 +37,9 @@ from quantize.host.files import folder_when_complete, read_json, sync_file, writ
 from quantize.host.progress import say, track
 from quantize.host.units import digits
 from quantize.recipe.sections import Recipe
-from quantize.runtime.engine import Observer
-from quantize.runtime.fused.layer_by_layer import LayerByLayer
-from quantize.runtime.placement import CPU, Placement, budget_of, free_unused
+from quantize.runtime.gpu.placement import CPU, Placement, budget_of, free_unused
+from quantize.runtime.model.watching import Observer
+from quantize.runtime.record.layer_by_layer import LayerByLayer
 from quantize.schemes.gptq import DAMPING, SWEEPS, VERSION, Rounded, gptq
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme

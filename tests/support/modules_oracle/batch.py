@@ -19,8 +19,8 @@ from modules_oracle.passes import (
     encode_tokens,
     text_config,
 )
-from quantize.runtime.engine import Decoded
-from quantize.runtime.images import Images
+from quantize.runtime.engine.interface import Decoded
+from quantize.runtime.prompt.images import Images
 
 
 class ModulePasses:

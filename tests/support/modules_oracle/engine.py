@@ -11,9 +11,11 @@ from modules_oracle.batch import ModulePasses
 from modules_oracle.inputs import watch_inputs
 from modules_oracle.noise import Heard
 from modules_oracle.passes import canvas_length, text_config
-from quantize.runtime import Sample, batch, generate
-from quantize.runtime.engine import BatchEngine, Observer
-from quantize.runtime.images import Images
+from quantize.runtime import Sample, generate
+from quantize.runtime.engine import generate as batch
+from quantize.runtime.engine.interface import BatchEngine
+from quantize.runtime.model.watching import Observer
+from quantize.runtime.prompt.images import Images
 
 T = TypeVar("T")
 

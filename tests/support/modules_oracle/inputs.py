@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
-from quantize.runtime.engine import Observer
+from quantize.runtime.model.watching import Observer
 
 GROUPED = "grouped_mm"
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion, DynamicCache
 
 from quantize.errors import InputError
-from quantize.runtime.images import Images
+from quantize.runtime.prompt.images import Images
 
 Masks = dict[str, Tensor | None]
 

@@ -1,0 +1,143 @@
+"""Tests a GPU's kernels before a model is opened on it, once for each GPU and software version.
+
+    kernel with wrong results        what is done instead
+    W4A4 on FP4 units                rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
+    Hopper's own kernel for NVFP4    the plain kernel for NVFP4 is used
+    W4A8 (the mode `fp8`)            the kernel for FP8 is used
+    any other kernel                 the GPU is refused
+
+Results stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import fused_dequant
+import torch
+from fused_dequant.formats import FOUR_BIT
+from fused_dequant.launch import dispatch
+from fused_dequant.launch.targets import capability, fp4_units, name_of
+from fused_dequant.tune import selftest
+from fused_dequant.weights import in_fragments
+
+from quantize.checkpoints.layout import stated_schemes
+from quantize.checkpoints.reader import read_config
+from quantize.errors import ResourceError
+from quantize.host.files import write_json
+from quantize.host.progress import say
+from quantize.runtime.gpu.gpus import TUNED, check_gpu
+from quantize.schemes.modes import ActivationMode
+
+REMEMBERED = TUNED.with_name("selftest")
+REPORT = "please report this, with what `quantize doctor` says"
+INSTEAD = "a plainer kernel is taken"
+# The layouts of NVFP4 and of its mode `fp8` on Hopper, and of its mode `fp8` elsewhere.
+FRAGMENTS = {"nvfp4": "nvfp4_fragments", "nvfp4_e4m3": "nvfp4_e4m3"}
+ELSEWHERE = {"nvfp4_e4m3": "fp8"}
+
+
+def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
+    """Test the kernels that multiply weights of `schemes`, unless they were tested before.
+
+    `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
+    NVFP4 products run on FP4 units, which needs the mode `per_layer`. On a CPU, return False, untested.
+    Raise ResourceError if the GPU cannot run a scheme, or even its plain kernel computes wrong numbers.
+    """
+    if device.type != "cuda":
+        return False
+    wanted = {"bf16", *schemes}
+    check_gpu(wanted | {"fp8"} if activations == "fp8" else wanted, device)
+    four_bit = activations == "per_layer" and "nvfp4" in wanted and fp4_units(device)
+    if activations == "fp8" and "nvfp4" in wanted:
+        wanted = wanted - {"nvfp4"} | {"nvfp4_e4m3"}
+    found = _Found(device)
+    for scheme in sorted(wanted | ({FOUR_BIT} if four_bit else set())):
+        _settle(scheme, found)
+    return four_bit and FOUR_BIT not in dispatch.distrusted
+
+
+def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
+    """Return whether weights packed for `mode` on `device` serve this mode only."""
+    return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
+
+
+def schemes_of(folder: Path) -> set[str]:
+    """Return `Scheme.kernel` of every scheme in a folder's checkpoint; only config.json is read."""
+    stated = stated_schemes(read_config(folder))
+    return {scheme.kernel for scheme in (stated.used if stated else ())}
+
+
+def condition(
+    folder: Path, activations: ActivationMode | None, device: torch.device
+) -> dict[str, Any]:
+    """Return facts that change scores and are stored with them: FP4 units in use, failed kernels."""
+    on_units = trust(schemes_of(folder), activations, device)
+    units = {"products": "fp4 units"} if on_units else {}
+    failed = {"distrusted": sorted(dispatch.distrusted)} if dispatch.distrusted else {}
+    return units | failed
+
+
+def _settle(scheme: str, found: "_Found") -> None:
+    """Distrust a scheme's kernel if it computes wrong; refuse the GPU if the plainer one does too."""
+    own = FRAGMENTS.get(scheme, scheme)
+    if scheme in FRAGMENTS and not in_fragments(found.device, own):
+        own = ELSEWHERE.get(scheme, scheme)
+    why = found.fault(own, scheme)
+    if why is not None and own in selftest.PLAINER:
+        if own not in dispatch.distrusted:
+            say(f"{found.name}: products of {own} are wrong ({why}): {INSTEAD}; {REPORT}")
+        dispatch.distrusted.add(own)
+        plainer = selftest.PLAINER[own]
+        why = None if plainer is None else found.fault(plainer, scheme)
+    if why is not None:
+        raise ResourceError(
+            f"{found.name}: products of {scheme} are wrong ({why}), and no other kernel has them; "
+            f"{REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
+        )
+
+
+class _Found:
+    """A GPU's test results: name of a layout of weights -> its fault, None if there is none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+        self.path = REMEMBERED / f"{self.name.replace(' ', '_')}.json"
+        self.about = {
+            "gpu": self.name,
+            "target": name_of(capability(device)),
+            "torch": torch.__version__,
+            "kernels": _sources(),
+        }
+        try:
+            read = json.loads(self.path.read_text())
+            known = read["faults"] if read["about"] == self.about else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            known = {}
+        self.faults: dict[str, str | None] = known
+
+    def fault(self, layout: str, scheme: str) -> str | None:
+        """Return what is wrong with products of `layout`, which `scheme` now has, or None."""
+        if layout not in self.faults:
+            say(f"testing products of {layout} on {self.name}, once")
+            self.faults[layout] = selftest.fault(scheme, self.device)
+            write_json(self.path, {"about": self.about, "faults": self.faults})
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:  # the GPU no longer answers; the next process knows the fault
+                why = self.faults[layout]
+                raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
+        return self.faults[layout]
+
+
+def _sources() -> str:
+    """Return a digest of triton's version and of all kernels' files."""
+    import triton
+
+    digest = hashlib.sha256(triton.__version__.encode())
+    for path in sorted(Path(fused_dequant.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Prompts: chats, pictures, their pieces, and the cache of their encoded beginnings."""

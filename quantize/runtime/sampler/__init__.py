@@ -1,0 +1,1 @@
+"""The sampler: its settings, the sample that it makes, and tokens that are known beforehand."""
