@@ -25,12 +25,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from fused_dequant.launch.hopper import follow, thread_barrier
+from fused_dequant.launch.hopper import follow, load_box, thread_barrier
 from fused_dequant.launch.tiles import FAR, LOG2_E
 
 ROWS = gl.constexpr(128)
@@ -85,7 +84,7 @@ def copy_tile(source, ring, ready, block, begin, base, capacity, column, wanted)
     stage = block % STAGES
     mbarrier.expect(ready.index(stage), source.block_type.nbytes, pred=wanted)
     place, cell = ring.index(stage), base + (begin + block * BN) % capacity
-    tma.async_copy_global_to_shared(source, [cell, column], ready.index(stage), place, pred=wanted)
+    load_box(source, [cell, column], ready.index(stage), place, pred=wanted)
 
 
 @gluon.jit
@@ -214,9 +213,7 @@ def attend_hopper_kernel(
     thread_barrier()
     mbarrier.expect(q_ready, 2 * ROWS * D)
     for g in gl.static_range(GROUP):  # rows past the sequence's end are another's; not stored
-        tma.async_copy_global_to_shared(
-            q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE)
-        )
+        load_box(q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE))
     begin, end, blocks, clear, blurred = visible_run(
         first, last, row, query, n, splits, SHARE, BN, num_warps
     )

@@ -20,13 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from fused_dequant.attention.attend_hopper import visible_run, weigh
-from fused_dequant.launch.hopper import follow, thread_barrier
+from fused_dequant.launch.hopper import follow, load_box, thread_barrier
 from fused_dequant.launch.tiles import FAR
 
 ROWS = gl.constexpr(64)
@@ -39,7 +38,7 @@ def fetch(source, place, ready, base, position, capacity, column, wanted):
     mbarrier.expect(ready, source.block_type.nbytes, pred=wanted)
     thread_barrier()
     cell = base + position % capacity
-    tma.async_copy_global_to_shared(source, [cell, column], ready, place, pred=wanted)
+    load_box(source, [cell, column], ready, place, pred=wanted)
 
 
 @gluon.jit

@@ -1,11 +1,18 @@
-"""Code that the Gluon kernels for Hopper share: a barrier of all threads, and `follow`."""
+"""Code that the Gluon kernels for Hopper share: a barrier of all threads, copies, and `follow`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Triton 3.7 renamed thread_barrier to barrier.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Triton 3.8 renamed the copies: of single values (cp.async), of boxes (TMA) to shared memory and back.
+_old = not hasattr(tma, "async_load")
+load_later = async_copy.async_copy_global_to_shared if _old else async_copy.async_load
+load_box = tma.async_copy_global_to_shared if _old else tma.async_load
+store_box = tma.async_copy_shared_to_global if _old else tma.async_store
 
 
 @gluon.jit

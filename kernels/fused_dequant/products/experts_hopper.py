@@ -27,7 +27,7 @@ from fused_dequant.launch.chain import chained
 from fused_dequant.launch.hopper import follow, thread_barrier
 from fused_dequant.launch.targets import processors
 from fused_dequant.launch.tiles import KEPT
-from fused_dequant.products.nvfp4_hopper import (
+from fused_dequant.products.nvfp4_step import (
     copy_tokens,
     copy_weights,
     gated,

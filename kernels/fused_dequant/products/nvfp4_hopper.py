@@ -29,45 +29,23 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.launch.chain import chained
-from fused_dequant.launch.hopper import follow, thread_barrier
+from fused_dequant.launch.hopper import follow, load_box, thread_barrier
 from fused_dequant.launch.tiles import KEPT
-from fused_dequant.products.nvfp4_decode import decode, decode_e4m3, fragment_layout
+from fused_dequant.products import experts_hopper
+from fused_dequant.products.nvfp4_step import (
+    copy_tokens,
+    copy_weights,
+    gated,
+    tokens_layout,
+    weights_of,
+)
 from fused_dequant.products.routing import place_results
-
-
-@gluon.jit
-def copy_weights(
-    words, scales, word, scale, words_smem, scales_smem, place, step, K, BK: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):  # fmt: skip
-    """Start copying the words and scales of one step; past K they are 0, which decodes to 0."""
-    words += step * (BK * 8)
-    scales += step * BK
-    if EVEN_K:
-        async_copy.async_copy_global_to_shared(words_smem.index(place), words)
-        async_copy.async_copy_global_to_shared(scales_smem.index(place), scales)
-    else:
-        left = (K - step * BK) // 64
-        async_copy.async_copy_global_to_shared(
-            words_smem.index(place), words, mask=word < left * 512
-        )
-        async_copy.async_copy_global_to_shared(
-            scales_smem.index(place), scales, mask=scale < left * 64
-        )
-
-
-@gluon.jit
-def copy_tokens(source, target, real, k, step, K, BK: gl.constexpr, EVEN_K: gl.constexpr):
-    """Start copying the columns of one step for the block's tokens; padding rows read as zero."""
-    mask = real if EVEN_K else real & (k < K - step * BK)
-    async_copy.async_copy_global_to_shared(target, source + step * BK, mask=mask)
 
 
 @gluon.constexpr_function
@@ -107,16 +85,6 @@ def scales_of(
 
 
 @gluon.jit
-def gated(acc, gate_factor, up_factor, BN: gl.constexpr, COUNT: gl.constexpr):
-    """Return gelu_tanh(gate) * up of acc [BN, COUNT], whose runs of 8 gate and 8 up rows alternate."""
-    gate, up = gl.split(acc.reshape([BN // 16, 2, 8, COUNT]).permute([0, 2, 3, 1]))
-    gate *= gate_factor
-    z = 0.7978845608028654 * gate * (1.0 + 0.044715 * gate * gate)
-    result = gate * (1.0 - 1.0 / (gl.exp(2.0 * z) + 1.0)) * (up * up_factor)
-    return result.reshape([BN // 2, COUNT])
-
-
-@gluon.jit
 def store_rows(
     acc, y, gate_factor, up_factor, scale, slot, weight, tile, total, width,
     E4M3: gl.constexpr, COUNT: gl.constexpr, BN: gl.constexpr, GELU_MUL: gl.constexpr,
@@ -145,12 +113,6 @@ def sum_layout(BN, BM):
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
 
 
-@gluon.constexpr_function
-def tokens_layout(E4M3):
-    """Return the tokens' layout in shared memory, swizzled over the 64 columns of a fragment."""
-    return gl.NVMMASharedLayout(64, 8, 2) if E4M3 else gl.NVMMASharedLayout(128, 16, 2)
-
-
 @gluon.jit
 def allocate(
     E4M3: gl.constexpr, BM: gl.constexpr, MORE: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
@@ -177,30 +139,9 @@ def fetch_tokens(
     BK: gl.constexpr,
 ):  # fmt: skip
     """Start copying BM + MORE rows x BK columns of tokens by TMA; outside x, they read as zero."""
-    tma.async_copy_global_to_shared(x, [row, column], ready, tokens)
+    load_box(x, [row, column], ready, tokens)
     if MORE:
-        tma.async_copy_global_to_shared(x_more, [row + BM, column], ready, more)
-
-
-@gluon.jit
-def weights_of(
-    words, scales, part: gl.constexpr, operand: gl.constexpr, E4M3: gl.constexpr,
-    ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, WARPGROUPS: gl.constexpr,
-):  # fmt: skip
-    """Return column tile `part` (64 columns) of a step's weights, decoded as operand A of `wgmma`."""
-    placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
-    own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
-    if E4M3:
-        linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        scales = scales._reinterpret(gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
-        scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
-        scales = scales.load(gl.SliceLayout(5, gl.SliceLayout(6, placed)))
-        weights = decode_e4m3(own.load(placed), scales, operand, ROW_TILES)
-    else:
-        scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2]).slice(part, 1, dim=1)
-        scales = scales.load(gl.SliceLayout(4, gl.SliceLayout(6, placed)))
-        weights = decode(own.load(placed), scales, operand, ROW_TILES)
-    return weights
+        load_box(x_more, [row + BM, column], ready, more)
 
 
 @gluon.jit
@@ -505,8 +446,6 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
     if weight.shape[1] % (channels := config.get("BN", 128)):
         raise ValueError(f"{weight.shape[1]} channels are no multiple of a tile's {channels}")
     if "RING" in config:
-        from fused_dequant.products import experts_hopper  # imports from this module
-
         return experts_hopper.launch(weight, x, x_scale, config, routing, share)
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tokens = [x, x]

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.launch.chain import chained
-from fused_dequant.launch.hopper import follow, thread_barrier
+from fused_dequant.launch.hopper import follow, load_box, store_box, thread_barrier
 from fused_dequant.launch.targets import processors
 from fused_dequant.launch.tiles import LOG2_E, LOWEST
 
@@ -59,8 +59,8 @@ def copy_tiles(x, w, x_tiles, w_tiles, ready, free, M, V, H, programs, STAGES: g
             place = step % STAGES
             mbarrier.wait(free.index(place), (step // STAGES + 1) & 1)
             mbarrier.expect(ready.index(place), x.block_type.nbytes + w.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [m, k], ready.index(place), x_tiles.index(place))
-            tma.async_copy_global_to_shared(w, [n, k], ready.index(place), w_tiles.index(place))
+            load_box(x, [m, k], ready.index(place), x_tiles.index(place))
+            load_box(w, [n, k], ready.index(place), w_tiles.index(place))
             step += 1
 
 
@@ -138,7 +138,7 @@ def send(values, to, results, m, n, BUFFER: gl.constexpr):
     buffer.store(values)
     fence_async_shared()
     thread_barrier()
-    tma.async_copy_shared_to_global(to, [m, n], buffer)
+    store_box(to, [m, n], buffer)
 
 
 @gluon.jit
