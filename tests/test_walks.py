@@ -86,7 +86,7 @@ def test_the_walk_of_a_gpus_memory() -> None:
 def least_bytes_of_the_bundled_model() -> float:
     """Return a budget in which its layers are streamed."""
     checkpoint = Checkpoint.open(CHECKPOINT)
-    stack = Stack.of("", packed_sizes(checkpoint, None, hopper=False), quantized=False)
+    stack = Stack.of("", packed_sizes(checkpoint, None, None), quantized=False)
     return least_bytes(Need("", stack, 1, 128), checkpoint.config) + 1
 
 

@@ -36,7 +36,7 @@ from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.runtime.gpu.memory import Plan
 from quantize.runtime.gpu.memory import plan as fit
-from quantize.runtime.gpu.placement import budget_of, is_hopper
+from quantize.runtime.gpu.placement import budget_of, target_of
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
 from quantize.stages.plan.plan import plan_table
@@ -179,8 +179,8 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
     budget = budget_of(place)
     if budget is None:
         return {}
-    config, hopper = run.source.config, is_hopper(place.device)
-    wanted = needs(recipe, config, run.source.tensors, run.targets, hopper=hopper)
+    config, capability = run.source.config, target_of(place.device)
+    wanted = needs(recipe, config, run.source.tensors, run.targets, capability)
     return {need.stage: fit(need, config, budget) for need in wanted}
 
 

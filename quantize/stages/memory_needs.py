@@ -13,7 +13,7 @@ from typing import Any
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, fused_units, layout_bytes, linear_shape
 from quantize.recipe.sections import AT_ONCE, Recipe
-from quantize.runtime.gpu.memory import EMBEDDING, MANY, Need, Stack, repacked
+from quantize.runtime.gpu.memory import EMBEDDING, MANY, Capability, Need, Stack, repacked
 from quantize.schemes.gptq import factored_at_once
 from quantize.schemes.modes import ActivationMode
 
@@ -35,16 +35,15 @@ def needs(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    *,
-    hopper: bool,
+    capability: Capability | None,
 ) -> list[Need]:
-    """Return the `Need`s of all stages; in mode `fp8`, experts take 4 bits if `hopper`, else 8 bits."""
+    """Return the `Need`s of all stages; `capability` is the GPU's, None for a CPU."""
     bf16 = bf16_stack(tensors)
 
     def quantized(*modes: ActivationMode) -> Stack:
         """Return the stack of the mode that takes the most memory."""
         mode = "fp8" if "fp8" in modes else "none"
-        return quantized_stack(recipe.name, targets, mode, hopper=hopper)
+        return quantized_stack(recipe.name, targets, capability, mode)
 
     canvas = config["canvas_length"]
     found: list[Need] = []
@@ -78,10 +77,13 @@ def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:
 
 
 def quantized_stack(
-    name: str, targets: Sequence[Target], mode: ActivationMode = "none", *, hopper: bool
+    name: str,
+    targets: Sequence[Target],
+    capability: Capability | None,
+    mode: ActivationMode = "none",
 ) -> Stack:
-    """Return the `Stack` of a plan's model, packed for `mode` on a GPU (a Hopper if `hopper`)."""
-    sizes = {target.name: _packed(target, mode, hopper) for target in targets}
+    """Return the `Stack` of a plan's model, packed for `mode` on a GPU of `capability`."""
+    sizes = {target.name: _packed(target, mode, capability) for target in targets}
     return Stack.of(name, sizes, quantized=True)
 
 
@@ -122,10 +124,10 @@ def rounding_bytes(experts: int, out: int, inputs: int) -> int:
     return experts * (2 * square + weight) + max(factoring, 6 * weight * experts)
 
 
-def _packed(target: Target, mode: ActivationMode, hopper: bool) -> int:
+def _packed(target: Target, mode: ActivationMode, capability: Capability | None) -> int:
     if target.scheme is None:
         return target.bytes_after
-    layout = repacked(target.scheme, target.modules[0], mode, hopper=hopper)
+    layout = repacked(target.scheme, target.modules[0], mode, capability)
     if layout is None:
         return target.bytes_after
     return len(target.modules) * layout_bytes(layout, *linear_shape(target.shape, target.modules))

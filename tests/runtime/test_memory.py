@@ -23,6 +23,7 @@ from quantize.runtime.gpu.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,
     MOST_CANVASES,
+    Capability,
     Need,
     Stack,
     cache_bytes,
@@ -40,15 +41,18 @@ from quantize.stages.evaluate import local_model
 from quantize.stages.memory_needs import SHUTTLE_BYTES, TILE, WAITING_BYTES, needs
 from quantize.stages.plan.plan import tensors_from_config
 
+HOPPER = (9, 0)
 REAL = known_config("google/diffusiongemma-26B-A4B-it") or {}
 
 
-def real_needs(name: str, activations: str = "none", *, hopper: bool = True) -> dict[str, Need]:
+def real_needs(
+    name: str, activations: str = "none", target: Capability | None = HOPPER
+) -> dict[str, Need]:
     recipe, tensors = load_recipe(name), tensors_from_config(REAL)
     scored = recipe.evaluation.model_copy(update={"activations": activations})
     recipe = recipe.model_copy(update={"evaluation": scored})
     targets = plan_targets(tensors, recipe.quantization)
-    found = needs(recipe, REAL, tensors, targets, hopper=hopper)
+    found = needs(recipe, REAL, tensors, targets, target)
     return {need.stage: need for need in found}
 
 
@@ -56,7 +60,7 @@ def needs_of_gptq(config: dict[str, Any]) -> list[Need]:
     recipe, tensors = load_recipe("nvfp4_w4a4"), tensors_from_config(config)
     quantization = recipe.quantization.model_copy(update={"rounding": "gptq"})
     recipe = recipe.model_copy(update={"quantization": quantization})
-    return needs(recipe, config, tensors, plan_targets(tensors, quantization), hopper=True)
+    return needs(recipe, config, tensors, plan_targets(tensors, quantization), HOPPER)
 
 
 def test_gptq_s_memory_follows_the_model_s_shape() -> None:
@@ -171,14 +175,14 @@ def test_fp8_products_of_nvfp4_take_a_byte_a_weight_but_for_experts(nvfp4_artifa
     limits = {"none": 1.0, "per_expert": 1.0, "per_layer": 1.0, "fp8": 1.0}
     gate = recipe.gate.model_copy(update={"max_kl_nats": limits})
     judged = recipe.model_copy(update={"gate": gate})
-    found = needs(judged, REAL, plain, plan_targets(plain, recipe.quantization), hopper=True)
+    found = needs(judged, REAL, plain, plan_targets(plain, recipe.quantization), HOPPER)
     (replayed,) = (need for need in found if need.stage == "fidelity nvfp4")
     assert replayed.caches == 3  # `fp8` is replayed alone, over its own weights
     assert replayed.stack == fp8
     opened = Checkpoint.open(nvfp4_artifact)
     tensors = opened.tensors
-    kept = packed_sizes(opened, "fp8", hopper=True)
-    both = packed_sizes(opened, "fp8", hopper=False)
+    kept = packed_sizes(opened, "fp8", HOPPER)
+    both = packed_sizes(opened, "fp8", None)
     assert {name: size for name, size in kept.items() if ".experts." in name} == {
         name: info.nbytes for name, info in tensors.items() if ".experts." in name
     }
@@ -226,7 +230,7 @@ def test_stacks_are_what_is_loaded(
     for folder, quantized, in_fp8 in (
         (tiny_checkpoint, False, False), (fp8_artifact, True, False), (nvfp4_artifact, True, True),
     ):  # fmt: skip
-        sizes = packed_sizes(Checkpoint.open(folder), "fp8" if in_fp8 else None, hopper=False)
+        sizes = packed_sizes(Checkpoint.open(folder), "fp8" if in_fp8 else None, None)
         stack = Stack.of("tiny", sizes, quantized=quantized)
         loaded = load_packed(folder, "cpu", in_fp8=in_fp8)
         products = [sum(w.bytes for w in layer.products) for layer in loaded.layers]
@@ -320,13 +324,13 @@ def test_answers_in_fp8_are_planned_with_the_weights_that_are_held(
 ) -> None:
     """Off Hopper experts take 8 bits then: planned at 16.0 GB for the 26B model, 26.0 were held."""
     plain, fp8 = (
-        real_needs("nvfp4", mode, hopper=False)["evaluate nvfp4"].stack for mode in ("none", "fp8")
+        real_needs("nvfp4", mode, None)["evaluate nvfp4"].stack for mode in ("none", "fp8")
     )
     assert sum(fp8.layers) + fp8.fixed == pytest.approx(26.0e9, rel=1e-2)
     assert sum(plain.layers) + plain.fixed == pytest.approx(15.3e9, rel=1e-2)
     checkpoint, held = Checkpoint.open(nvfp4_artifact), list[float]()
     for mode in (None, "fp8"):
-        stack = Stack.of("", packed_sizes(checkpoint, mode, hopper=False), quantized=True)
+        stack = Stack.of("", packed_sizes(checkpoint, mode, None), quantized=True)
         held.append(plan(Need("", stack, 4, 256), checkpoint.config, 4e9).total)
     assert held[0] < held[1]
     place = Placement("cpu", held[1] - 1, "fp8", max_context=256)

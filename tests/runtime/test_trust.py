@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_dequant import weights
 from fused_dequant.launch import dispatch, targets
 from fused_dequant.tune import cases, selftest
-from fused_dequant.weights import tuning
+from fused_dequant.weights import layout_for, tuning
 
 from quantize.errors import ResourceError
 from quantize.runtime.gpu import gpus, trust
@@ -42,12 +41,8 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretend:
         tested: list[str] = []
 
         def fault(scheme: str, device: torch.device) -> str | None:
-            own = scheme
-            for kind in ("nvfp4_fragments", "nvfp4_e4m3"):
-                if trust.FRAGMENTS.get(scheme) == kind:
-                    own = kind if weights.in_fragments(device, kind) else scheme[:5]
-            tested.append(own)
-            return "a relative error of 1.4e+00" if own in broken else None
+            tested.append(scheme)
+            return "a relative error of 1.4e+00" if scheme in broken else None
 
         monkeypatch.setattr(selftest, "fault", fault)
         return tested
@@ -101,7 +96,7 @@ def test_a_broken_kernel_gives_way_to_the_plain_one(
     assert not trust.trust({"nvfp4"}, mode, CUDA)
     assert broken in tested
     assert dispatch.distrusted == {broken}
-    assert not weights.in_fragments(CUDA, broken)
+    assert layout_for("nvfp4", mode, gpu[1]) != broken
     said = " ".join(capsys.readouterr().err.split())
     assert f"{gpu[0]}: products of {broken} are wrong (a relative error of 1.4e+00)" in said
     assert "please report this" in said

@@ -8,6 +8,7 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 from fused_dequant.launch.targets import TARGETS, Capability
 from fused_dequant.tune import cases
 from fused_dequant.weights import tuning
+from fused_dequant.weights.choose import PREFERRED, layout_for
 from fused_dequant.weights.layouts import KERNELS
 from fused_dequant.weights.tuning import Config
 
@@ -44,18 +45,22 @@ class Product:
 
 def products(target: Capability) -> Iterator[Product]:
     """Yield every product that is tuned on a GPU of compute capability `target`."""
-    nvfp4 = "nvfp4_fragments" if target == HOPPER else "nvfp4"
-    known = [s for s in ("bf16", "fp8", "int8", nvfp4, FOUR_BIT) if KERNELS[s].runs_on(target)]
-    grouped = [*known, "nvfp4_e4m3"] if target == HOPPER else known
-    for scheme, M in itertools.product(grouped, TOKENS):
+    for scheme, M in itertools.product(_layouts(target, dense=False), TOKENS):
         yield Product("experts_up", scheme, M, 2 * cases.INNER, cases.HIDDEN)
         yield Product("experts_down", scheme, M, cases.HIDDEN, cases.INNER)
     shapes = (*cases.LINEAR_SHAPES, (9216, cases.HIDDEN))
-    for scheme, M, (N, K) in itertools.product(known, TOKENS[1:], shapes):
+    for scheme, M, (N, K) in itertools.product(_layouts(target, dense=True), TOKENS[1:], shapes):
         yield Product("linear", scheme, M, N, K)
     for M in PIECES:
         yield Product("lm_head", "bf16", M, cases.VOCABULARY, cases.HIDDEN)
         yield Product("soft_embedding", "bf16", M, cases.HIDDEN, cases.VOCABULARY)
+
+
+def _layouts(target: Capability, *, dense: bool) -> list[str]:
+    """Return the layouts that weights may get on a target, each once; MXFP4's kernel is NVFP4's."""
+    asked = [*((scheme, None) for scheme in ("bf16", "fp8", "int8", "nvfp4")), *PREFERRED]
+    chosen = dict.fromkeys(layout_for(*wanted, target, (), dense=dense) for wanted in asked)
+    return [layout for layout in chosen if KERNELS[layout].runs_on(target)]
 
 
 def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:

@@ -8,6 +8,7 @@ import torch
 
 from fused_dequant import formats, weights
 from fused_dequant.formats import E2M1_MAX, EIGHT_BIT, FOUR_BIT, FP8_MAX
+from fused_dequant.weights.choose import made_of
 from fused_dequant.weights.layouts import KERNELS
 from fused_dequant.weights.weight import Weight
 
@@ -17,16 +18,17 @@ SHARED = FP8_MAX * E2M1_MAX / 6  # global scale of rows with amax 6, as standard
 def random_weight(
     scheme: str, experts: int, rows: int, columns: int, device: str, seed: int = 0
 ) -> Weight:
-    """Return a random weight [experts, rows, columns] of a scheme of `layouts`; on "meta", a blank one.
+    """Return a random weight [experts, rows, columns], laid out for `device`; on "meta", a blank one.
 
-    On Hopper, "nvfp4" becomes nvfp4_fragments. Tokens for nvfp4_e2m1 have the global scale SHARED.
+    `scheme` is one on disk, or a layout: then the weight is built for the layout's activation mode, and
+    may get a plainer layout. Tokens for nvfp4_e2m1 have the global scale SHARED.
     """
     if device == "meta":
         return blank_weight(scheme, experts, rows, columns, device)
     generator = torch.Generator(device).manual_seed(seed)
     shared = torch.full((1,), SHARED, device=device) if scheme == FOUR_BIT else None
-    in_fp8 = scheme == "nvfp4_e4m3"
-    scheme = "nvfp4" if in_fp8 or shared is not None else scheme
+    scheme, mode = made_of(scheme)
+    in_fp8 = mode == "fp8"
     rounded = KERNELS[scheme].rounded
     assert rounded is not None, scheme
     parts: list[tuple[torch.Tensor, ...]] = []

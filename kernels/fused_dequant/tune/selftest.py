@@ -11,8 +11,6 @@ from fused_dequant.tune import cases
 
 ROWS, EXPERTS, TOPK = 256, 8, 2  # two of the experts get no token
 LARGEST_ERROR = 3e-2  # rounding costs 2e-3, and 1.3e-2 where hidden rows have 8 bits
-# The scheme that weights get if their scheme's kernel failed; None: `simulated` takes over.
-PLAINER = {"nvfp4_fragments": "nvfp4", "nvfp4_e4m3": "fp8", "nvfp4_e2m1": None}
 
 
 def relative_error(scheme: str, device: torch.device) -> float:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fused_dequant import formats
 from fused_dequant.formats import E2M1_MAX, FP8, FP8_MAX, GROUP, MX_GROUP
-from fused_dequant.launch.targets import Capability
+from fused_dequant.launch.targets import TARGETS, Capability
 from fused_dequant.weights import w4a4, w4a8, w4a16
 
 Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of one expert's tensor
@@ -49,9 +49,18 @@ class Kernel:
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
     spans: tuple[int, int] = (1, 1)  # rows and columns per index of data's axes 1 and 2
     alone: bool = False  # whether no other capability has the instructions
+    fp4: bool = False  # whether it needs FP4 units, which not every newer capability has
+    experts_only: bool = False  # whether Linears are laid out in another way
+
+    @property
+    def in_fragments(self) -> bool:
+        """Whether weights are stored in whole fragments of tensor cores, 64 x 64."""
+        return self.spans == (w4a16.FRAGMENT, w4a16.FRAGMENT)
 
     def runs_on(self, target: Capability) -> bool:
         """Return whether a GPU of this compute capability has the kernel's instructions."""
+        if self.fp4 and not (target in TARGETS and TARGETS[target].fp4):
+            return False
         return target == self.least if self.alone else target >= self.least
 
 
@@ -118,6 +127,10 @@ KERNELS = {
         formats.quantize_mxfp4, spans=(1, 2),
     ),
     "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),
-    "nvfp4_e2m1": Kernel("nvfp4_blackwell", (10, 0), _tiles, _decode_tiles, spans=(1, 2)),
-    "nvfp4_e4m3": _FRAGMENTS(lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2])),
+    "nvfp4_e2m1": Kernel(
+        "nvfp4_blackwell", (10, 0), _tiles, _decode_tiles, spans=(1, 2), fp4=True
+    ),
+    "nvfp4_e4m3": _FRAGMENTS(
+        lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2]), experts_only=True
+    ),
 }  # fmt: skip

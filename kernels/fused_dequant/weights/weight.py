@@ -15,10 +15,10 @@ from torch import Tensor
 from fused_dequant import formats, reference
 from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 from fused_dequant.inputs.activations import quantize_rows, values
-from fused_dequant.launch import dispatch
 from fused_dequant.launch.dispatch import launched_as, launches, sequence_rows
-from fused_dequant.launch.targets import capability, is_hopper
+from fused_dequant.launch.targets import capability
 from fused_dequant.weights import tuning, w4a4, w4a8, w4a16
+from fused_dequant.weights.choose import layout_for, target_of
 from fused_dequant.weights.kept import kept
 from fused_dequant.weights.layouts import KERNELS
 
@@ -122,8 +122,7 @@ def build(
         scale: scales of rows or blocks, [N, ...] or [E, N, ...]; None for bf16.
         factor: 128 / global_scale of NVFP4: f32 [1], [E], or [E, 2] for gate and up. None means 1.
         in_fp8: whether NVFP4 weights are for FP8 products (W4A8), which round them to e4m3 and read FP8
-            activations (`formats.nvfp4_as_e4m3`). On Hopper, experts' NVFP4 weights stay in 4 bits if N
-            and K are multiples of 64 (nvfp4_e4m3). All other NVFP4 weights become scheme fp8.
+            activations (`formats.nvfp4_as_e4m3`); `layout_for` says which of them stay in 4 bits.
         shared: f32 [1], the activations' global scale, if NVFP4 is for FP4 units (W4A4); else None.
     """
     dense, data = codes.dim() == 2, _with_experts(codes)
@@ -133,39 +132,44 @@ def build(
         return Weight(scheme, data, scale.float().reshape(data.shape[:2]).contiguous())
     factor = torch.ones(len(data), device=data.device) if factor is None else factor
     blocks, factor = _with_experts(scale), factor.float().reshape(len(data), -1).expand(-1, 2)
-    if in_fp8:
-        return _in_fp8(data, blocks, factor / 16, dense)
     if shared is not None:
         factors = torch.cat([factor / 128 / shared, shared.expand(len(data), 1)], 1)
         return Weight(FOUR_BIT, data, w4a4.to_tiles(blocks), factors)
-    if scheme == "nvfp4" and _in_whole_fragments(data, "nvfp4_fragments"):
-        from fused_dequant.weights.fragments import to_fragments
+    whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
+    mode, target = "fp8" if in_fp8 else None, target_of(data.device)
+    layout = layout_for(scheme, mode, target, dense=dense, whole=whole)
+    if layout == scheme:
+        return Weight(scheme, data, blocks, factor.contiguous())
+    return LAID_OUT[layout](data, blocks, factor)
 
-        return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor.contiguous())
-    return Weight(scheme, data, blocks, factor.contiguous())
+
+def _in_fragments(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
+    from fused_dequant.weights.fragments import to_fragments
+
+    return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor.contiguous())
 
 
-def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor, dense: bool) -> Weight:
-    if not dense and _in_whole_fragments(data, "nvfp4_e4m3"):
-        return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), factor.contiguous())
-    runs = factor.repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
+def _in_fragments_for_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
+    return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), (factor / 16).contiguous())
+
+
+def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
+    runs = (factor / 16).repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
     rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
     return build("fp8", formats.nvfp4_as_e4m3(data, blocks), rows)
+
+
+# What lays NVFP4 weights out: (codes [E, N, K/2], block scales, factor f32 [E, 2]) -> a weight.
+LAID_OUT: dict[str, Callable[[Tensor, Tensor, Tensor], Weight]] = {
+    "nvfp4_fragments": _in_fragments,
+    "nvfp4_e4m3": _in_fragments_for_fp8,
+    "fp8": _in_fp8,
+}
 
 
 def bf16(weight: Tensor) -> Weight:
     """Return a weight of scheme bf16 made from a tensor [N, K] or [E, N, K]."""
     return build("bf16", weight.to(torch.bfloat16))
-
-
-def _in_whole_fragments(data: Tensor, scheme: str) -> bool:
-    whole = data.shape[1] % w4a16.FRAGMENT == 0 and data.shape[2] % (w4a16.FRAGMENT // 2) == 0
-    return whole and in_fragments(data.device, scheme)
-
-
-def in_fragments(device: torch.device, scheme: str) -> bool:
-    """Return whether NVFP4 weights with N and K in multiples of 64 become `scheme` on `device`."""
-    return is_hopper(device) and scheme not in dispatch.distrusted
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch.targets import TARGETS, Capability, capability, name_of
 from fused_dequant.weights import tuning
+from fused_dequant.weights.choose import layout_for
 from fused_dequant.weights.layouts import KERNELS
 from platformdirs import user_cache_dir
 
@@ -137,8 +138,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
             f"{target} has no {scheme.upper()} tensor cores, which {least} or newer has; "
             f"use INT8_DYNAMIC, or NVFP4A16, whose activations are bf16",
         )  # fmt: skip
-    fragments = scheme == "nvfp4" and own == HOPPER
-    kernels = KERNELS["nvfp4_fragments" if fragments else scheme].module
+    kernels = KERNELS[layout_for(scheme, None, own, ())].module
     if own == HOPPER:
         note = "run on an H200"
     elif own in TARGETS:

@@ -30,6 +30,8 @@ from quantize.errors import ResourceError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import CODES, OnDisk, Scheme
 
+Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0)
+
 # The CUDA context, graphs and compiled kernels: a process that ran every stage held 0.55 GB when it
 # began, and 2.6 GB when it ended, after its models were freed (H200, torch 2.11).
 CONTEXT_BYTES, BEGUN_BYTES = 2.6e9, 0.5e9
@@ -127,17 +129,17 @@ class Plan:
 
 
 def packed_sizes(
-    checkpoint: Checkpoint, mode: ActivationMode | None, *, hopper: bool
+    checkpoint: Checkpoint, mode: ActivationMode | None, target: Capability | None
 ) -> dict[str, int]:
     """Return each tensor's bytes once packed for an activation mode, by the tensor's name on disk.
 
-    Only `fp8` changes sizes: those of NVFP4 weights. On a `hopper` GPU, experts still keep 4 bits.
+    Only `fp8` changes sizes, those of NVFP4 weights; which of them, the kernels for `target` decide.
     """
     tensors, schemes = checkpoint.tensors, stated_schemes(checkpoint.config)
     sizes = {name: info.nbytes for name, info in tensors.items()}
     for module in (name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)):
         scheme = schemes.of(module) if schemes else None
-        if scheme and (layout := repacked(scheme, module, mode, hopper=hopper)):
+        if scheme and (layout := repacked(scheme, module, mode, target)):
             codes = next(name for name in (f"{module}.{c}" for c in CODES) if name in tensors)
             out, width = tensors[codes].shape
             nbytes = layout_bytes(layout, out, width * 8 // scheme.config_weights[1])
@@ -146,13 +148,17 @@ def packed_sizes(
 
 
 def repacked(
-    scheme: Scheme, module: str, mode: ActivationMode | None, *, hopper: bool
+    scheme: Scheme, module: str, mode: ActivationMode | None, target: Capability | None
 ) -> OnDisk | None:
-    """Return the layout into which a mode packs a Linear's weights; None if they stay as on disk."""
-    multiplied = scheme if mode is None else scheme.as_multiplied(mode)
-    if multiplied.packed is scheme.packed or (hopper and ".experts." in module):
-        return None
-    return multiplied.packed
+    """Return the layout into which a mode packs a Linear's weights; None if their bytes stay.
+
+    `target` is the capability of the GPU that multiplies, None for a CPU.
+    """
+    from fused_dequant.weights import layout_for  # here, so that this module imports no torch
+
+    layout = layout_for(scheme.kernel, mode, target, dense=".experts." not in module)
+    in_bytes = scheme.kernel == "nvfp4" and layout == "fp8"
+    return scheme.as_multiplied("fp8").packed if in_bytes else None
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:

@@ -21,6 +21,7 @@ from quantize.runtime.gpu.memory import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
     HOST_BYTES,
+    Capability,
     Need,
     Stack,
     packed_sizes,
@@ -80,7 +81,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
-    sizes = packed_sizes(opened, place.activations, hopper=is_hopper(place.device))
+    sizes = packed_sizes(opened, place.activations, target_of(place.device))
     if (budget := budget_of(place)) is None:
         needed = sum(size for name, size in sizes.items() if not DROPPED.fullmatch(name))
         needed += DECODED_BYTES * parameters(opened.config)
@@ -109,13 +110,13 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     )
 
 
-def is_hopper(device: str) -> bool:
-    """Return whether a device runs Hopper's kernels, which keep experts 4-bit in the mode `fp8`."""
+def target_of(device: str) -> Capability | None:
+    """Return the capability whose kernels run on a device; None for a CPU."""
     if device == "cpu":
-        return False
-    from fused_dequant.weights import in_fragments
+        return None
+    from fused_dequant.weights import target_of as capability_of
 
-    return in_fragments(torch.device(device), "nvfp4_e4m3")
+    return capability_of(torch.device(device))
 
 
 def budget_of(place: Placement) -> float | None:

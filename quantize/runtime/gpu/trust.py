@@ -19,9 +19,9 @@ import fused_dequant
 import torch
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch import dispatch
-from fused_dequant.launch.targets import capability, fp4_units, name_of
+from fused_dequant.launch.targets import capability, name_of
 from fused_dequant.tune import selftest
-from fused_dequant.weights import in_fragments
+from fused_dequant.weights.choose import layout_for, plainer, target_of
 
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.reader import read_config
@@ -34,9 +34,6 @@ from quantize.schemes.modes import ActivationMode
 REMEMBERED = TUNED.with_name("selftest")
 REPORT = "please report this, with what `quantize doctor` says"
 INSTEAD = "a plainer kernel is taken"
-# The layouts of NVFP4 and of its mode `fp8` on Hopper, and of its mode `fp8` elsewhere.
-FRAGMENTS = {"nvfp4": "nvfp4_fragments", "nvfp4_e4m3": "nvfp4_e4m3"}
-ELSEWHERE = {"nvfp4_e4m3": "fp8"}
 
 
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
@@ -50,18 +47,18 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
         return False
     wanted = {"bf16", *schemes}
     check_gpu(wanted | {"fp8"} if activations == "fp8" else wanted, device)
-    four_bit = activations == "per_layer" and "nvfp4" in wanted and fp4_units(device)
-    if activations == "fp8" and "nvfp4" in wanted:
-        wanted = wanted - {"nvfp4"} | {"nvfp4_e4m3"}
-    found = _Found(device)
-    for scheme in sorted(wanted | ({FOUR_BIT} if four_bit else set())):
-        _settle(scheme, found)
-    return four_bit and FOUR_BIT not in dispatch.distrusted
+    results = _Results(device)
+    for scheme in sorted(wanted):
+        if activations != "fp8":  # the rows of some products stay BF16 in every other mode
+            _settle(scheme, None, results)
+        _settle(scheme, activations, results)
+    return "nvfp4" in wanted and results.layout("nvfp4", activations) == FOUR_BIT
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
     """Return whether weights packed for `mode` on `device` serve this mode only."""
-    return mode == "fp8" or (mode == "per_layer" and device.type == "cuda" and fp4_units(device))
+    target = target_of(device)
+    return layout_for("nvfp4", mode, target, ()) != layout_for("nvfp4", None, target, ())
 
 
 def schemes_of(folder: Path) -> set[str]:
@@ -80,26 +77,19 @@ def condition(
     return units | failed
 
 
-def _settle(scheme: str, found: "_Found") -> None:
-    """Distrust a scheme's kernel if it computes wrong; refuse the GPU if the plainer one does too."""
-    own = FRAGMENTS.get(scheme, scheme)
-    if scheme in FRAGMENTS and not in_fragments(found.device, own):
-        own = ELSEWHERE.get(scheme, scheme)
-    why = found.fault(own, scheme)
-    if why is not None and own in selftest.PLAINER:
-        if own not in dispatch.distrusted:
-            say(f"{found.name}: products of {own} are wrong ({why}): {INSTEAD}; {REPORT}")
-        dispatch.distrusted.add(own)
-        plainer = selftest.PLAINER[own]
-        why = None if plainer is None else found.fault(plainer, scheme)
-    if why is not None:
-        raise ResourceError(
-            f"{found.name}: products of {scheme} are wrong ({why}), and no other kernel has them; "
-            f"{REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
-        )
+def _settle(scheme: str, mode: ActivationMode | None, results: "_Results") -> None:
+    """Distrust each layout of a scheme whose kernel computes wrong; refuse the GPU if none is left."""
+    while why := results.fault(layout := results.layout(scheme, mode)):
+        if not plainer(layout):
+            raise ResourceError(
+                f"{results.name}: products of {layout} are wrong ({why}), and no other kernel has "
+                f"them; {REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
+            )
+        say(f"{results.name}: products of {layout} are wrong ({why}): {INSTEAD}; {REPORT}")
+        dispatch.distrusted.add(layout)
 
 
-class _Found:
+class _Results:
     """A GPU's test results: name of a layout of weights -> its fault, None if there is none."""
 
     def __init__(self, device: torch.device) -> None:
@@ -119,11 +109,15 @@ class _Found:
             known = {}
         self.faults: dict[str, str | None] = known
 
-    def fault(self, layout: str, scheme: str) -> str | None:
-        """Return what is wrong with products of `layout`, which `scheme` now has, or None."""
+    def layout(self, scheme: str, mode: ActivationMode | None) -> str:
+        """Return the layout that experts of a scheme get on the GPU now."""
+        return layout_for(scheme, mode, target_of(self.device))
+
+    def fault(self, layout: str) -> str | None:
+        """Return what is wrong with products of `layout`, tested now or earlier; None if nothing is."""
         if layout not in self.faults:
             say(f"testing products of {layout} on {self.name}, once")
-            self.faults[layout] = selftest.fault(scheme, self.device)
+            self.faults[layout] = selftest.fault(layout, self.device)
             write_json(self.path, {"about": self.about, "faults": self.faults})
             try:
                 torch.cuda.synchronize(self.device)

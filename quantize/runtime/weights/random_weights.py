@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from fused_dequant import Weight, weights
-from fused_dequant.formats import FOUR_BIT
 from fused_dequant.tune.cases import random_weight
+from fused_dequant.weights.choose import preferred
 from torch import Tensor
 
 from quantize.checkpoints.layout import model_config
@@ -38,7 +38,7 @@ def random_weights(
     if in_fp8 or in_fp4:
         if why := refusal("fp8", schemes.values()):
             raise InputError(f"random weights: {why}")
-        packed = "nvfp4_e4m3" if in_fp8 else FOUR_BIT
+        packed = preferred("nvfp4", "fp8" if in_fp8 else "per_layer")[0]
         schemes = {kind: packed if own == "nvfp4" else own for kind, own in schemes.items()}
     whole = model_config(config)
     text = whole.text_config

@@ -77,11 +77,6 @@ class Machine:
         """Bytes/s at which weights are streamed; 0 if unknown."""
         return self.link or self.gpu.link * LINK_REACHED
 
-    @property
-    def hopper(self) -> bool:
-        """Whether the GPU is a Hopper, on which the activation mode `fp8` keeps experts in 4 bits."""
-        return self.gpu.capability == (9, 0)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -108,7 +103,7 @@ def planned(
 ) -> list[Row]:
     """Return one row per stage; `config` and `tensors` are the BF16 model's, `targets` its plan."""
     stages = _Stages(recipe, config, targets, machine)
-    return stages.all(needs(recipe, config, tensors, targets, hopper=machine.hopper))
+    return stages.all(needs(recipe, config, tensors, targets, machine.gpu.capability))
 
 
 class _Stages:

@@ -61,7 +61,7 @@ def serving_table(
     )  # fmt: skip
     caption = f"by arithmetic: ms of a forward at least, tokens/s at most ({STEPS} steps a canvas)"
     for name, targets in {"BF16": next(iter(plans.values())), **plans}.items():
-        quantized = quantized_stack(name, targets, hopper=machine.hopper)
+        quantized = quantized_stack(name, targets, machine.gpu.capability)
         stack = bf16_stack(tensors) if name == "BF16" else quantized
         cells = _cells(Need(name, stack, clients, context), config, targets, machine)
         table.add_row(name, *cells)
@@ -80,7 +80,7 @@ def serving_line(
 ) -> str:
     """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
-    stack = quantized_stack("", targets, hopper=machine.hopper)
+    stack = quantized_stack("", targets, machine.gpu.capability)
     cells = _cells(Need("", stack, CLIENTS, context), config, targets, machine)
     if len(cells) == 1:
         return f"serve: {cells[0]}"

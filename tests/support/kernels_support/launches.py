@@ -22,6 +22,7 @@ from fused_dequant.launch.targets import Capability
 from fused_dequant.tune import cases
 from fused_dequant.tune.cases import EXPERTS, HIDDEN, INNER, LINEAR_SHAPES, TOPK, VOCABULARY
 from fused_dequant.weights import Weight, fragments
+from fused_dequant.weights.choose import layout_for, made_of
 from fused_dequant.weights.layouts import KERNELS
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -147,10 +148,11 @@ def launches(capability: Capability) -> list[Launch]:
 
 
 def _schemes(capability: Capability) -> Iterator[str]:
-    """Schemes as `weights` makes them for the target: NVFP4 is fragments on Hopper."""
-    for scheme, kernel in KERNELS.items():
-        if kernel.runs_on(capability) and not (scheme == "nvfp4" and capability == (9, 0)):
-            yield scheme
+    """Yield the layouts that weights may get on the target."""
+    for layout, kernel in KERNELS.items():
+        scheme, mode = made_of(layout)
+        if kernel.runs_on(capability) and layout_for(scheme, mode, capability, ()) == layout:
+            yield layout
 
 
 def launch_scheme(scheme: str, M: int) -> None:
