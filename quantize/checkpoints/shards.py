@@ -30,6 +30,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+import xxhash
 
 from quantize.checkpoints.layout import TensorSpec
 from quantize.checkpoints.reader import DTYPES, INDEX, SINGLE, bytes_of
@@ -328,14 +329,20 @@ def _write(
     return digest.hexdigest()
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece]) -> None:
-    """Write `pieces` to one new file, the widest dtypes first, so that all tensors are aligned."""
+def write_pieces(path: Path, pieces: Sequence[Piece]) -> str:
+    """Write `pieces` to one new file, the widest dtypes first, so that all tensors are aligned.
+
+    Return the XXH3 digest (128 bits, hexadecimal) of the bytes in memory, which the disk may spoil.
+    """
     # Other threads run meanwhile; safetensors' `save_file` holds Python's lock until all is written.
     ordered = sorted(pieces, key=lambda p: -DTYPES[next(iter(p.layout.values())).dtype].itemsize)
+    digest = xxhash.xxh3_128(_header(ordered))
     with path.open("wb", buffering=0) as file:
         _write_fully(file, memoryview(_header(ordered)))
         for block in (task() for piece in ordered for task in piece.tasks):
+            digest.update(bytes_of(block))
             _write_fully(file, bytes_of(block))
+    return digest.hexdigest()
 
 
 def _write_fully(file: io.FileIO, data: memoryview) -> None:

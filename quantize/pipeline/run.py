@@ -25,7 +25,7 @@ from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import (
     check_fresh,
     forget,
-    input_digests,
+    reading,
     remember,
     stale,
     upstream,
@@ -33,7 +33,7 @@ from quantize.pipeline.staleness import (
 )
 from quantize.recipe.sections import Recipe, errors_of, read_recipe, resolved
 from quantize.runs.folder import RunDir, existing_run
-from quantize.runs.manifest import fingerprint, new_manifest
+from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
 from quantize.runtime.gpu.memory import Plan
 from quantize.runtime.gpu.memory import plan as fit
 from quantize.runtime.gpu.placement import budget_of, target_of
@@ -163,11 +163,20 @@ def opened(path: Path, **options: Any) -> Generator[Run]:
         about = read_json(folder.manifest_json, *keys)["source"]
         source = Checkpoint.open(Path(about["folder"]))
         if fingerprint(source) != about["fingerprint"]:
-            raise InputError(f"{source.folder}: the BF16 model has changed since this run began")
+            raise InputError(_another_model(source, about["fingerprint"]))
         targets = plan_targets(source.tensors, recipe.quantization)
         run = Run(folder, recipe, source, targets, about["bundled"], options)
         memory_plans(run, recipe)
         yield run
+
+
+def _another_model(source: Checkpoint, began_with: str) -> str:
+    if is_sampled_fingerprint(began_with, source):
+        return (
+            f"{source.folder}: the version that began this run read only samples of the BF16 model; "
+            f"nothing says that the rest is unchanged. `quantize run` begins a run that does"
+        )
+    return f"{source.folder}: the BF16 model has changed since this run began"
 
 
 def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
@@ -259,7 +268,8 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
 def work(run: Run, stage: Stage) -> None:
     """Do a stage's work, or its replacement in `run.instead`; record time, memory, inputs and result.
 
-    Raise InputError if torchrun started several processes and the stage's work cannot be split.
+    Raises:
+        InputError: as in `reading`; or torchrun started several processes, and the work is one's.
     """
     if not stage.shares_work:
         refuse_several(stage.name)
@@ -269,9 +279,9 @@ def work(run: Run, stage: Stage) -> None:
     gc.freeze()  # else each collection walks old objects for seconds, while all threads wait
     try:
         with measured() as facts, within(Meter(stage.name, None, "")):
-            inputs = input_digests(run.folder, stage)
-            forget(run.folder, stage)
-            (run.instead.get(stage.name) or stage.work)(run)
+            with reading(run, stage) as inputs:
+                forget(run.folder, stage)
+                (run.instead.get(stage.name) or stage.work)(run)
             remember(run.folder, stage, inputs)
     finally:  # a failed try's time is recorded too, but its error comes first
         gc.unfreeze()

@@ -5,20 +5,24 @@ stages.json in the run folder, by stage:
   result   the digest of the result that the stage wrote
 
 A stage is stale if it has no entry, or if its files or inputs have changed since the entry. A
-digest covers every byte of a result; for results over 2 GB it covers sizes and samples.
+digest covers every byte of a result. Versions up to 268631d took samples of a result over 2 GB: such
+an entry says nothing of the other bytes, so that its stage is stale. Before a stage runs, what it
+reads must be what the stages before it wrote; while it runs, none of these files may change.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import InputError
 from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json
 from quantize.host.processes import is_first
-from quantize.pipeline.stages import STAGES, Stage
+from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.recipe.sections import Recipe
+from quantize.runs.digests import hashed, identities, sampled
 from quantize.runs.folder import RunDir, is_card
-from quantize.runs.manifest import hashed
+from quantize.runs.manifest import fingerprint
 
 
 def why_stale(folder: RunDir, stage: Stage) -> str | None:
@@ -30,7 +34,10 @@ def why_stale(folder: RunDir, stage: Stage) -> str | None:
     if record is None:
         return "nothing says what its result was made from"
     if record["result"] != result:
-        return f"{' or '.join(stage.files or (stage.result,))} changed after it was made"
+        what = " or ".join(stage.files or (stage.result,))
+        if record["result"] == sampled(_named(folder, stage)):
+            return f"an earlier version read only samples of {what}"
+        return f"{what} changed after it was made"
     inputs = input_digests(folder, stage)
     before = record["inputs"]
     changed = sorted(name for name in before | inputs if before.get(name) != inputs.get(name))
@@ -71,11 +78,46 @@ def input_digests(folder: RunDir, stage: Stage) -> dict[str, str | None]:
     return {"model": about["fingerprint"]} | digests
 
 
+@contextmanager
+def reading(run: Run, stage: Stage) -> Generator[dict[str, str | None]]:
+    """Yield the digests of what a stage reads; in the block, none of it may change.
+
+    Raises:
+        InputError: a result is not what its stage wrote, or an input changed while the block ran.
+    """
+    inputs, records = input_digests(run.folder, stage), _records(run.folder)
+    for name, digest in inputs.items():
+        if digest is not None and name in records and records[name]["result"] != digest:
+            (maker,) = (other for other in STAGES if other.name == name)
+            raise InputError(
+                f"{run.folder.path / maker.result}: not what {name} wrote; "
+                f"`{maker.command(run.folder)}` makes it again"
+            )
+    before = _identities(run, stage)
+    yield inputs
+    # What only has another name or link in another place has another identity, and the same bytes.
+    if _identities(run, stage) != before and inputs != (
+        input_digests(run.folder, stage) | {"model": fingerprint(run.source)}
+    ):
+        raise InputError(
+            f"{run.folder.path}: what {stage.name} reads changed while it ran; run it again"
+        )
+
+
+def _identities(run: Run, stage: Stage) -> list[str]:
+    made = [f for s in STAGES if s.name in stage.inputs for f in sorted(_files(run.folder, s))]
+    return identities([*(file for file in made if file.exists()), *run.source.shards])
+
+
 def result_digest(folder: RunDir, stage: Stage) -> str | None:
     """Return a sha256 over a stage's files, or None if the result does not exist."""
     if not (folder.path / stage.result).exists():
         return None
-    return hashed({str(f.relative_to(folder.path)): f for f in sorted(_files(folder, stage))})
+    return hashed(_named(folder, stage))
+
+
+def _named(folder: RunDir, stage: Stage) -> dict[str, Path]:
+    return {str(f.relative_to(folder.path)): f for f in sorted(_files(folder, stage))}
 
 
 def _files(folder: RunDir, stage: Stage) -> Iterable[Path]:

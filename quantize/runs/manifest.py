@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -24,15 +24,13 @@ from quantize.checkpoints.reader import (
     hub_commit,
 )
 from quantize.host.resources import now
+from quantize.runs.digests import hashed, remember, sampled, sha256_of
 from quantize.runs.folder import is_card
 
 PACKAGES = (
     "diffusiongemma-quantize", "torch", "transformers", "compressed-tensors", "safetensors", "lm-eval",
     "triton",
 )  # fmt: skip
-HASHED_WHOLE = 2_000_000_000  # every byte is hashed up to this many bytes in total
-SAMPLE, SAMPLES = 65536, 64  # above that: bytes per sample, and samples per file
-HASHED_AT_ONCE = 1 << 24
 
 
 def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None) -> dict[str, Any]:
@@ -119,15 +117,28 @@ def _cpu_name() -> str:
 def fingerprint(checkpoint: Checkpoint, settings_of: Path | None = None) -> str:
     """Return a sha256 that tells whether a checkpoint would still give the same answers.
 
-    It covers config.json, tokenizer, chat template, processor, generation settings and shards.
-    Above 2 GB in all, only samples of large files are read, so that 52 GB take a second. The folder
-    `settings_of`, if given, supplies the generation settings under which answers were scored.
+    It covers every byte of config.json, tokenizer, chat template, processor, generation settings and
+    shards. The folder `settings_of`, if given, supplies the generation settings under which answers
+    were scored.
     """
+    return hashed(_fingerprinted(checkpoint, settings_of))
+
+
+def is_sampled_fingerprint(digest: str, checkpoint: Checkpoint) -> bool:
+    """Return whether `digest` is what versions up to 268631d took for a large model's fingerprint.
+
+    They read samples of files above 2 GB in all, so it does not tell whether the model has changed.
+    """
+    files = _fingerprinted(checkpoint)
+    return digest != hashed(files) and digest == sampled(files)
+
+
+def _fingerprinted(checkpoint: Checkpoint, settings_of: Path | None = None) -> dict[str, Path]:
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
     found = {file.name: file for file in files}
     if settings_of and GENERATION in found:
         found[GENERATION] = settings_of / GENERATION
-    return hashed({name: file for name, file in found.items() if file.is_file()})
+    return {name: file for name, file in found.items() if file.is_file()}
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -140,27 +151,6 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return each file's (name, bytes, time of change in ns), to see cheaply if one was changed."""
-    found = [(file.name, file.stat()) for file in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
-
-
-def hashed(files: Mapping[str, Path]) -> str:
-    """Return a sha256 over names, sizes and bytes; above 2 GB in all, large files are sampled."""
-    digest = hashlib.sha256()
-    sizes = [file.stat().st_size for file in files.values()]
-    whole = sum(sizes) <= HASHED_WHOLE
-    for (name, path), size in zip(files.items(), sizes, strict=True):
-        digest.update(f"{name} {size}\n".encode())
-        step = SAMPLE if whole else max(SAMPLE, size // SAMPLES)
-        with path.open("rb") as file:
-            for position in range(0, size, step):
-                file.seek(position)
-                digest.update(file.read(SAMPLE))
-    return digest.hexdigest()
-
-
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return relative path -> sha256 for every file of a checkpoint but the card and its scores.
 
@@ -170,12 +160,7 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
     files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())
     names = {file.relative_to(checkpoint.folder).as_posix(): file for file in files}
     asked = {name: file for name, file in names.items() if name not in found and not is_card(name)}
-    with ThreadPoolExecutor() as pool:  # a core hashes 0.85 GB/s
-        return found | dict(zip(asked, pool.map(sha256_of, asked.values()), strict=True))
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file, in hexadecimal."""
-    # In large blocks, since other threads that compute take the interpreter after each block.
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, "sha256", _bufsize=HASHED_AT_ONCE).hexdigest()
+    with ThreadPoolExecutor() as pool:
+        read = dict(zip(asked, pool.map(sha256_of, asked.values()), strict=True))
+    remember({names[name]: digest for name, digest in read.items()})  # and no digest of `known`
+    return found | read

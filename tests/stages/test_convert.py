@@ -16,7 +16,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from conversions import DENSE, MIXED, recipe_for, run, write_input_scales
+from conversions import DENSE, MIXED, note_codes, recipe_for, run, write_input_scales
 from fused_dequant import formats
 from modules_oracle.simulated import load_rounding
 from oracle import assert_equal_quantization, assert_same_bits, oracle
@@ -346,7 +346,7 @@ def test_a_source_that_changes_meanwhile_is_refused(
     import quantize.stages.convert.convert as module
 
     counter = iter(range(10))
-    monkeypatch.setattr(module, "stamps", lambda files: [("x", next(counter), 0)])
+    monkeypatch.setattr(module, "identities", lambda files: [str(next(counter))])
     with pytest.raises(InputError, match="changed while it was read"):
         run(tiny_checkpoint, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
     assert not (tmp_path / "out").exists()
@@ -480,6 +480,7 @@ def test_shards_of_other_settings_are_not_taken_up_again(
     layer = {n: t for n, t in quantized if ".weight_" in n}
     layer |= {n: torch.zeros_like(t) for n, t in layer.items() if n.endswith("_packed")}
     save_file(layer, codes / "layer-00.safetensors")
+    note_codes(codes)
     for after in ({"observer": "memoryless_mse"}, {"input_scales": second}, {"rounded": codes}):
         out = tmp_path / "-".join(after)
         with monkeypatch.context() as patch:  # every shard is finished, and the folder is not
@@ -523,6 +524,7 @@ def test_a_gpu_gets_what_it_computes_exactly(
     run(tiny_checkpoint, tmp_path / "b", recipe_for("NVFP4A16", "memoryless_mse"), device="cuda:0")
     (tmp_path / "codes").mkdir()
     shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "codes" / "layer-00.safetensors")
+    note_codes(tmp_path / "codes")
     settings = {"device": "cuda:0", "rounded": tmp_path / "codes"}
     run(tiny_checkpoint, tmp_path / "c", recipe_for("NVFP4A16"), **settings)
     run(tiny_checkpoint, tmp_path / "d", recipe_for("NVFP4A16"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import recipe_for, run
+from conversions import note_codes, recipe_for, run
 from safetensors.torch import load_file, save_file
 from synthetic import synthetic_config, write_synthetic
 
@@ -53,6 +53,7 @@ def test_codes_that_were_rounded_before(tiny_checkpoint: Path, tmp_path: Path) -
     codes = {n: ~t if n.endswith("_packed") else t for n, t in layer.items() if ".weight_" in n}
     (tmp_path / "codes").mkdir()
     save_file(codes, tmp_path / "codes" / "layer-00.safetensors")
+    note_codes(tmp_path / "codes")
     for name, device in (("cpu", "cpu"), ("gpu", GPU)):
         run(tiny_checkpoint, tmp_path / name, recipe_for("NVFP4"), device=device,
             rounded=tmp_path / "codes")  # fmt: skip

@@ -20,10 +20,10 @@ from tiny import EXPERTS, LAYERS, tiny_model
 from torch import Tensor, nn
 
 from quantize.checkpoints.load import load
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import InputError, ResourceError
-from quantize.host.files import read_json
+from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Calibration, Recipe, load_recipe, parse_recipe
 from quantize.runtime import Sampler, generate
 from quantize.runtime.gpu.placement import CPU
@@ -145,6 +145,61 @@ def test_convert_writes_the_rounded_codes(
     assert any(name.endswith("weight_packed") for name in changed)
     assert not any(name.endswith("weight_global_scale") for name in changed)
     load(tmp_path / "gptq")
+
+
+def flipped(path: Path, share: float = 0.02) -> None:
+    """Flip a bit in this share of the bytes of one expert's codes, as a disk might."""
+    name = "model.decoder.layers.1.experts.2.down_proj.weight_packed"
+    place = read_header(path)[name]
+    content = bytearray(path.read_bytes())
+    for at in range(place.begin, place.end, round(1 / share)):
+        content[at] ^= 4
+    path.write_bytes(content)
+
+
+def lost_digests(folder: Path) -> None:
+    write_json(folder / stage.SUMMARY, {"fell_back": 0, "linears": {}})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda f: flipped(f / "layer-01.safetensors"),
+            "layer-01.*not the codes that `round` wrote",
+        ),
+        (lambda f: (f / "layer-02.safetensors").unlink(), "layer-02.*not the codes that `round`"),
+        (lambda f: shutil.copy(f / "layer-00.safetensors", f / "layer-01.safetensors"), "layer-01"),
+        (lambda f: shutil.copy(f / "layer-00.safetensors", f / "layer-99.safetensors"), "layer-99"),
+        (lost_digests, "rounding.json: it names no digests, as an earlier version wrote it; run"),
+        (lambda f: (f / stage.SUMMARY).unlink(), "rounding.json: it names no digests"),
+    ],
+)
+def test_codes_that_rot_before_convert_are_refused_in_one_line(
+    spoil: Callable[[Path], object], said: str, source: Checkpoint, rounded: Path, tmp_path: Path
+) -> None:
+    codes = shutil.copytree(rounded, tmp_path / "rounding")
+    spoil(codes)
+    targets, recipe = targets_of(source), recipe_of(source)
+    with pytest.raises(InputError, match=said) as refused:
+        convert(source, targets, tmp_path / "made", recipe=recipe, rounded=codes)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_layer_that_rots_before_the_run_goes_on_is_rounded_again(
+    source: Checkpoint, few: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (recipe, expected), out = few, tmp_path / "rounded"
+    with monkeypatch.context() as killed:
+        killing(killed, stage, "write_pieces", 3)
+        with pytest.raises(Killed):
+            round_weights(source, plan_of(source, recipe), recipe, out)
+    file = tmp_path / "rounded.partial" / "layer-00.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    round_weights(source, plan_of(source, recipe), recipe, out)
+    assert contents(out) == contents(expected)
 
 
 def test_the_output_of_a_layer_is_nearer_on_inputs_not_seen(

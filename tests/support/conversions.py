@@ -8,7 +8,9 @@ from tiny import LAYERS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
+from quantize.host.files import write_json
 from quantize.recipe.sections import Recipe, load_recipe
+from quantize.runs.digests import xxh3_of
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import Conversion, convert
 
@@ -37,6 +39,12 @@ def write_input_scales(path: Path, targets: list[Target]) -> dict[str, float]:
     tensors = {f"{m}.input_global_scale": torch.tensor([s]) for m, s in scales.items()}
     save_file(tensors, path)
     return scales
+
+
+def note_codes(folder: Path) -> None:
+    """Write rounding.json, as `round_weights` does, for layers that a test made up."""
+    files = {path.name: xxh3_of(path) for path in sorted(folder.glob("layer-*.safetensors"))}
+    write_json(folder / "rounding.json", {"files": files})
 
 
 def run(

@@ -18,6 +18,7 @@ and IEEE 754 quotients alike. Sums and powers differ, so the observer memoryless
 import importlib.metadata
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -29,9 +30,10 @@ from quantize.checkpoints.scales import positive, read_scales
 from quantize.checkpoints.shards import WORKERS_A_FILE, plan_shards, state_path, write_shards
 from quantize.checkpoints.targets import Target, ignore_for_config
 from quantize.errors import InputError
-from quantize.host.files import folder_when_complete, write_json
+from quantize.host.files import folder_when_complete, read_json, write_json
 from quantize.recipe.sections import Recipe
-from quantize.runs.manifest import checksums, stamps
+from quantize.runs.digests import hashed, identities, remember, xxh3_of
+from quantize.runs.manifest import checksums
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.shard_pieces import Look, Quantizer
 from quantize.stages.device import Device
@@ -39,7 +41,8 @@ from quantize.stages.device import Device
 MAX_SHARD_BYTES = 5e9
 
 CARRIED = (*SETTINGS, "LICENSE*", "NOTICE*")
-LAYERS = "layer-*.safetensors"  # the files that `round_weights` writes
+# The files that `round_weights` writes, and the one that names their digests.
+LAYERS, SUMMARY = "layer-*.safetensors", "rounding.json"
 
 
 @dataclass(frozen=True)
@@ -72,27 +75,30 @@ def convert(
     Raises:
         InputError: `out` exists; `source` has a wrong layout, changes meanwhile, or has a weight that
             is NaN, infinite or above 1e38; an input scale is missing, extra or not above 0; `rounded`
-            is empty; servers fuse Linears to which the plan gives different schemes.
+            is empty, or not what `round_weights` wrote; servers fuse Linears to which the plan gives
+            different schemes.
         ResourceError: the disk is too small, or fails.
     """
     if out.exists() and not overwrite:
         raise InputError(f"{out}: exists already; name another folder or remove it")
     check_layout(source)
-    before = stamps(source.shards)
+    codes = sorted(rounded.glob(LAYERS)) if rounded else []
+    before = identities([*source.shards, *codes])
     scales = _read_input_scales(input_scales, targets)
     found = read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
     where = Device(device if observer == "memoryless_minmax" else "cpu")
     pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
-    codes = stamps(sorted(rounded.glob(LAYERS)) if rounded else [])
-    identity = json.dumps([before, observer, sorted(scales.items()), codes])
+    read = {file.name: file for file in [*source.shards, *codes]}
+    identity = json.dumps([hashed(read), observer, sorted(scales.items())])
     with folder_when_complete(out, keep_partial=True) as folder:
         a_file = 1 if where.pinned else WORKERS_A_FILE
         hashes = write_shards(shards, folder, identity, workers=where.makers, workers_a_file=a_file)
+        remember({folder / name: digest for name, digest in hashes.items()})
         _carry_files(source.folder, folder)
         write_json(folder / "config.json", quantized_config(source.config, targets, recipe))
-        if stamps(source.shards) != before:
+        if identities([*source.shards, *codes]) != before:
             raise InputError(f"{source.folder}: a shard changed while it was read; convert again")
         written = Checkpoint.open(folder)
         # Readers use the headers on disk, so they must be the planned headers.
@@ -143,10 +149,24 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
 
 
 def read_rounded(folder: Path) -> Checkpoint:
-    """Return the codes and scales that `round_weights` wrote; InputError if the folder has none."""
-    headers = [read_header(path) for path in sorted(folder.glob(LAYERS))]
-    if not headers:
-        raise InputError(f"{folder}: no rounded weights there; run `quantize round RUN`")
+    """Return the codes and scales that `round_weights` wrote.
+
+    Raises:
+        InputError: the folder has none, or rounding.json names no digests, or others.
+    """
+    again = "run `quantize round RUN`"
+    files = {path.name: path for path in sorted(folder.glob(LAYERS))}
+    if not files:
+        raise InputError(f"{folder}: no rounded weights there; {again}")
+    path = folder / SUMMARY
+    noted: dict[str, str] | None = read_json(path).get("files") if path.exists() else None
+    if noted is None:
+        raise InputError(f"{path}: it names no digests, as an earlier version wrote it; {again}")
+    with ThreadPoolExecutor() as pool:
+        read = dict(zip(files, pool.map(xxh3_of, files.values()), strict=True))
+    if changed := sorted(name for name in read | noted if read.get(name) != noted.get(name)):
+        raise InputError(f"{folder / changed[0]}: not the codes that `round` wrote; {again}")
+    headers = [read_header(path) for path in files.values()]
     return Checkpoint(folder, {}, {name: at for header in headers for name, at in header.items()})
 
 

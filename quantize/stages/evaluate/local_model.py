@@ -17,7 +17,8 @@ from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
 from quantize.recovery.samples import Completion, Finished, Request
-from quantize.runs.manifest import package_versions, sha256_of, tokenizer_digest
+from quantize.runs.digests import sha256_of
+from quantize.runs.manifest import package_versions, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
 from quantize.runtime.engine.interface import Engine, each_completed
 from quantize.runtime.engine.llama_cpp import LlamaCpp, made_from

@@ -17,7 +17,7 @@ from quantize.recovery.samples import Request
 from quantize.recovery.scoring import first_requests
 from quantize.reports.questions import differing
 from quantize.reports.scores import read_scoring
-from quantize.runs.manifest import sha256_of
+from quantize.runs.digests import sha256_of
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.stages.evaluate.local_model import Answerer
 

@@ -13,7 +13,7 @@ from quantize.recovery.catalog import notes, shipped
 from quantize.recovery.own import Definition
 from quantize.recovery.scoring import local_data, size
 from quantize.recovery.sequential import Plan
-from quantize.runs.manifest import sha256_of
+from quantize.runs.digests import sha256_of
 
 BUNDLED_TASKS = ("word_problems", "word_problems_thinking")
 

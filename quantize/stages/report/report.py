@@ -26,8 +26,8 @@ from quantize.reports.provenance import made
 from quantize.reports.questions import questions_and_canvases
 from quantize.reports.render import html, markdown
 from quantize.reports.scores import pair, read_scoring
+from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
-from quantize.runs.manifest import sha256_of
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
 from quantize.stages.report.points import judged_points, measured_speeds, settings_served
 

@@ -9,9 +9,10 @@ the other (`record.layer_by_layer`). So memory holds the Hessians of one layer a
 the bytes are the same under any budget of memory.
 
 While a layer is rounded, the next layer's weights are read and the previous layer's file is written. A
-run that was killed continues after the last finished layer and makes the same bytes. The fewer tokens
-reach an expert, the nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert
-whose Hessian has no Cholesky factor is rounded to nearest and counted in rounding.json.
+run that was killed continues after the last finished layer and makes the same bytes. rounding.json has
+a digest of each file, which convert compares with what it reads. The fewer tokens reach an expert, the
+nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert whose Hessian has no
+Cholesky factor is rounded to nearest and counted in rounding.json.
 """
 
 import hashlib
@@ -37,6 +38,7 @@ from quantize.host.files import folder_when_complete, read_json, sync_file, writ
 from quantize.host.progress import say, track
 from quantize.host.units import digits
 from quantize.recipe.sections import Recipe
+from quantize.runs.digests import xxh3_of
 from quantize.runtime.gpu.placement import CPU, Placement, budget_of, free_unused
 from quantize.runtime.model.watching import Observer
 from quantize.runtime.record.layer_by_layer import LayerByLayer
@@ -185,7 +187,8 @@ def round_weights(
         schemes = [(unit.reads, unit.scheme.name) for unit in units]
         facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS, VERSION]
         _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
-        left = [unit for unit in units if not (folder / _file(unit.layer)).exists()]
+        whole = _whole(folder)
+        left = [unit for unit in units if _file(unit.layer) not in whole]
         if left:
             recording = denoising.recording(scratch)
             free_unused(place.device)  # the model that recorded
@@ -254,10 +257,11 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
     pieces = [piece for each in done for piece in _pieces(each.unit, each.tensors)]
     name = _file(units[0].layer)
     facts = {each.unit.reads: each.facts for each in done}
-    write_json(folder / name.replace(".safetensors", ".json"), facts)
     temporary = folder / "layer.partial"
-    write_pieces(temporary, pieces)
+    digest = write_pieces(temporary, pieces)
     sync_file(temporary)
+    about = {"linears": facts, "files": {name: digest}}
+    write_json(folder / name.replace(".safetensors", ".json"), about)
     temporary.replace(folder / name)
 
 
@@ -270,15 +274,28 @@ def _start(folder: Path, identity: str) -> None:
         write_text(path, identity)
 
 
+def _whole(folder: Path) -> set[str]:
+    """Return the names of layers that an interrupted try wrote, and that still have their digests."""
+    files = _noted(folder)["files"]
+    there = [name for name in files if (folder / name).exists()]
+    return {name for name in there if xxh3_of(folder / name) == files[name]}
+
+
+def _noted(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return what is noted of the `linears` and `files` so far, by the summary or layer by layer."""
+    noted: dict[str, dict[str, Any]] = {"linears": {}, "files": {}}
+    for path in (folder / SUMMARY, *sorted(folder.glob("layer-*.json"))):
+        about = read_json(path) if path.exists() else {}
+        for key, entries in noted.items():
+            entries |= about.get(key, {})
+    return noted
+
+
 def _summarize(folder: Path) -> None:
     """Join the facts of all layers; a summary that an interrupted try wrote may hold some already."""
-    path = folder / SUMMARY
-    facts: dict[str, Any] = read_json(path, "linears")["linears"] if path.exists() else {}
-    layers = sorted(folder.glob("layer-*.json"))
-    for each in layers:
-        facts |= read_json(each)
-    fell_back = sum(len(each["fell_back"]) for each in facts.values())
-    write_json(path, {"fell_back": fell_back, "linears": facts})
-    for each in layers:
-        each.unlink()
-    say(f"rounding: {len(facts)} inputs, {fell_back} Hessians without a factor")
+    noted = _noted(folder)
+    fell_back = sum(len(each["fell_back"]) for each in noted["linears"].values())
+    write_json(folder / SUMMARY, {"fell_back": fell_back, **noted})
+    for path in folder.glob("layer-*.json"):
+        path.unlink()
+    say(f"rounding: {len(noted['linears'])} inputs, {fell_back} Hessians without a factor")

@@ -23,8 +23,9 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Recipe
+from quantize.runs.digests import sha256_of, stamps
 from quantize.runs.folder import RunDir
-from quantize.runs.manifest import code_digest, sha256_of, stamps
+from quantize.runs.manifest import code_digest
 from quantize.schemes.records import Scheme
 from quantize.stages.device import Device
 from quantize.stages.verify.decompression import Decompressor
