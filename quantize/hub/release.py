@@ -23,7 +23,8 @@ from quantize.reports.bundle import shareable
 from quantize.reports.card import Override, base_model, card_files
 from quantize.runs.folder import README, RunDir, is_card
 from quantize.runs.manifest import fingerprint
-from quantize.runs.models import CANDIDATE
+from quantize.runs.models import BASELINE_AGAIN, CANDIDATE
+from quantize.runs.weights import Weights
 
 PULL_REQUEST, MAIN = "pr", "main"
 EVIDENCE, BILL = "evidence", "bom.cdx.json"
@@ -155,8 +156,22 @@ def _check_artifact(run: RunDir) -> None:
             raise InputError(
                 f"{path}: another checkpoint was scored; run `quantize evaluate` and `report` again"
             )
+    _check_rows(run)
     if run.fidelity_json.exists() and (faults := read_json(run.fidelity_json, "faults")["faults"]):
         raise GateError(f"{run.fidelity_json}: {faults[0]}")
+
+
+def _check_rows(run: RunDir) -> None:
+    """Raise InputError if the report shows rows that were scored on other weights than the run's."""
+    report, weights = read_json(run.report_json, "tasks", "noise_floor"), Weights.of(run)
+    shown = [(CANDIDATE, entry) for entry in report["tasks"]]
+    shown += [(BASELINE_AGAIN, entry) for entry in report["noise_floor"]]
+    for model, entry in shown:
+        if "made_with" in entry and (why := weights.fault(model, entry["made_with"])):
+            raise InputError(
+                f"{run.report_json}: {entry['task']}, activations {entry.get('activations')}: {why}; "
+                f"run `quantize report` again"
+            )
 
 
 def _listed_files(run: RunDir) -> list[File]:

@@ -16,6 +16,8 @@ from quantize.pipeline.run import advance, opened
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.pipeline.staleness import change_for, check_fresh
 from quantize.runs.manifest import checksums
+from quantize.runs.models import AT_POINT
+from quantize.runs.weights import Weights
 
 
 def adopt(path: Path, name: str | None, *, own: bool) -> int:
@@ -25,7 +27,8 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
     If `own` is set, the model's own settings are restored instead.
 
     Raises:
-        InputError: a result is stale; the point was not judged, or not in the run's activation mode.
+        InputError: a result is stale; the point was not judged, or on other weights, or not in the
+            run's activation mode.
         GateError: the named point fails, no point passes, or `advance` raises one.
     """
     with opened(path) as run:
@@ -51,12 +54,22 @@ def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
         what = f"operating point {name} does not pass" if name else "no operating point passes"
         raise GateError(f"{run.folder.report_json}: {what}")
     candidate = next(task["made_with"] for task in report["tasks"] if task["gated"])
+    if why := Weights.of(run.folder).fault(
+        AT_POINT + found[0]["name"], _made_with(report, found[0])
+    ):
+        raise InputError(f"operating point {found[0]['name']}: {why}")
     if found[0]["activations"] != candidate["model"]["activations"]:
         raise InputError(
             f"operating point {found[0]['name']} rounds activations {found[0]['activations']}, which "
             f"{GENERATION} cannot state; serve it with --activations {found[0]['activations']}"
         )
     return found[0]["settings"]
+
+
+def _made_with(report: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the conditions of a point's answers to the first task, as the report has them."""
+    own = (t["made_with"] for t in report["tasks"] if t["activations"] == f"at {point['name']}")
+    return next(own, {})
 
 
 def _write(run: Run, settings: Mapping[str, Any]) -> None:

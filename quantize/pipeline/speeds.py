@@ -19,6 +19,7 @@ from quantize.recipe.sections import AT_ONCE, OperatingPoint
 from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, CANDIDATE
+from quantize.runs.weights import scored_weights
 from quantize.runtime.gpu.placement import Placement, free_unused
 from quantize.schemes.modes import ActivationMode
 
@@ -28,7 +29,10 @@ CONTEXT = 1024  # tokens before the first canvas, as `quantize bench` has them
 def measure_speeds(
     run: RunDir, source: Path, points: Mapping[str, OperatingPoint], place: Placement
 ) -> None:
-    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating `points`."""
+    """Write evaluation/speeds.json: tokens/s of BF16, the candidate and its operating `points`.
+
+    Rates of other points stay if they were measured on this GPU, at steps that these weights took.
+    """
     served: dict[tuple[Path, ActivationMode | None], list[str]] = {(source, None): [BASELINE]}
     served[run.checkpoint, None] = [CANDIDATE]
     for name, point in points.items():
@@ -42,6 +46,7 @@ def measure_speeds(
         free_unused(place.device)
     path = run.evaluation / "speeds.json"
     about = {"device": torch.cuda.get_device_name(), "slots": AT_ONCE, "context": CONTEXT}
+    about |= {"weights": scored_weights(run)}
     before = read_json(path) if path.exists() else {}
     earlier = before["tokens_a_second"] if before.items() >= about.items() else {}
     rates = {name: round(rate, 1) for name, rate in found.items()}

@@ -16,7 +16,8 @@ from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.host.processes import best_device, is_first
 from quantize.runs.folder import RunDir
-from quantize.runs.models import AT_POINT, BASELINE_AGAIN
+from quantize.runs.models import AT_POINT, BASELINE_AGAIN, CANDIDATE
+from quantize.runs.weights import is_scored
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,11 +227,13 @@ def _open_tasks(run: Run) -> None:
 
 
 def _lacks_samples(run: Run) -> str | None:
-    if run.options.get("noise_floor") and not (run.folder.evaluation / BASELINE_AGAIN).exists():
+    if not is_scored(run.folder, CANDIDATE):
+        return "the scored weights or settings are not the checkpoint's"
+    if run.options.get("noise_floor") and not is_scored(run.folder, BASELINE_AGAIN):
         return "the noise floor is not scored"
     if run.options.get("operating_points"):
         for name in run.recipe.evaluation.operating_points:
-            if not (run.folder.evaluation / f"{AT_POINT}{name}").exists():
+            if not is_scored(run.folder, AT_POINT + name):
                 return f"operating point {name} is not scored"
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
     ended = any(look["taken"] < look["of"] for look in done["looks"].values())
@@ -265,17 +268,18 @@ def evaluate_more(
         points[f"t{count}"] = OperatingPoint.model_validate({"max_denoising_steps": count})
     if batch_size is not None:
         settings = settings.model_copy(update={"batch_size": batch_size})
-    digest = read_json(run.folder.manifest_json, "source.fingerprint")["source"]["fingerprint"]
+    about = read_json(run.folder.manifest_json, "source.fingerprint")
     rates = evaluate(
         run.folder,
         run.source.folder,
-        digest,
+        about["source"]["fingerprint"],
         settings,
         gate=run.recipe.gate,
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
             place=run.machine.place,
             points=points,
+            as_served="judged" in about,
             **models,
         ),
         data_dir=data_dir,

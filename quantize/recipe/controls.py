@@ -56,6 +56,8 @@ class Controls:
 
 CONTROLS = {each.name: each for each in fields(Controls)}
 JUDGED = {name for name, each in CONTROLS.items() if each.metadata["judged"]}
+# All settings of a sampler: the controls, and what ends a sample (`runtime.sampler.Sampler`).
+SETTINGS = {*CONTROLS, "max_new_tokens", "max_length", "eos_token_ids", "pad_token_id"}
 REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTROLS.items()]
 
 

@@ -64,7 +64,7 @@ def sections(content: Content) -> list[Section]:
             "Operating points",
             ("operating point", "activations", "settings", "tokens a forward", "tokens/s", "p",
              "outcome"),
-            point_rows(content), (chosen_point(content),), (), ("points",),
+            point_rows(content), _settings(content), (), ("points",),
         ),
         Section(
             "Health of answers",
@@ -128,10 +128,19 @@ def looks_lines(content: Content) -> list[str]:
     lines += [
         f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
     ]
+    lines += [f"{sentence}." for sentence in content.get("not_read", [])]
     limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
     if limits and not any(limits):
         lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
     return lines
+
+
+def _settings(content: Content) -> list[str]:
+    """Return sentences on the sampler settings that hold: a judged checkpoint's, or a point's."""
+    own = content.get("judged_settings")
+    if own and not content["operating_points"]:
+        return [own]
+    return [own, chosen_point(content)] if own else [chosen_point(content)]
 
 
 def fidelity_section(fidelity: Content) -> Section:

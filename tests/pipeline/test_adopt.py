@@ -2,17 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from quick_run import Quick
+from finished_run import bless
+from quick_run import TASK, Done, Quick, made_up_ranges
+from safetensors.torch import load_file, save_file
 
 from quantize.checkpoints.reader import GENERATION, Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
-from quantize.hub.release import _check_artifact, _listed_files
+from quantize.hub.release import _check_artifact, _check_rows, _listed_files
 from quantize.pipeline.adopt import _write
 from quantize.pipeline.run import opened
+from quantize.recipe.sections import Recipe
 from quantize.reports.headline import chosen_point
+from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.manifest import checksums, fingerprint
 from quantize.runtime import Sampler
 
@@ -113,3 +118,96 @@ def test_what_cannot_be_adopted_is_said_in_one_line(
     done = quick("adopt", quick.folder.path, *(words[:-1] if change else words))
     assert done.code == code
     assert says in done.last
+
+
+def wider_ranges(source: Path, recipe: Recipe, out: Path, *more: Any, **named: Any) -> None:
+    """Stand in for a calibration that found other ranges."""
+    made_up_ranges(source, recipe, out, *more, **named)
+    scales = load_file(out / "input_scales.safetensors")
+    save_file({name: scale / 2 for name, scale in scales.items()}, out / "input_scales.safetensors")
+
+
+def with_other_weights(quick: Quick) -> Done:
+    """Calibrate otherwise, and let the run go on: the points' scores stay from before."""
+    quick.monkeypatch.setattr("quantize.stages.calibrate.calibrate.calibrate", wider_ranges)
+    assert quick("calibrate", quick.folder.path).code == 0
+    done = quick.run("--resume")
+    assert (done.code, done.redone()) == (
+        0, ["convert", "verify", "fidelity", "evaluate", "report"],
+    )  # fmt: skip
+    return done
+
+
+def test_points_scored_on_other_weights_are_not_read_adopted_or_published(quick: Quick) -> None:
+    run, mixed = quick.folder, read_json(quick.folder.report_json)
+    done = with_other_weights(quick)
+    kept = run.evaluation / "quantized-at-t10" / f"{TASK}.jsonl"
+    assert kept.exists()
+    report = read_json(run.report_json)
+    assert report["operating_points"] == []
+    assert {task["activations"] for task in report["tasks"]} == {"per_layer"}
+    said = f"evaluation/quantized-at-t10/{TASK}.jsonl is not read: scored on other weights"
+    assert [sentence.startswith(said) for sentence in report["not_read"]] == [True, False]
+    assert said in done.err
+    assert said in run.report_md.read_text()
+    assert quick("adopt", run.path, "t10").code == 2
+    # As an earlier version left it: a report of both.
+    stale = {key: mixed[key] for key in ("operating_points", "tasks")}
+    write_json(run.report_json, report | stale)
+    bless(run)
+    refused = quick("adopt", run.path, "t10")
+    assert (refused.code, "t10: scored on other weights" in refused.last) == (2, True)
+    with pytest.raises(InputError, match=r"report.json: .* scored on other weights"):
+        _check_rows(run)
+    # Asked again, it is of these weights.
+    assert quick("evaluate", run.path, "--steps", 10).code == 0
+    assert quick("report", run.path).code == 0
+    (point,) = read_json(run.report_json)["operating_points"]
+    assert point["name"] == "t10"
+    assert quick("adopt", run.path, "t10").code == 0
+
+
+@pytest.mark.parametrize("model", ["bf16", "quantized"])
+def test_a_report_of_scores_on_other_weights_is_refused(model: str, quick: Quick) -> None:
+    """Scores that a stage left although every digest agrees."""
+    run = quick.folder
+    scoring = read_scoring(run.evaluation / model, TASK)
+    made_with = scoring.made_with | {"model": {"weights": "ab" * 32, "activations": "none"}}
+    write_scoring(run.evaluation / model, replace(scoring, made_with=made_with))
+    bless(run)
+    refused = quick("report", run.path)
+    assert refused.code == 2
+    assert f"evaluation/{model}/{TASK}.jsonl is not read: scored on other weights" in refused.last
+    assert f"`quantize evaluate {run.path}` scores it again" in refused.last
+
+
+def test_a_noise_floor_of_another_bf16_model_is_not_read(quick: Quick) -> None:
+    run = quick.folder
+    assert quick("evaluate", run.path, "--noise-floor").code == 0
+    assert quick("report", run.path).code == 0
+    assert len(read_json(run.report_json)["noise_floor"]) == 1
+    assert quick.run("--resume", "--noise-floor").redone() == []
+    scoring = read_scoring(run.evaluation / "bf16-again", TASK)
+    made_with = scoring.made_with | {"model": {"weights": "ab" * 32, "activations": "none"}}
+    write_scoring(run.evaluation / "bf16-again", replace(scoring, made_with=made_with))
+    bless(run)
+    assert quick("report", run.path).code == 0
+    report = read_json(run.report_json)
+    assert report["noise_floor"] == []
+    assert "bf16-again" in report["not_read"][0]
+    assert "not read" in run.report_html.read_text()
+    again = quick.run("--resume", "--noise-floor")
+    assert "evaluate: the noise floor is not scored" in again.err
+    assert len(read_json(run.report_json)["noise_floor"]) == 1
+
+
+def test_a_checkpoint_that_changed_is_not_adopted(quick: Quick) -> None:
+    """Nothing is written before every result is known to be up to date."""
+    run = quick.folder
+    before = (run.checkpoint / GENERATION).read_bytes()
+    shard = run.checkpoint / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    refused = quick("adopt", run.path, "t10")
+    assert refused.code == 2
+    assert "convert is stale, checkpoint or conversion.json changed" in refused.last
+    assert (run.checkpoint / GENERATION).read_bytes() == before

@@ -4,10 +4,12 @@ The checkpoint of a finished run stands for somebody else's.
 """
 
 import shutil
+from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from quick_run import TASK, Quick
+from quick_run import TASK, Quick, made_up_scores
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -17,6 +19,8 @@ from quantize.pipeline import judge
 from quantize.recipe.sections import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
+from quantize.runs.weights import Weights
+from quantize.stages.evaluate.compared_models import ModelOptions
 
 
 def test_a_checkpoint_is_judged(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +128,74 @@ def test_what_the_inspection_finds_fails_before_anything_is_loaded(quick: Quick)
     assert done.code == 1
     assert "tokenizer" in done.last
     assert done.redone() == ["plan", "convert", "verify"]
+
+
+def own_settings(quick: Quick) -> tuple[object, ...]:
+    """Let the checkpoint state settings of its own, and return the words that judge it."""
+    path = quick.folder.checkpoint / "generation_config.json"
+    stated = {"max_denoising_steps": 1, "t_max": 5.0}
+    bound = {"sampler_config": {"entropy_bound": 100.0}}
+    write_json(path, read_json(path) | stated | bound)
+    words = ("judge", quick.folder.checkpoint, "--against", quick.model, "--recipe", quick.recipe)
+    return (*words, "--out", quick.out)
+
+
+def test_a_checkpoint_is_judged_at_the_settings_that_a_server_of_it_would_use(quick: Quick) -> None:
+    words = own_settings(quick)
+    done = quick(*words)
+    assert done.code == 0, done.err
+    (folder,) = quick.out.glob("judge-*")
+    report = read_json(folder / "report.json")
+    (task,) = report["tasks"]
+    assert task["not_comparable"] is None
+    assert task["made_with"]["sampler"]["max_denoising_steps"] == 1
+    said = (
+        "Judged at the settings that the checkpoint's own generation_config.json states: "
+        "entropy_bound 100.0 (BF16 0.1), max_denoising_steps 1 (BF16 48), t_max 5.0 (BF16 0.8)."
+    )
+    assert report["judged_settings"] == said
+    for name in ("report.md", "report.html"):
+        text = (folder / name).read_text().replace("&#39;", "'")
+        assert said in text
+        assert "the model's own sampler settings hold" not in text
+    assert quick(*words, "--resume").redone() == []
+
+
+def test_a_judgement_at_bf16s_settings_is_made_again(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier version left it: the verdict of settings that no server of it would use."""
+    words = own_settings(quick)
+
+    def at_bf16s(*more: Any, options: ModelOptions, **named: Any) -> dict[str, Any]:
+        return made_up_scores(*more, options=replace(options, as_served=False), **named)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("quantize.stages.evaluate.evaluate.evaluate", at_bf16s)
+        earlier.setattr(Weights, "fault", lambda *_: None)
+        earlier.setattr("quantize.stages.report.report.settings_served", lambda *_: (None, None))
+        assert quick(*words).code == 0
+        assert quick(*words, "--resume").redone() == []
+    done = quick(*words, "--resume")
+    assert "the scored weights or settings are not the checkpoint's" in done.err
+    assert (done.code, done.redone()) == (0, ["evaluate", "report"])
+    (folder,) = quick.out.glob("judge-*")
+    (task,) = read_json(folder / "report.json")["tasks"]
+    assert task["made_with"]["sampler"]["max_denoising_steps"] == 1
+
+
+def test_a_judged_checkpoint_whose_settings_changed_since_is_not_shown_as_judged(
+    quick: Quick,
+) -> None:
+    """The folder is the user's: it may change between two calls."""
+    words = own_settings(quick)
+    assert quick(*words).code == 0
+    (folder,) = quick.out.glob("judge-*")
+    path = quick.folder.checkpoint / "generation_config.json"
+    write_json(path, read_json(path) | {"max_denoising_steps": 2})
+    assert quick(*words).redone()[0] == "plan"  # another judgement, of what is there now
+    assert len(list(quick.out.glob("judge-*"))) == 2
+    assert read_json(folder / "report.json")["tasks"][0]["made_with"]["sampler"]
 
 
 def test_a_bf16_model_is_not_judged(quick: Quick) -> None:

@@ -12,21 +12,26 @@ import pytest
 from quick_run import TASK, rows
 
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
-from quantize.recipe.sections import Evaluation, Gate
+from quantize.host.processes import ALONE
+from quantize.recipe import controls
+from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
 from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Completion, Finished, Request
 from quantize.recovery.terms import Terms
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
-from quantize.runs.manifest import tokenizer_digest
+from quantize.runs.manifest import fingerprint, tokenizer_digest
 from quantize.runtime import Sampler
 from quantize.runtime.gpu.placement import Placement
 from quantize.stages.evaluate import answers, compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
+from quantize.stages.evaluate.answers import Answers
 from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.evaluate.tasks import open_tasks
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 GATE: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 30, "confidence": 0.95}
@@ -133,6 +138,71 @@ def test_a_new_setting_of_the_sampler_asks_again_only_where_it_is_used(
     assert asked() == 6
     told = " ".join(capsys.readouterr().err.split())
     assert told.count("scored with sampler.top_k None, now 5, so it is asked again") == 2
+
+
+def with_settings(folder: Path, **settings: Any) -> Path:
+    """Return a copy of the bundled model with other generation settings."""
+    shutil.copytree(CHECKPOINT, folder)
+    path = folder / "generation_config.json"
+    write_json(path, read_json(path) | settings)
+    return folder
+
+
+@pytest.mark.parametrize("as_served", [False, True])
+def test_a_checkpoint_built_elsewhere_answers_as_a_server_of_it_would(
+    as_served: bool, tmp_path: Path
+) -> None:
+    theirs = with_settings(tmp_path / "theirs", max_denoising_steps=1, t_max=5.0)
+    points = {"t2": OperatingPoint(max_denoising_steps=2)}
+    options = compared_models.ModelOptions(
+        points=points, as_served=as_served, modes=["none"], noise_floor=True
+    )
+    settings = SETTINGS.model_copy(update={"activations": "none"})
+    models = {
+        model.name: model
+        for model in compared_models.open_models(CHECKPOINT, "bf16", theirs, settings, options, 64)
+    }
+    samplers = {name: model.backend.made_with["sampler"] for name, model in models.items()}
+    own = {name: (s["max_denoising_steps"], s["t_max"]) for name, s in samplers.items()}
+    assert own == {
+        "bf16": (48, 0.8),
+        "bf16-again": (48, 0.8),
+        "quantized": (1, 5.0) if as_served else (48, 0.8),
+        "quantized-at-t2": (2, 5.0) if as_served else (2, 0.8),
+    }
+    free = {name: set(model.free) for name, model in models.items()}
+    everything = set(controls.SETTINGS)
+    assert free == {
+        "bf16": set(),
+        "bf16-again": set(),
+        "quantized": everything if as_served else set(),
+        "quantized-at-t2": everything if as_served else controls.JUDGED,
+    }
+    artifact = Checkpoint.open(theirs)
+    weights = fingerprint(artifact) if as_served else fingerprint(artifact, settings_of=CHECKPOINT)
+    assert models["quantized"].backend.made_with["model"]["weights"] == weights
+
+
+@pytest.mark.parametrize(("free", "is_compared"), [((), False), (controls.JUDGED, True)])
+def test_only_where_settings_may_differ_are_they_compared(
+    free: Any, is_compared: bool, asked: Any
+) -> None:
+    """The candidate's answers at other settings than BF16's say nothing; a point's do."""
+    asked()
+    other = dataclasses.replace(SAMPLER, max_denoising_steps=3)
+    (task,) = open_tasks(SETTINGS, JUDGED, None)
+    found = Answers(asked.run, ALONE, answers.Rates())
+    backends = [
+        Counting(CHECKPOINT, digest, sampler, Placement(activations="none"), 2)
+        for digest, sampler in (("a", SAMPLER), ("b", other))
+    ]
+    models = [
+        compared_models.ComparedModel("bf16", backends[0], 0),
+        compared_models.ComparedModel("quantized", backends[1], 0, free),
+    ]
+    found.ask(models, {task: 1})
+    _, comparison = found.compared(models, task, JUDGED)
+    assert (comparison is not None) == is_compared
 
 
 @pytest.mark.parametrize("side", ["bf16", "quantized"])

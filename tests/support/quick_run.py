@@ -64,7 +64,9 @@ def made_up_scores(
     **_: Any,
 ) -> dict[str, Any]:
     """Stand in for evaluate: the quantized model, in `dtype`, loses the first `lost` of 60 problems."""
-    quantized = fingerprint(Checkpoint.open(run.checkpoint), settings_of=source)
+    served = options is not None and options.as_served
+    settings_of = run.checkpoint if served else source
+    quantized = fingerprint(Checkpoint.open(run.checkpoint), settings_of=settings_of)
     sides = {"bf16": (digest, 0), "quantized": (quantized, lost)}
     points = options.points if options else {}
     sides |= {AT_POINT + name: (quantized, lost) for name in points}
@@ -72,7 +74,7 @@ def made_up_scores(
         sides["bf16-again"] = (digest, 0)
     for side, (model, wrong) in sides.items():
         scores = [0.0] * wrong + [1.0] * (PROBLEMS - wrong)
-        sampler = asdict(Sampler.from_checkpoint(source))
+        sampler = asdict(Sampler.from_checkpoint(source if "bf16" in side else settings_of))
         if point := points.get(side.removeprefix(AT_POINT)):
             sampler |= point.settings()
         conditions = {"task": TASK, "seed": settings.seed, "sampler": sampler}

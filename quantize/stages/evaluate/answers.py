@@ -12,7 +12,6 @@ from quantize.host.files import TEMPORARY_SUFFIX, write_json
 from quantize.host.processes import Processes
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
-from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import Gate
 from quantize.recovery.gate import judge_task
 from quantize.recovery.pairing import in_common, paired
@@ -23,7 +22,7 @@ from quantize.recovery.sequential import Part
 from quantize.recovery.statistics import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
-from quantize.runs.models import AT_POINT, BASELINE
+from quantize.runs.models import BASELINE
 from quantize.stages.evaluate.baseline_pack import (
     ImportedBaseline,
     differing,
@@ -115,8 +114,8 @@ class Answers:
         looks, found = 0, None
         if ours and theirs:
             looks = len(in_common(ours, theirs)[2])
-            free = JUDGED if judged[1].name.startswith(AT_POINT) else ()
-            found = paired(ours, theirs, gate.terms(task.name), other_settings=free)
+            terms, free = gate.terms(task.name), judged[1].free
+            found = paired(ours, theirs, terms, other_settings=free)
         comparison = found if isinstance(found, Comparison) else None
         return self._processes.of_first((looks, comparison))
 

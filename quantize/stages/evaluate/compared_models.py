@@ -4,7 +4,7 @@ Baseline and candidate may run behind OpenAI-compatible servers instead of in th
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.progress import say
+from quantize.recipe.controls import JUDGED, SETTINGS
 from quantize.recipe.sections import Evaluation, OperatingPoint
 from quantize.recovery.samples import Finished, Request
 from quantize.recovery.served import Servers
@@ -99,6 +100,7 @@ class ComparedModel:
     name: str
     backend: Backend
     seed: int
+    free: Collection[str] = ()  # sampler settings in which it may differ from the baseline
 
 
 def candidates(
@@ -125,6 +127,9 @@ class ModelOptions:
     place: Placement = CPU  # where models that are not served run
     # Operating points of the candidate, to score too.
     points: Mapping[str, OperatingPoint] = field(default_factory=dict[str, OperatingPoint])
+    # Whether candidates answer at the settings of their own checkpoint, as a server of it would, in
+    # place of the BF16 model's.
+    as_served: bool = False
 
     def check(self) -> None:
         """Raise InputError if an option lacks one that it needs, or excludes one that is set."""
@@ -156,11 +161,15 @@ def open_models(
             an operating point allows more denoising steps than the baseline's sampler.
         ResourceError: not one sample fits the GPU. ServerError: as in `ServedModel`.
     """
-    sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
+    bf16_sampler, artifact = Sampler.from_checkpoint(source), Checkpoint.open(checkpoint)
+    sampler, free = bf16_sampler, frozenset[str]()
+    if options.as_served:
+        sampler, free = Sampler.from_checkpoint(checkpoint), frozenset(SETTINGS)
     named = candidates(settings.activations, options.modes)
     for _, mode in named:
         check_mode(artifact, mode)
-    quantized, weights = fingerprint(artifact), fingerprint(artifact, settings_of=source)
+    quantized = fingerprint(artifact)
+    weights = quantized if options.as_served else fingerprint(artifact, settings_of=source)
 
     def local(
         folder: Path, identity: str, mode: ActivationMode, sampler: Sampler = sampler
@@ -178,13 +187,13 @@ def open_models(
             if options.servers
             else local(checkpoint, weights, mode)
         )
-        models.append(ComparedModel(name, candidate, settings.seed))
+        models.append(ComparedModel(name, candidate, settings.seed, free))
     pack = None if options.base_servers else imported(models[0].backend)
     bf16: Backend | None = None
     if options.base_servers:
         bf16 = served(options.base_servers, digest, options.base_server_revision)
     elif pack is None or options.noise_floor or options.gguf:
-        bf16 = local(source, digest, "none")
+        bf16 = local(source, digest, "none", bf16_sampler)
     baseline = pack or bf16
     assert baseline is not None
     models.insert(0, ComparedModel(BASELINE, baseline, settings.seed))
@@ -195,15 +204,15 @@ def open_models(
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
     for name, point in options.points.items():
         own = point.settings()
-        if (steps := own.get("max_denoising_steps", 0)) > sampler.max_denoising_steps:
+        if (steps := own.get("max_denoising_steps", 0)) > bf16_sampler.max_denoising_steps:
             raise InputError(
                 f"operating point {name}: {steps} steps of a canvas are more than "
-                f"the baseline's {sampler.max_denoising_steps}, so it would be slower; name fewer"
+                f"the baseline's {bf16_sampler.max_denoising_steps}, so it would be slower; name fewer"
             )
         mode = point.activations or settings.activations
         check_mode(artifact, mode)
         backend = local(checkpoint, weights, mode, replace(sampler, **own))
-        models.append(ComparedModel(AT_POINT + name, backend, settings.seed))
+        models.append(ComparedModel(AT_POINT + name, backend, settings.seed, free or JUDGED))
     return models
 
 

@@ -24,6 +24,7 @@ from quantize.errors import ResourceError
 from quantize.host.files import read_json
 from quantize.host.processes import joined
 from quantize.host.progress import say
+from quantize.recipe.controls import SETTINGS
 from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.gate import judge
 from quantize.recovery.sequential import out_of_reach, until_decided
@@ -31,6 +32,7 @@ from quantize.recovery.served import ServerError
 from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
+from quantize.runtime import Sampler
 from quantize.stages.evaluate.answers import Answers, Rates
 from quantize.stages.evaluate.baseline_pack import ImportedBaseline, find_pack, imports
 from quantize.stages.evaluate.compared_models import (
@@ -81,7 +83,8 @@ def evaluate(
         try:
             room = max(task.token_limit + task.prompt_tokens for task in tasks)
             context = scored_positions(config, room)
-            imported = partial(_imported, imports(run.path.parent), digest, settings.seed, tasks)
+            packs = imports(run.path.parent)
+            imported = partial(_imported, packs, source, digest, settings.seed, tasks)
             models = open_models(
                 source, digest, run.checkpoint, settings, options, context, imported
             )
@@ -105,9 +108,13 @@ def evaluate(
 
 
 def _imported(
-    folder: Path, weights: str, seed: int, tasks: Sequence[Task], candidate: Backend
+    folder: Path, source: Path, weights: str, seed: int, tasks: Sequence[Task], candidate: Backend
 ) -> ImportedBaseline | None:
+    """Return the imported answers of the BF16 model `source`; `candidate` runs under its conditions."""
+    sampler = {k: v for k, v in candidate.sampler_settings.items() if k not in SETTINGS}
+    sampler |= Sampler.from_checkpoint(source).noted()
     made = candidate.made_with | {"model": {"weights": weights, "activations": "none"}}
+    made |= {"sampler": sampler}
     here = {task.name: conditions(made, seed, task) for task in tasks}
     if (pack := find_pack(folder, weights, here)) is None:
         return None
@@ -118,7 +125,7 @@ def _imported(
                 f"warning: {task.name}: it has {found} of {task.samples} answers; evaluate ends where "
                 f"the verdict needs more"
             )
-    return ImportedBaseline(pack, made, candidate.sampler_settings)
+    return ImportedBaseline(pack, made, sampler)
 
 
 def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 from quantize.checkpoints.reader import GENERATION
 from quantize.host.files import read_json
-from quantize.recipe.controls import CONTROLS, JUDGED
+from quantize.recipe.controls import CONTROLS, JUDGED, SETTINGS
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, passing
 from quantize.recovery.statistics import Comparison
-from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT
+from quantize.stages.report.rows import Scores
 
 
 def judged_points(
@@ -51,13 +51,6 @@ def judged_points(
     return sorted(found, key=lambda point: -point[by])
 
 
-def measured_speeds(run: RunDir, models: Sequence[str]) -> dict[str, Any] | None:
-    """Return evaluation/speeds.json (device, tokens/s by model) if it has all `models`, else None."""
-    path = run.evaluation / "speeds.json"
-    found = read_json(path, "device", "tokens_a_second") if path.exists() else None
-    return found if found and found["tokens_a_second"].keys() >= set(models) else None
-
-
 def settings_served(
     checkpoint: Path, tasks: Sequence[Mapping[str, Any]], points: Sequence[Mapping[str, Any]]
 ) -> tuple[str | None, str | None]:
@@ -68,24 +61,54 @@ def settings_served(
         passing operating point `name` has them. Else (None, a sentence on a setting that differs).
     """
     path = checkpoint / GENERATION
-    stated = read_json(path) if path.is_file() else {}
-    stated |= stated.get("sampler_config") or {}
-    judged = _judged(next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {}))
+    stated = _stated(path)
+    noted = next((t["made_with"].get("sampler", {}) for t in tasks if t["gated"]), {})
+    judged = noted | _judged(noted)
 
     def differs(settings: Mapping[str, Any]) -> str | None:
-        keys = sorted(JUDGED & stated.keys() & settings.keys())  # null means the model's own value
-        return next((k for k in keys if stated[k] not in (None, settings[k])), None)
+        keys = sorted(stated.keys() & settings.keys())
+        return next((key for key in keys if stated[key] != settings[key]), None)
 
     key = differs(judged)
     if key is None:
         return None, None
     for point in points:
-        if point["passes"] and differs(point["settings"]) is None:
+        if point["passes"] and differs(judged | point["settings"]) is None:
             return point["name"], None
     return None, (
         f"{path}: {key} is {stated[key]}, and the answers were judged at {judged[key]}; `quantize "
         f"adopt` writes the settings of a point that passes, or with --own the model's"
     )
+
+
+def _stated(path: Path) -> dict[str, Any]:
+    """Return each control's value under a generation_config.json; servers read null as the default."""
+    config = read_json(path) if path.is_file() else {}
+    config |= config.get("sampler_config") or {}
+    values = {key: config.get(key) for key in CONTROLS}
+    return {k: CONTROLS[k].default if value is None else value for k, value in values.items()}
+
+
+def settings_judged(tasks: Sequence[Mapping[str, Any]], scores: Scores) -> str:
+    """Return a sentence: at which settings a checkpoint built elsewhere and BF16 were judged."""
+    entry = next((task for task in tasks if task["gated"]), None)
+    if entry is None:
+        return "No task was asked, so no setting was judged."
+    ours, theirs = entry["made_with"].get("sampler", {}), scores.both(entry["task"])[0].made_with
+    if not ours.keys() & SETTINGS:
+        return "Judged at the settings of the server that answered."
+    bf16 = theirs.get("sampler", {})
+    unlike = [
+        f"{key} {_in_words(ours.get(key))} (BF16 {_in_words(bf16.get(key))})"
+        for key in sorted(SETTINGS & (ours.keys() | bf16.keys()))
+        if ours.get(key) != bf16.get(key)
+    ]
+    which = ", ".join(unlike) or "which are BF16's"
+    return f"Judged at the settings that the checkpoint's own {GENERATION} states: {which}."
+
+
+def _in_words(setting: Any) -> str:
+    return "not stated" if setting is None else str(setting)
 
 
 def _judged(noted: Mapping[str, Any]) -> dict[str, Any]:

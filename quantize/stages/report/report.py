@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -16,20 +16,19 @@ from typing import Any
 from quantize.checkpoints.targets import Target, module_class, sum_bytes
 from quantize.errors import InputError
 from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json, write_text
-from quantize.recipe.controls import JUDGED
+from quantize.host.progress import say
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
-from quantize.recovery.rows import Scoring
 from quantize.recovery.statistics import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made
 from quantize.reports.questions import questions_and_canvases
 from quantize.reports.render import html, markdown
-from quantize.reports.scores import pair, read_scoring
 from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
-from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
-from quantize.stages.report.points import judged_points, measured_speeds, settings_served
+from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE
+from quantize.stages.report.points import judged_points, settings_judged, settings_served
+from quantize.stages.report.rows import Scores
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
@@ -41,15 +40,18 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
     Raise InputError if a stage that the report needs has not been run, or scores were changed.
     """
     judged, verdict = judge_run(run, recipe)
+    for sentence in judged.get("not_read", []):
+        say(sentence)
     manifest = _needed(run.manifest_json, "run")
     verification = _needed(run.verification_json, "verify")
     comparable = (t["task"] for t in judged["tasks"] if t["gated"] and not t["not_comparable"])
-    questions, canvases = questions_and_canvases(
-        run, {task: _both(run, task) for task in comparable}
-    )
+    scores = Scores(run, recipe)
+    questions, canvases = questions_and_canvases(run, {t: scores.both(t) for t in comparable})
     before, after = sum_bytes(targets)
     content = {
         "format": 2,
+        "not_read": [],
+        "judged_settings": None,
         **judged,
         "sizes": {
             "bf16_bytes": before,
@@ -89,17 +91,22 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
 
 
 def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
-    """Return the part of report.json that judging or publishing needs, and the verdict."""
+    """Return the part of report.json that judging or publishing needs, and the verdict.
+
+    Raise InputError if baseline or candidate were scored on other weights than the run has now. Rows
+    of further models are then not read; sentences under the key `not_read`, if any, name them.
+    """
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
     done = _needed(run.evaluation / "done.json", "evaluate")
+    scores = Scores(run, recipe, as_served="judged" in manifest)
     # Task -> the candidate's comparison; None if the verdict was certain before the task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []
     points: dict[str, dict[str, Comparison]] = {}
     for task in (task for task in recipe.evaluation.tasks if task in done["tasks"]):
-        for name, mode in _candidates(run, task, recipe).items():
-            entry, comparison = _entry(run, task, name, recipe)
+        for name, mode in scores.candidates(task).items():
+            entry, comparison = scores.entry(task, name)
             if name.startswith(AT_POINT) and comparison is not None:
                 points.setdefault(name.removeprefix(AT_POINT), {})[task] = comparison
             alone = judge_task(task, comparison).outcome if comparison else None
@@ -109,10 +116,10 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
                 comparisons[task] = comparison
     fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
-    speeds = measured_speeds(run, [BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
+    speeds = scores.speeds([BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
     at_points = judged_points(points, tasks, recipe, verdict, speeds)
     served_at, unjudged = settings_served(run.checkpoint, tasks, at_points)
-    if unjudged and verdict.outcome == "PASS" and "judged" not in manifest:
+    if unjudged and verdict.outcome == "PASS":
         verdict = Verdict("FAIL", unjudged, verdict.estimand)
     judged = {
         "model": manifest["source"],
@@ -129,9 +136,9 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "not_asked": [task for task in recipe.evaluation.tasks if task not in done["tasks"]],
         "looks": done.get("looks", {}),
         "noise_floor": [  # BF16 against itself under another seed: the effect of noise only
-            {"task": task} | _entry(run, task, BASELINE_AGAIN, recipe, other_seed=True)[0]
+            {"task": task} | scores.entry(task, BASELINE_AGAIN)[0]
             for task in recipe.evaluation.tasks
-            if _is_scored(run, BASELINE_AGAIN, task)
+            if scores.has(BASELINE_AGAIN, task)
         ],
         "speeds": speeds,
         "operating_points": at_points,
@@ -140,6 +147,9 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "fidelity": fidelity,
         "evidence": _evidence(run),
     }
+    # Keys that a report of an earlier version lacks, where it has nothing to say of them.
+    judged |= {"not_read": scores.not_read} if scores.not_read else {}
+    judged |= {"judged_settings": settings_judged(tasks, scores)} if scores.as_served else {}
     return judged, verdict
 
 
@@ -158,33 +168,6 @@ def _needed(path: Path, stage: str) -> Any:
         "evaluate": ("tasks", "looks"),
     }
     return read_json(path, *keys[stage])
-
-
-def _candidates(run: RunDir, task: str, recipe: Recipe) -> Mapping[str, str]:
-    """Return model -> activations of the models scored on a task, with the judged model first."""
-    points = sorted(folder.name for folder in run.evaluation.glob(f"{AT_POINT}*"))
-    further = {**FURTHER, **{name: f"at {name.removeprefix(AT_POINT)}" for name in points}}
-    there = {name: mode for name, mode in further.items() if _is_scored(run, name, task)}
-    return {CANDIDATE: str(recipe.evaluation.activations), **there}
-
-
-def _is_scored(run: RunDir, model: str, task: str) -> bool:
-    return (run.evaluation / model / f"{task}.jsonl").exists()
-
-
-def _entry(
-    run: RunDir, task: str, name: str, recipe: Recipe, *, other_seed: bool = False
-) -> tuple[dict[str, Any], Comparison | None]:
-    terms, at_point = recipe.gate.terms(task), name.startswith(AT_POINT)
-    if at_point:  # a point changes the number of steps on purpose
-        terms = replace(terms, max_step_inflation=None)
-    free = JUDGED if at_point else ()
-    return pair(*_both(run, task, name), terms, other_seed=other_seed, other_settings=free)
-
-
-def _both(run: RunDir, task: str, name: str = CANDIDATE) -> tuple[Scoring, Scoring]:
-    base, other = (read_scoring(run.evaluation / model, task) for model in (BASELINE, name))
-    return base, other
 
 
 def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
