@@ -1,12 +1,11 @@
 """What the number of denoising steps buys: accuracy and speed of the bundled model.
 
-    PYTHONPATH=evaluation:tests/support python -m experiments.denoising_steps [--row NAME]
+    PYTHONPATH=evaluation python -m experiments.denoising_steps [--row NAME]
 
 Fixed numbers of steps never stop early; "adaptive" is the model's own stopping rule, at most 48 steps.
 The same held-out problems, prompts and noise for every row; the answer counts when the number behind
-#### is right. The fused runtime answers all rows but "reference": the reference runtime (transformers'
-modules, float32) with the adaptive rule, for which accuracy must agree within noise. Paired differences
-from "adaptive" and their 95 % intervals are printed below the table. With --answers, rows of another
+#### is right. Paired differences from "adaptive" and their
+95 % intervals are printed below the table. With --answers, rows of another
 run (a machine with a GPU for some, one without for others) take part.
 """
 
@@ -19,18 +18,16 @@ from pathlib import Path
 
 import click
 import torch
-from modules_oracle.engine import ModelEngine
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.checkpoints.load import load
-from quantize.runtime import Sample, Sampler, generate
+from quantize.runtime import Sample, Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import complete
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.weights.load import load_packed
 
 NEVER = 1e-30
-ROWS = ("10", "20", "48", "adaptive", "reference")
+ROWS = ("10", "20", "48", "adaptive")
 BATCH = 32
 
 
@@ -66,44 +63,22 @@ def main(problems: int, checkpoint: Path, rows: tuple[str, ...], answers: Path |
     print("| steps | accuracy | tokens/forward | ms/canvas of 32 | tokens/s |")
     print("|---|---:|---:|---:|---:|")
     for row in rows:
+        sampler = own
+        if row.isdigit():
+            sampler = replace(own, max_denoising_steps=int(row), confidence_threshold=NEVER)
+        engine = FusedEngine(load_packed(checkpoint, device), capacity=BATCH, max_context=1024)
+        budget = own.max_new_tokens
+        if device == "cuda":  # kernels are compiled and graphs captured
+            complete(engine, prompts[:BATCH], seeds, max_new_tokens=budget, sampler=sampler)
         started = time.perf_counter()
-        if row == "reference":
-            samples = _reference(checkpoint, device, prompts, seeds, own)
-        else:
-            sampler = own
-            if row.isdigit():
-                sampler = replace(own, max_denoising_steps=int(row), confidence_threshold=NEVER)
-            weights = load_packed(checkpoint, device)
-            engine = FusedEngine(weights, capacity=BATCH, max_context=1024)
-            budget = own.max_new_tokens
-            if device == "cuda":  # kernels are compiled and graphs captured
-                complete(engine, prompts[:BATCH], seeds, max_new_tokens=budget, sampler=sampler)
-            started = time.perf_counter()
-            samples = complete(engine, prompts, seeds, max_new_tokens=budget, sampler=sampler)
+        samples = complete(engine, prompts, seeds, max_new_tokens=budget, sampler=sampler)
         seconds = time.perf_counter() - started
         found[row] = right(samples, numbers, tokenizer.decode)
         _print_row(row, found[row], samples, seconds)
     if answers is not None:
         answers.write_text(json.dumps(found))
-    if {"reference", "adaptive"} <= found.keys():
-        _print_difference("reference", found["reference"], found["adaptive"])
-
-
-def _reference(
-    checkpoint: Path, device: str, prompts: Sequence[list[int]], seeds: list[int], own: Sampler
-) -> list[Sample]:
-    model = load(checkpoint, dtype=torch.float32, device=device)
-    samples: list[Sample] = []
-    for start in range(0, len(prompts), BATCH):
-        part = slice(start, start + BATCH)
-        samples += generate(
-            ModelEngine(model),
-            prompts[part],
-            seeds[part],
-            max_new_tokens=own.max_new_tokens,
-            sampler=own,
-        )
-    return samples
+    for row in found.keys() - {"adaptive"} if "adaptive" in found else ():
+        _print_difference(row, found[row], found["adaptive"])
 
 
 def _print_row(row: str, correct: list[bool], samples: list[Sample], seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Do a few trajectories carry the damage because a router's choice flips? Replay with BF16's choices.
 
-    PYTHONPATH=evaluation:tests/support python -m experiments.routing CHECKPOINT ...
+    PYTHONPATH=evaluation python -m experiments.routing CHECKPOINT ...
 
 Every checkpoint is replayed three times on the same held-out trajectories, beside BF16:
 
@@ -9,78 +9,76 @@ Every checkpoint is replayed three times on the same held-out trajectories, besi
     weighted  BF16's experts and BF16's weights
 
 What falls from `own` to `chosen` is what other experts cost; what falls from there to `weighted`, what
-other weights cost. The rest is done by the products. Encoder and decoder are both held.
+other weights cost. The rest is done by the products. Encoder and decoder are both held. One thread
+computes: several would share a pass, and make its choices in any order.
 """
 
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from unittest import mock
 
 import click
 import torch
-from modules_oracle.engine import ModelEngine
-from modules_oracle.simulated import load_rounding
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.checkpoints.load import load
+from quantize.runtime import open
+from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.model import text_stack
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.trajectory import Prompt, Trajectory, record
 from quantize.runtime.sampler.sampler import Sampler
+from quantize.runtime.weights.load import load_packed
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.replay import Compared, replay
 
 FIRST, BATCH, CANVASES = 1000, 64, 2  # of the held-out problems; prompts at once; canvases a prompt
 HELD = ("own", "chosen", "weighted")
-Choice = tuple[Tensor, Tensor, Tensor]  # a router's probabilities, weights and experts
+Choice = tuple[Tensor, Tensor]  # a router's experts and their weights, both [M, topk]
 
 
 @contextmanager
-def routers_held(reference: nn.Module, model: nn.Module, held: str) -> Generator[None]:
-    """Give `model`'s routers the choices of `reference`'s in the same pass; `reference` must run first.
+def routers_held(reference: FusedEngine, held: str) -> Generator[None]:
+    """Give every other engine's routers the choices of `reference`'s, which takes each pass first.
 
     Raises:
-        RuntimeError: a router of `reference` ran more often than that of `model`.
+        RuntimeError: the routers of `reference` and of the other engine did not run equally often.
     """
-    waiting: dict[str, deque[Choice]] = {}
-    hooks: list[Any] = []
+    choose, waiting = text_stack.choose_experts, deque[Choice]()
+    routers = {layer.router.data_ptr() for layer in reference.model.weights.layers}
 
-    def note(name: str) -> Callable[..., None]:
-        return lambda module, args, output: waiting[name].append(output)
+    def held_choose(x: Tensor, router: Tensor, scale: Tensor, topk: int) -> Choice:
+        if router.data_ptr() in routers:
+            waiting.append(choose(x, router, scale, topk))
+            return waiting[-1]
+        if not waiting:
+            raise RuntimeError("no choice to hold: the engines ran other passes")
+        return held_choice(x, router, scale, waiting.popleft(), held)
 
-    def hold(name: str) -> Callable[..., Choice]:
-        return lambda module, args, output: held_choice(
-            output, waiting[name].popleft(), module.per_expert_scale, held
-        )
-
-    for whose, hook in ((reference, note), (model, hold)):
-        for name, module in whose.named_modules():
-            if name.endswith(".router") and held != "own":
-                waiting.setdefault(name, deque())
-                hooks.append(module.register_forward_hook(hook(name)))
-    try:
+    with mock.patch.object(text_stack, "choose_experts", choose if held == "own" else held_choose):
         yield
-    finally:
-        for each in hooks:
-            each.remove()
-    if odd := [name for name, left in waiting.items() if left]:
-        raise RuntimeError(f"{odd[0]}: the two models did not run the same passes")
+    if waiting:
+        raise RuntimeError(f"{len(waiting)} choices were not read: the engines ran other passes")
 
 
-def held_choice(own: Choice, theirs: Choice, scale: Tensor, held: str) -> Choice:
-    """Return `own` with the experts of `theirs`, and with `theirs`' weights if `held` is `weighted`."""
-    probabilities, experts = own[0], theirs[2]
+def held_choice(x: Tensor, router: Tensor, scale: Tensor, choice: Choice, held: str) -> Choice:
+    """Return the experts of `choice`, and its weights too if `held` is `weighted`.
+
+    Else the weights follow from x bf16 [M, H], router bf16 [E, H] and scale bf16 [E], as
+    `fused_dequant.choose_experts` computes them.
+    """
+    experts, weights = choice
     if held == "weighted":
-        return probabilities, theirs[1], experts
-    weights = probabilities.gather(-1, experts)
-    weights = weights / weights.sum(-1, keepdim=True) * scale[experts]
-    return probabilities, weights, experts
+        return choice
+    chances = torch.softmax((x @ router.T).float(), -1).gather(1, experts.long())
+    weights = chances / chances.sum(-1, keepdim=True) * scale.float()[experts.long()]
+    return experts, weights
 
 
 def heldout(count: int) -> list[Prompt]:
@@ -103,19 +101,20 @@ def heldout(count: int) -> list[Prompt]:
 
 
 def damage(
-    reference: ModelEngine,
+    reference: FusedEngine,
     folder: Path,
     mode: ActivationMode,
     held: str,
     trajectories: Sequence[Trajectory],
 ) -> list[float]:
     """Replay `trajectories` with a checkpoint; return each one's mean KL from BF16, in nats."""
-    model = load_rounding(folder, mode, dtype=torch.float32)
-    engine = ModelEngine(model, BATCH)
+    engine = open(folder, device="cpu", activations=mode, capacity=BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    with routers_held(reference.model, model, held):
-        (found,) = replay(reference, [Compared(engine)], trajectories, sampler, batch_size=BATCH)
-    return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
+    with routers_held(reference, held):
+        (distances,) = replay(
+            reference, [Compared(engine)], trajectories, sampler, batch_size=BATCH
+        )
+    return list(by_trajectory(distances, lambda step: step.kl.mean().item()).values())
 
 
 def row(name: str, mode: str, held: str, found: list[float], own: list[float]) -> str:
@@ -137,7 +136,8 @@ def row(name: str, mode: str, held: str, found: list[float], own: list[float]) -
 )
 def main(folders: tuple[Path, ...], count: int, modes: tuple[ActivationMode, ...]) -> None:
     """Print docs/rounding-log.md's table of routing."""
-    reference = ModelEngine(load(CHECKPOINT, dtype=torch.float32), BATCH)
+    torch.set_num_threads(1)
+    reference = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
     prompts, trajectories = heldout(count), list[Trajectory]()
     for start in range(0, count, BATCH):

@@ -15,7 +15,7 @@ All Linears are NVFP4, activations have one scale a layer. The token count of a 
 trajectories of the same seed. Models are compared by their KL from BF16 on the replayed steps of 128
 held-out trajectories, averaged over seeds.
 
-    PYTHONPATH=evaluation:tests/support python -m experiments.thesis OUT   (docs/thesis.md's tables)
+    PYTHONPATH=evaluation python -m experiments.thesis OUT   (docs/thesis.md's tables)
 
 One file a measurement: a killed run continues.
 """
@@ -31,30 +31,20 @@ from typing import Any
 import click
 import torch
 from fused_dequant.sampler.canvas import random_tokens
-from modules_oracle.engine import ModelEngine
-from modules_oracle.inputs import watch_inputs
-from modules_oracle.passes import (
-    canvas_length,
-    decode_canvas,
-    encode_prompts,
-    text_config,
-)
-from modules_oracle.simulated import load_rounding
 from safetensors.torch import save_file
-from transformers import DiffusionGemmaForBlockDiffusion
 
 from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
 from experiments.rounding import VARIANTS, recipe_of, recorded
 from experiments.routing import BATCH
 from quantize.bundled import CALIBRATION, CHECKPOINT
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.sections import Calibration
-from quantize.runtime import Sampler
+from quantize.runtime import Sampler, open
+from quantize.runtime.engine.interface import Engine
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.ranges import Ranges
 from quantize.runtime.record.trajectory import Prompt, record_all
@@ -74,7 +64,6 @@ from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
 from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.round_weights.round_weights import round_layers, units_of
 
-Model = DiffusionGemmaForBlockDiffusion
 SOURCES = ("clean text", "random canvas", "trajectories")
 SEEDS = (0, 1, 2)
 CANVASES, MIN_TOKENS = 2, 64
@@ -103,7 +92,7 @@ def shuffled(seed: int) -> list[dict[str, Any]]:
     return [problems[i] for i in order]
 
 
-def clean_text(model: Model, seed: int, budget: int, _: int) -> None:
+def clean_text(engine: Engine, seed: int, budget: int, _: int) -> None:
     """Encode questions with answers, cut to exactly `budget` tokens."""
     for index, row in enumerate(shuffled(seed)):
         thinking = index % 2 == 1
@@ -112,28 +101,29 @@ def clean_text(model: Model, seed: int, budget: int, _: int) -> None:
             response(Problem(**fields), thinking=thinking), add_special_tokens=False
         )
         ids = (prompt_of(row, thinking) + answer)[:budget]
-        encode_prompts(model, [ids])
+        engine.passes([ids])
         budget -= len(ids)
         if budget <= 0:
             return
     raise click.ClickException(f"too few calibration problems: {budget} tokens are missing")
 
 
-def random_canvas(model: Model, seed: int, budget: int, _: int) -> None:
+def random_canvas(engine: Engine, seed: int, budget: int, _: int) -> None:
     """Encode a prompt, decode a random canvas after it, and so on until `budget` tokens were read."""
     problems = shuffled(seed)
-    length, vocab = canvas_length(model), text_config(model).vocab_size
     for index, row in enumerate(problems):
-        prefix = encode_prompts(model, [prompt_of(row, index % 2 == 1)])
-        canvas = random_tokens(torch.tensor([index + (seed << 32)]), 0, length, vocab)
-        decode_canvas(model, prefix, canvas.to(model.device), None)
-        budget -= prefix.columns + length
+        prompt = prompt_of(row, index % 2 == 1)
+        passes = engine.passes([prompt])
+        seeds = torch.tensor([index + (seed << 32)])
+        canvas = random_tokens(seeds, 0, passes.canvas_length, passes.vocabulary)
+        passes.decode([0], canvas.to(passes.device), None)
+        budget -= len(prompt) + passes.canvas_length
         if budget <= 0:
             return
     raise click.ClickException(f"too few calibration problems: {budget} tokens are missing")
 
 
-def trajectories(model: Model, seed: int, _: int, prompts: int) -> None:
+def trajectories(engine: Engine, seed: int, _: int, prompts: int) -> None:
     """Denoise `prompts` problems; the number of tokens read becomes the other sources' budget."""
     chosen = [
         Prompt(tuple(prompt_of(row, i % 2 == 1)), i % 2 == 1)
@@ -143,11 +133,10 @@ def trajectories(model: Model, seed: int, _: int, prompts: int) -> None:
         datasets=["bundled"], prompts=prompts, canvases=CANVASES, thinking=0.5, seed=seed,
         batch_size=min(BATCH, prompts),
     )  # fmt: skip
-    engine: Any = ModelEngine(model, BATCH)
     record_all(engine, chosen, settings, SAMPLER, title=f"trajectories, seed {seed}")
 
 
-SHOW: dict[str, Callable[[Model, int, int, int], None]] = {
+SHOW: dict[str, Callable[[Engine, int, int, int], None]] = {
     "clean text": clean_text,
     "random canvas": random_canvas,
     "trajectories": trajectories,
@@ -156,15 +145,16 @@ SHOW: dict[str, Callable[[Model, int, int, int], None]] = {
 
 def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, device: str) -> int:
     """Write scales, GPTQ codes and two models from a source to `folder`; return its token count."""
-    model = load(CHECKPOINT, device=device)
-    experts: int = text_config(model).num_experts
+    engine = open(CHECKPOINT, device=device, activations="none", capacity=BATCH)
     checkpoint = Checkpoint.open(CHECKPOINT)
+    text = checkpoint.config["text_config"]
+    experts: int = text["num_experts"]
     targets = plan_targets(checkpoint.tensors, RECIPE.quantization)
     units = units_of(targets)
     hessians = Hessians([unit.reads for unit in units], experts)
     ranges, coverage = Ranges(experts), Coverage(experts)
-    with torch.no_grad(), watch_inputs(model, ranges.see, coverage.see, hessians.see):
-        SHOW[source](model, seed, budget, prompts)
+    with torch.no_grad(), engine.watching(ranges.see, coverage.see, hessians.see):
+        SHOW[source](engine, seed, budget, prompts)
     modules = calibrated_modules(CHECKPOINT, RECIPE.quantization)
     scales, fallbacks = fall_back(input_scales(ranges, modules), coverage.tokens, MIN_TOKENS)
     check_scales(scales)
@@ -176,7 +166,7 @@ def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, d
             checkpoint, targets, folder / rounding, recipe=RECIPE, input_scales=folder / SCALES,
             rounded=rounded,
         )  # fmt: skip
-    tokens = sum(next(iter(coverage.tokens.values()))) // text_config(model).top_k_experts
+    tokens = sum(next(iter(coverage.tokens.values()))) // text["top_k_experts"]
     facts = {"tokens": tokens, "fallbacks": len(fallbacks)}
     write_json(folder / "seen.json", facts)
     say(f"{source}, seed {seed}: {tokens} tokens, {len(fallbacks)} experts fell back")
@@ -214,12 +204,12 @@ def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
     path = out / "kl.json"
     if path.exists():
         return read_json(path)
-    reference: Any = ModelEngine(load(CHECKPOINT, device=device), BATCH)
-    compared = []
+    reference = open(CHECKPOINT, device=device, activations="none", capacity=BATCH)
+    compared: list[Compared] = []
     for what, source, seed in arms():
         rounding, mode = MADE[what]
-        model = load_rounding(folder_of(out, source, seed) / rounding, mode, device=device)
-        compared.append(Compared(ModelEngine(model, BATCH)))
+        folder = folder_of(out, source, seed) / rounding
+        compared.append(Compared(open(folder, device=device, activations=mode, capacity=BATCH)))
     found = replay(reference, compared, recorded(reference, count), SAMPLER, batch_size=BATCH)
     result = {
         "/".join(map(str, arm)): list(by_trajectory(d, lambda s: s.kl.mean().item()).values())

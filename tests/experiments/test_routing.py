@@ -1,58 +1,65 @@
 """Held routers: BF16's experts in another model, and an error where the passes differ."""
 
-import copy
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
 from experiments.routing import held_choice, routers_held
-from modules_oracle.engine import ModelEngine
-from tiny import CANVAS, tiny_model
+from tiny import CANVAS
 
+from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.record.trajectory import Prompt, record
 from quantize.runtime.sampler.sampler import Sampler
+from quantize.runtime.weights.load import load_packed
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)
 
 
-def distances(held: str) -> list[StepDistance]:
-    """Replay two canvases through a model whose attention is damaged."""
-    model = tiny_model()
-    damaged = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in damaged.model.decoder.layers:
-            weight = layer.get_submodule("self_attn.o_proj").weight
-            weight += 0.5 * weight.std() * torch.randn(weight.shape, generator=torch.Generator())
-    reference = ModelEngine(model, 2)
+@pytest.fixture(autouse=True)
+def one_core() -> Generator[None]:
+    """Compute on one thread, as the experiment does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def distances(bf16: Path, quantized: Path, held: str) -> list[StepDistance]:
+    """Replay two canvases of BF16 through the quantized model."""
+    reference, engine = (
+        FusedEngine(load_packed(folder, "cpu"), capacity=2) for folder in (bf16, quantized)
+    )
     prompts = [Prompt((5, 6, 7, 8), False), Prompt((9, 8, 7), False)]
     made = record(reference, prompts, [1, 2], sampler=SAMPLER, canvases=2, held_out=True)
-    with routers_held(model, damaged, held):
-        (found,) = replay(
-            reference, [Compared(ModelEngine(damaged, 2))], made, SAMPLER, batch_size=2
-        )
-    return found
+    with routers_held(reference, held):
+        (steps,) = replay(reference, [Compared(engine)], made, SAMPLER, batch_size=2)
+    return steps
 
 
-def test_held_routers_choose_as_bf16_did() -> None:
-    own = distances("own")
-    assert min(d.routing.mean().item() for d in own) < 1
+def test_held_routers_choose_as_bf16_did(tiny_checkpoint: Path, nvfp4_artifact: Path) -> None:
+    free = distances(tiny_checkpoint, nvfp4_artifact, "own")
+    assert min(d.routing.mean().item() for d in free) < 1
     for held in ("chosen", "weighted"):
-        found = distances(held)
-        assert all((d.routing == 1).all() for d in found)
-        assert [d.kl.mean() for d in found] != [d.kl.mean() for d in own]
+        steps = distances(tiny_checkpoint, nvfp4_artifact, held)
+        assert all((d.routing == 1).all() for d in steps)
+        assert [d.kl.mean() for d in steps] != [d.kl.mean() for d in free]
 
 
 def test_weights_of_held_experts_are_normalised_and_scaled() -> None:
-    own = (torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[0, 1]]))
-    theirs = (torch.zeros(1, 3), torch.tensor([[0.7, 0.9]]), torch.tensor([[2, 1]]))
-    _, weights, experts = held_choice(own, theirs, torch.tensor([1.0, 2.0, 4.0]), "chosen")
-    assert experts.tolist() == [[2, 1]]
-    assert torch.allclose(weights, torch.tensor([[0.4 * 4, 0.6 * 2]]))
-    assert held_choice(own, theirs, torch.ones(3), "weighted")[1] is theirs[1]
+    router = torch.tensor([[0.5], [0.3], [0.2]]).log().bfloat16()
+    choice = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[0.9, 0.7]])
+    x, scale = torch.ones(1, 1).bfloat16(), torch.tensor([1.0, 2.0, 4.0]).bfloat16()
+    experts, weights = held_choice(x, router, scale, choice, "chosen")
+    assert experts.tolist() == [[1, 2]]
+    assert torch.allclose(weights, torch.tensor([[0.6 * 2, 0.4 * 4]]), atol=0.02)
+    assert held_choice(x, router, scale, choice, "weighted")[1] is choice[1]
 
 
-def test_models_that_ran_other_passes_are_an_error() -> None:
-    model = tiny_model()
-    other = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match="same passes"), routers_held(model, other, "chosen"):
-        ModelEngine(model, 1).passes([[5, 6, 7]])
+def test_models_that_ran_other_passes_are_an_error(tiny_checkpoint: Path) -> None:
+    first, second = (FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1) for _ in range(2))
+    with pytest.raises(RuntimeError, match="other passes"), routers_held(first, "chosen"):
+        first.passes([[5, 6, 7]])
+    with pytest.raises(RuntimeError, match="other passes"), routers_held(first, "chosen"):
+        second.passes([[5, 6, 7]])
