@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.serve import schemas
-from quantize.serve.failures import RequestError, from_validation
+from quantize.serve.failures import NO_PATH, RequestError, from_validation
 from quantize.serve.guard import guarded
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.response_events import Answer
@@ -28,7 +28,7 @@ from quantize.serve.service import Service
 STATIC = Path(__file__).parent / "static"
 SAID = {  # HTTP status -> (message, code), in place of Starlette's own words
     400: ("the body cannot be read as JSON", "invalid_body"),
-    404: ("no such path; GET /docs lists them, and a client's base URL ends in /v1", "not_found"),
+    404: (NO_PATH, "not_found"),
 }
 
 
@@ -54,7 +54,7 @@ def create_app(service: Service) -> ASGIApp:
         service.scheduler.start()
         yield
         service.scheduler.stop()
-        service.encoder.shutdown()
+        service.close()
 
     pages: Any = {"docs_url": None, "redoc_url": None}  # FastAPI's load scripts from a CDN
     app = FastAPI(title="quantize serve", version=__version__, lifespan=lifespan, **pages)
@@ -146,7 +146,7 @@ def _add_failures(app: FastAPI) -> None:
             case RequestError():
                 refusal = error
             case RequestValidationError():
-                refusal = from_validation(error.errors())
+                refusal = from_validation(error.errors(), error.body)
             case InputError():
                 refusal = RequestError(400, str(error), code="invalid_value")
             case HTTPException():

@@ -18,11 +18,13 @@ OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 MARKERS = (OPEN, CLOSE, QUOTE)
 DEEPEST = 32  # levels of lists and objects in an argument
 
+BARE_KEY = r'[^\s:,{}\[\]<"]++'  # a key that needs no quotes
+
 _HEAD = re.compile(r"\s*call:([\w.\-]+)\s*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _MARK = r"\s*+(?:(?P<mark>[{}\[\],])|"
 _STRING = r'(?><\|"\|>(?P<plain>.*?)<\|"\|>)|(?P<json>"(?:[^"\\]|\\.)*+")'
-_KEY = re.compile(_MARK + rf'(?:{_STRING}|(?P<word>[^\s:,{{}}\[\]<"]++))\s*:)', re.DOTALL)
+_KEY = re.compile(_MARK + rf"(?:{_STRING}|(?P<word>{BARE_KEY}))\s*:)", re.DOTALL)
 _VALUE = re.compile(_MARK + rf'{_STRING}|(?P<word>[^,{{}}\[\]<"]++))', re.DOTALL)
 _WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from quantize.serve.unsupported import PARTS, REFUSED, message
 
+NO_PATH = "no such path; GET /docs lists them, and a client's base URL ends in /v1"
 KINDS = {401: "authentication", 403: "permission", 404: "not_found", 429: "rate_limit"}
 
 
@@ -43,18 +44,22 @@ def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestE
     return RequestError(400, f"{param}: {reason}", param=param, code=code)
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """Return the refusal (400) of a body that pydantic rejected, with its most telling error."""
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestError:
+    """Return the refusal (400) of a `body` that pydantic rejected, with its most telling error."""
     order = ["extra_forbidden", "literal_error"]  # unknown fields say more than missing ones
     first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
     reason = str(first["msg"]).removeprefix("Value error, ")
-    where = [str(part) for part in first["loc"] if part != "body"]
-    if where[:1] == ["messages"]:
-        del where[2:3]  # the role, which says what kind of message was meant
-    param = ".".join(where) or None
+    parts = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid" and first["loc"][:1] == ("body",) and len(parts) == 1:
+        reason = _broken_json(first["ctx"]["error"], parts, body)
+        return RequestError(400, reason, code="invalid_body")
+    where = _path_in(body, parts, missing=first["type"] == "missing")
+    if first["type"] == "misplaced":
+        where += first["ctx"]["path"]
+    param = written(where) or None
     if first["type"] == "extra_forbidden":
-        if known := REFUSED.get(where[-1]) if where else None:
-            text = message(where[-1], known)
+        if known := REFUSED.get(str(where[-1])) if where else None:
+            text = message(str(where[-1]), known)
             return RequestError(400, text, param=param, code="unsupported_parameter")
         reason = "this server knows no such parameter; GET /docs lists those it takes"
         return invalid(str(param), reason, "unknown_parameter")
@@ -66,3 +71,51 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> RequestError:
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
         return RequestError(400, reason, code="invalid_body")
     return invalid(param, reason)
+
+
+def written(path: Sequence[str | int]) -> str:
+    """Return a path in a body as clients write it: messages[0].content[1].text."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return "".join(steps).removeprefix(".")
+
+
+def _path_in(body: Any, parts: Sequence[str | int], *, missing: bool) -> list[str | int]:
+    """Return the path in `body` of pydantic's location `parts`, which also names a union's members.
+
+    With `missing` the last part is a field that `body` lacks.
+    """
+    path: list[str | int] = []
+    value, tagged = body, False  # whether the member that describes `value` was named
+    for n, part in enumerate(parts):
+        last = n == len(parts) - 1
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value, tagged = value[part], path[-1:] in (["tools"], ["tool_calls"])
+        elif (
+            isinstance(value, dict)
+            and not tagged
+            and part in _kinds(value)
+            and not (last and part in value)
+        ):
+            tagged = True
+            continue
+        elif isinstance(value, dict) and part in value:
+            value, tagged = value[str(part)], False
+        elif not (missing and last):
+            continue
+        path.append(part)
+    return path
+
+
+def _kinds(value: Mapping[str, Any]) -> list[Any]:
+    return [value[name] for name in ("type", "role") if name in value]
+
+
+def _broken_json(reason: str, parts: Sequence[str | int], body: Any) -> str:
+    """Return the message about a body that is no JSON, with line and column if they are known."""
+    text = body if isinstance(body, str) else ""
+    where = ""
+    if parts and isinstance(parts[0], int):
+        before = text[: parts[0]]
+        line, column = before.count("\n") + 1, parts[0] - before.rfind("\n")
+        where = f" at line {line}, column {column}" if text else f" at character {parts[0] + 1}"
+    return f"the body is not JSON{where}: {reason}"

@@ -1,9 +1,11 @@
 """The base class of all request bodies, and the field types that they share."""
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
 Unused = Field(None, description="Accepted, but neither used nor logged.")
@@ -34,6 +36,11 @@ def _whole(value: Any) -> Any:
 
 String = Annotated[str, AfterValidator(_utf8)]
 Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
+
+
+def misplaced(path: Sequence[str | int], reason: str) -> PydanticCustomError:
+    """Return the error of a value at `path` within the field whose validator raises it."""
+    return PydanticCustomError("misplaced", "{reason}", {"path": list(path), "reason": reason})
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:

@@ -23,7 +23,7 @@ def known(
     A canvas has `length` tokens. RequestError 400: pinned texts clash, or a suffix does not fit.
     """
     initial = dict(enumerate(encode(body.initial_text or "")))
-    pieces = [(f"pinned.{n}", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]
+    pieces = [(f"pinned[{n}]", p.position, encode(p.text)) for n, p in enumerate(body.pinned)]
     limit = None
     if isinstance(body, CompletionRequest) and body.suffix:
         tokens = encode(body.suffix)

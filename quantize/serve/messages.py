@@ -14,7 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from quantize.serve.fields import IGNORED, Json, Strict, String, Unused, by_type
+from quantize.serve.fields import IGNORED, Json, Strict, String, Unused, by_type, misplaced
+from quantize.serve.tool_schemas import faults, without_nulls
 
 MAX_TOOLS = 128
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
@@ -115,7 +116,7 @@ class Reply(_Turn):
     @model_validator(mode="after")
     def _says_something(self) -> "Reply":
         if self.content is None and not self.tool_calls:
-            raise ValueError("content: missing, and there are no tool_calls")
+            raise misplaced(("content",), "missing, and there are no tool_calls")
         return self
 
     @property
@@ -154,7 +155,7 @@ def stray_results(messages: Sequence[Message]) -> Iterator[str]:
             calls = message.tool_calls if isinstance(message, Reply) else []
             called = {call.id for call in calls}
         elif message.tool_call_id not in called:
-            yield f"messages.{index}.tool_call_id: the assistant's message before it has no such call"
+            yield f"messages[{index}].tool_call_id: the assistant's message before it has no such call"
 
 
 class Function(Strict):
@@ -168,14 +169,12 @@ class Function(Strict):
     @field_validator("parameters")
     @classmethod
     def _are_an_objects(cls, value: dict[str, Any]) -> dict[str, Any]:
-        properties, required = value.get("properties", {}), value.get("required", [])
-        if value.get("type", "object") != "object" or not isinstance(properties, dict):
-            raise ValueError("must be the schema of an object")
-        if not all(isinstance(found, dict) for found in properties.values()):
-            raise ValueError("properties: each must be a schema")
-        if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
-            raise ValueError("required: must be a list of names")
-        return value
+        schema: dict[str, Any] = without_nulls(value)
+        if schema.get("type", "object") != "object":
+            raise misplaced(("type",), "must be the schema of an object")
+        if fault := next(faults(schema), None):
+            raise misplaced(*fault)
+        return schema
 
 
 class Tool(Strict):

@@ -268,7 +268,7 @@ class ChatRequest(_Generation):
     def pictures(self) -> list[tuple[str, str]]:
         """Return (parameter's path, data URL) of each picture, in the messages' order."""
         return [
-            (f"messages.{turn}.content.{n}.image_url", part.image_url.url)
+            (f"messages[{turn}].content[{n}].image_url", part.image_url.url)
             for turn, message in enumerate(self.messages)
             for n, part in enumerate(message.content if isinstance(message.content, list) else ())
             if isinstance(part, ImagePart)

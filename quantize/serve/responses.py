@@ -193,7 +193,7 @@ class ResponsesRequest(Asked):
         try:
             return ChatRequest.model_validate(body)
         except ValidationError as error:
-            raise from_validation(error.errors()) from error
+            raise from_validation(error.errors(), body) from error
 
 
 def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:

@@ -23,6 +23,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.sampler.known_tokens import Given
+from quantize.serve.budget import Allowance
 from quantize.serve.failures import RequestError
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.metrics import Metrics
@@ -61,8 +62,10 @@ class Job:
     images: Images | None = None  # for the prompt's placeholders
     given: Given | None = None  # the known tokens
     guide: AnswerGuide | None = None  # the one in `given`; its error ends the job
+    param: str = "messages"  # the request's parameter that `prompt` comes from
     cancelled: bool = False
     started: float = 0.0
+    began: float = 0.0  # its canvas under way
 
 
 class Scheduler:
@@ -183,11 +186,11 @@ class Scheduler:
                 job = self._waiting.popleft() if self._waiting else None
             if job is None:
                 return
-            job.started = time.monotonic()
+            job.started = job.began = time.monotonic()
             try:
                 self.engine.admit(slot, job.prompt, job.seed, job.sampler, job.images, job.given)
             except InputError as error:
-                job.emit(RequestError(400, str(error), param="messages", code="invalid_prompt"))
+                job.emit(RequestError(400, str(error), param=job.param, code="invalid_prompt"))
             except Exception:  # it is logged and answered with a 500; the server goes on
                 self._fail([job])
                 self.engine.release(slot)
@@ -199,6 +202,7 @@ class Scheduler:
         watched = any(self._running[slot].drafts for slot in slots)
         if watched:
             self._speak()  # before the first draft of the next canvas
+        self._note_canvases()
         started = time.monotonic()
         try:
             canvases = self.engine.denoise(slots, self._show if watched else None, self._speak)
@@ -216,6 +220,7 @@ class Scheduler:
         self.metrics.steps.inc(sum(canvas.steps for _, canvas in finished))
         for slot, canvas in finished:
             job = self._running[slot]
+            job.began = time.monotonic()
             held = None if job.guide is None else job.guide.constraint
             if held and held.error is not None:
                 message = f"the answer could not be held to its form: {held.error}"
@@ -229,6 +234,13 @@ class Scheduler:
                 self._leave([slot])
                 self._seconds += 0.1 * (time.monotonic() - job.started - self._seconds)
                 self.metrics.tokens.inc(job.answer.tokens)
+
+    def _note_canvases(self) -> None:
+        """Tell each request's allowance since when the oldest canvas of another request runs."""
+        allowances = {slot: _allowance(job) for slot, job in self._running.items()}
+        for allowance in {id(a): a for a in allowances.values() if a is not None}.values():
+            others = (s for s, other in allowances.items() if other is not allowance)
+            allowance.note(min((self._running[slot].began for slot in others), default=None))
 
     def _speak(self) -> None:
         while self._unsaid:
@@ -262,6 +274,11 @@ class Scheduler:
         message = "the engine failed; see the server's log"
         for job in jobs:
             job.emit(RequestError(500, message, code="engine_failed"))
+
+
+def _allowance(job: Job) -> Allowance | None:
+    held = None if job.guide is None else job.guide.constraint
+    return None if held is None else held.allowance
 
 
 def _shutting_down() -> RequestError:

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,8 @@ from quantize.runtime.prompt.images import Images
 from quantize.runtime.sampler.known_tokens import Given
 from quantize.serve import infill, pictures, unsupported
 from quantize.serve.answers import Said, Shape
-from quantize.serve.constraint import Constraint, Matcher
+from quantize.serve.budget import Allowance
+from quantize.serve.constraint import Constraint
 from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
@@ -52,9 +53,17 @@ class Service:
         limits = (engine.max_length, sampler.max_length, options.max_context)
         self.max_length = min(limit for limit in limits if limit is not None)
         self.max_prompt = self.max_length - engine.canvas_length
-        # Prompts and forms must not stall the event loop; one thread keeps the tokenizer to itself.
+        # Prompts must not stall the event loop; one thread keeps the tokenizer to itself. A form may
+        # take seconds: only other forms wait for it.
         self.encoder = ThreadPoolExecutor(1, "encoder")
+        self.former = ThreadPoolExecutor(1, "former")
         self._named: set[str] = set()  # ignored parameters that were logged
+
+    def close(self) -> None:
+        """End the threads and the process that prepare requests."""
+        self.encoder.shutdown()
+        self.former.shutdown()
+        self.forms.close()
 
     def leave(self) -> None:
         """Refuse waiting jobs; after `shutdown_grace` s, running jobs end with their canvas."""
@@ -83,7 +92,10 @@ class Service:
         exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
-            jobs = await loop.run_in_executor(self.encoder, self._jobs, body, exchange)
+            asked = await loop.run_in_executor(self.encoder, self._asked, body)
+            thread = self.former if body.forms else self.encoder
+            guides = await loop.run_in_executor(thread, self._guides, body, asked)
+            jobs = self._jobs(body, asked, guides, exchange)
         exchange.submit(jobs)
         chats = isinstance(body, ChatRequest)
         prompt_tokens = sum(len(job.prompt) for job in jobs[:: body.n])
@@ -142,51 +154,78 @@ class Service:
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def _jobs(self, body: Body, exchange: Exchange) -> list[Job]:
+    def _asked(self, body: Body) -> "_Asked":
+        """Return what a request asks for, in tokens; RequestError 400: it is too long, or wrong."""
         prompts, images = self._prompts(body)
         length = self.scheduler.engine.canvas_length
         given, before_suffix = infill.known(body, self.text.encode_piece, length)
-        form = self.forms.matcher(body)
         if (longest := max(map(len, prompts))) > self.max_prompt:
             message = f"the prompt has {longest} tokens; at most {self.max_prompt} are taken"
             param = "messages" if isinstance(body, ChatRequest) else "prompt"
             raise RequestError(400, message, param=param, code="context_length_exceeded")
         sampler = body.sampler(self.sampler)
+        limit = before_suffix or body.token_limit or sampler.max_new_tokens
+        canvases = [min(-(-limit // length), (self.max_length - len(p)) // length) for p in prompts]
+        last = max((*given.pinned, *given.initial), default=-1) if given else -1
+        if last >= (room := min(canvases) * length):
+            reason = f"position {last}, and the answer has {room}; raise max_tokens"
+            raise invalid("pinned", reason)
+        return _Asked(prompts, canvases, limit, sampler, images, given)
+
+    def _guides(self, body: Body, asked: "_Asked") -> list[AnswerGuide | None]:
+        """Return the guide of each answer; RequestError 400: no text of the form fits."""
+        form, length = self.forms.matcher(body), self.scheduler.engine.canvas_length
+        if form is None and body.top is None:
+            return [None for _ in range(len(asked.prompts) * body.n)]
+        thinks = isinstance(body, ChatRequest) and body.thinking
+        closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
+        guides: list[AnswerGuide | None] = []
+        allowance = Allowance()
+        for canvases in asked.canvases:
+            room = min(asked.limit, canvases * length)
+            for _ in range(body.n):
+                held = None
+                if form is not None:
+                    try:
+                        held = Constraint(self.forms.grammars, form, room, closes, allowance)
+                    except InputError as error:
+                        raise invalid("max_tokens", error) from error
+                guides.append(AnswerGuide(length, held, body.top))
+        return guides
+
+    def _jobs(
+        self, body: Body, asked: "_Asked", guides: Sequence[AnswerGuide | None], exchange: Exchange
+    ) -> list[Job]:
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
-        empty = partial(Answer, self.text.whole)
+        empty, param = partial(Answer, self.text.whole), "prompt"
         if isinstance(body, ChatRequest):
             split = partial(self.text.split, calls=bool(body.callable))
             once = not body.parallel_tool_calls
-            empty = partial(Answer, split, tools=body.callable, one_call=once)
+            empty, param = partial(Answer, split, tools=body.callable, one_call=once), "messages"
         stops = [] if any(kind == "calls" for _, kind, _ in body.forms) else list(body.stop)
         jobs: list[Job] = []  # choice j of a request with a seed has the noise of seed + j
-        limit = before_suffix or body.token_limit or sampler.max_new_tokens
-        for prompt in prompts:
-            canvases = min(-(-limit // length), (self.max_length - len(prompt)) // length)
-            last = max((*given.pinned, *given.initial), default=-1) if given else -1
-            room = canvases * length
-            if last >= room:
-                reason = f"position {last}, and the answer has {room}; raise max_tokens"
-                raise invalid("pinned", reason)
-            for choice in range(body.n):
-                answer = empty(sampler, limit, canvases, stops)
-                noise = (seed + choice + INT64) % (2 * INT64) - INT64
-                emit = partial(exchange.post, len(jobs))
-                guide = self._guide(body, form, min(limit, room))
-                known = given if guide is None else replace(given or Given(), guide=guide)
-                jobs.append(Job(prompt, noise, sampler, answer, emit, drafts, images, known, guide))
+        for index, guide in enumerate(guides):
+            prompt, canvases = asked.prompts[index // body.n], asked.canvases[index // body.n]
+            answer = empty(asked.sampler, asked.limit, canvases, stops)
+            noise = (seed + index % body.n + INT64) % (2 * INT64) - INT64
+            emit, known = partial(exchange.post, index), asked.given
+            if guide is not None:
+                known = replace(known or Given(), guide=guide)
+            job = Job(
+                prompt, noise, asked.sampler, answer, emit, drafts, asked.images, known, guide
+            )
+            jobs.append(replace(job, param=param))
         return jobs
 
-    def _guide(self, body: Body, form: Matcher | None, room: int) -> AnswerGuide | None:
-        if form is None and body.top is None:
-            return None
-        constraint = None
-        if form is not None:
-            thinks = isinstance(body, ChatRequest) and body.thinking
-            closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
-            try:
-                constraint = Constraint(self.forms.grammars, form, room, closes)
-            except InputError as error:
-                raise invalid("max_tokens", error) from error
-        return AnswerGuide(self.scheduler.engine.canvas_length, constraint, body.top)
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request in tokens: its prompts, with the most canvases of an answer to each."""
+
+    prompts: list[list[int]]
+    canvases: list[int]
+    limit: int  # most tokens of an answer
+    sampler: Sampler
+    images: Images | None
+    given: Given | None

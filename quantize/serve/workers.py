@@ -10,16 +10,17 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import torch
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from quantize.errors import ResourceError
 from quantize.runtime import Placement
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import NO_PATH, RequestError
 from quantize.serve.options import Options
 from quantize.serve.server import serve_at
 
@@ -95,8 +96,8 @@ class Worker:
                 log.info("worker %d serves again", self.index)
 
     async def relay(self, request: Request, send: Send) -> None:
-        """Relay a request and its answer; RequestError 503: the process ended before answering."""
-        url = httpx.URL(path=request.url.path, query=request.scope["query_string"])
+        """Relay a request and its answer; RequestError 503: the process ended, 404: an odd path."""
+        url = target(request.scope)
         headers, body = _end_to_end(request.headers.raw), await request.body()
         asked = self.client.build_request(request.method, url, headers=headers, content=body)
         self.open += 1
@@ -112,6 +113,16 @@ class Worker:
                 await answer(request.scope, request.receive, send)
         finally:
             self.open -= 1
+
+
+def target(scope: Scope) -> httpx.URL:
+    """Return the URL of a request at a worker, as it was sent; RequestError 404: no worker has such."""
+    path = scope.get("raw_path") or quote(scope["path"]).encode()
+    query = scope["query_string"]
+    try:
+        return httpx.URL(URL).copy_with(raw_path=path + b"?" * bool(query) + query)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise RequestError(404, NO_PATH, code="not_found") from error
 
 
 async def _parts(reply: httpx.Response) -> AsyncIterator[bytes]:

@@ -29,7 +29,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.fleet import Fleet, beginning
 from quantize.serve.options import Options
 from quantize.serve.server import held
-from quantize.serve.workers import Worker
+from quantize.serve.workers import Worker, target
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
 
@@ -243,6 +243,22 @@ def test_a_worker_that_was_stopped_is_not_started_again(tmp_path: Path) -> None:
 
     assert asyncio.run(story())
     assert not worker.ready
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//x", "//", "///[", "//[::1", "//x:y/z", "/v1/models/a%2Fb", "/%00", "/a b", "/é", "*"],
+)
+def test_any_path_reaches_a_worker_as_it_was_sent_or_ends_with_404(path: str) -> None:
+    scope = {"path": path, "query_string": b"a=1"}
+    if path == "*":
+        with pytest.raises(RequestError, match="no such path"):
+            target({**scope, "raw_path": b"*"})
+        return
+    sent = path.replace(" ", "%20").replace("é", "%C3%A9").encode()
+    assert target({**scope, "raw_path": sent}).raw_path == sent + b"?a=1"
+    if "%" not in path:
+        assert target({**scope, "query_string": b""}).path == path
 
 
 def test_headers_of_one_connection_are_not_passed_on() -> None:

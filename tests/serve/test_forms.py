@@ -22,8 +22,9 @@ from serving import (
 
 from quantize.errors import InputError
 from quantize.serve.calls import read_calls
-from quantize.serve.constraint import Constraint, Grammars, Matcher
+from quantize.serve.constraint import Constraint
 from quantize.serve.forms import Forms
+from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.protocol import ChatRequest
 
 ASKED: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
@@ -231,7 +232,7 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
         ({"response_format": schema_format({"type": "frog"})}, "response_format", "cannot be compiled"),
         ({"response_format": schema_format({"uniqueItems": True})}, "response_format", "Unimplemented"),
         ({"response_format": schema_format(NESTED), "max_tokens": 4}, "max_tokens", "into 4 tokens"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema",
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
          "required"),
         ({"extra_body": {"guided_regex": "[0-9"}}, "guided_regex", "cannot be compiled"),
         ({"extra_body": {"guided_regex": "a{999}b{999}"}}, "max_tokens", "fits into 128 tokens"),

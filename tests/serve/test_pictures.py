@@ -131,7 +131,7 @@ THREAD = data_url(encoded(picture(size=(4000, 2))))
 def test_pictures_that_are_refused(server: Running, url: str, says: str) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as caught:
         ask(server, [QUESTION, part(PNG), part(url)])
-    assert caught.value.param == "messages.0.content.2.image_url"
+    assert caught.value.param == "messages[0].content[2].image_url"
     assert caught.value.code == "invalid_image"
     assert len(caught.value.message) < 300  # it does not send the picture back
 
@@ -199,7 +199,7 @@ def test_other_media_are_refused_by_name_with_a_way_out(
     assert error.value.code == "unsupported_content"
     assert error.value.message.count(f"{kind}: not supported: ") == 1
     assert way_out in error.value.message
-    assert error.value.param.startswith("messages.0.content")
+    assert error.value.param.startswith("messages[0].content")
 
 
 def test_an_unknown_part_is_refused_too(server: Running) -> None:

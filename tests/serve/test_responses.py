@@ -1,6 +1,7 @@
 """The Responses API through the official client: text, thoughts, calls, whole and streamed."""
 
 import json
+import re
 from collections.abc import Generator
 from typing import Any
 
@@ -114,11 +115,11 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running) -> None:
         ({"previous_response_id": "resp_1"}, "nothing is stored here"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "nothing is stored here"),
         ({"input": [{"type": "computer_call"}]}, "'function_call'"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input.items.0.message.role"),
+        ({"input": [{"role": "robot", "content": "x"}]}, re.escape("input[0].role")),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "no such call"),
         ({"input": []}, "at least 1"),
         ({"input": 3}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        ({"tools": [{"type": "web_search"}]}, re.escape("tools[0].type: Input should be 'function'")),
         ({"tools": TOOLS * 2}, "same name"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "no tool of the request"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),
