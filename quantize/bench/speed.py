@@ -13,7 +13,8 @@ have the model's exact shapes, but their answers are noise.
     first canvas ms                   time to encode a prompt of `context` tokens and write a canvas
     ms/step                           mean of steps that encode nothing, launched back to back
     x floor                           ms/step divided by the floor, the least that bytes and FLOP allow
-    parts                             GPU ms of one step's kernels, by part of the step, from a profile
+    parts                             GPU ms of one step's kernels, by part of the step, from a profile;
+                                      bench fails if a part took less than its floor
     unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
 
@@ -21,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,9 @@ from quantize.runtime.opening import RandomModel
 ADAPTIVE = "adaptive"  # in place of a number of steps
 SECONDS = 10.0  # of work at least while the energy counter is watched
 ONE_TOKEN = "one token"  # in place of a number of steps
+# A part of a step is not faster than its floor, except for errors of this share. A part whose floor is
+# lower than this many ms reads so little that a GPU's cache may hold it: it may be faster.
+BELOW, CACHED_MS = 0.05, 0.5
 MIXES = {name: (name,) * 3 for name in ("bf16", "fp8", "int8", "nvfp4")}
 MIXES["nvfp4_fp8"] = ("nvfp4", "fp8", "fp8")  # experts, attention, dense MLP
 # The columns of speed: title -> (field of Row, format).
@@ -310,6 +315,13 @@ def _row(
 ) -> Row:
     price = hourly_price and hourly_price / times["tokens_a_second"] / 3600 * 1e6
     parts = {name: value * 1e3 for name, value in floor.items()}
+    for name, least in parts.items():
+        if least >= CACHED_MS and times["parts"].get(name, inf) < (1 - BELOW) * least:
+            raise ResourceError(
+                f"bench: at batch {batch}, {name} took {times['parts'][name]:.2f} ms, less than its "
+                f"floor of {least:.2f} ms: the GPU's rates were measured while it was slower. End what "
+                f"else runs on it, and run bench again"
+            )
     return Row(
         batch=batch, steps=steps, experts_hit=hit, price_a_million_tokens=price,
         floor_ms_a_step=sum(floor.values()) * 1e3, floor_parts=parts, **times,

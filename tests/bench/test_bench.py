@@ -14,11 +14,12 @@ import torch
 
 from quantize.bench import speed as bench
 from quantize.bench.one_token import Continuation
+from quantize.errors import ResourceError
 from quantize.host import gauge, progress
 from quantize.host.gauge import Clock, Gauge
 from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
-from quantize.runtime.gpu.rates import Rates
+from quantize.runtime.gpu.rates import Rates, settled
 from quantize.runtime.weights.load import load_packed
 
 
@@ -85,6 +86,36 @@ def test_tokens_one_by_one_stand_around_the_context(
     topk = engine.model.topk
     assert topk <= hit <= 2 * topk
     assert not engine._slots
+
+
+def test_a_cold_gpu_is_warmed_up_until_two_readings_agree(capsys: pytest.CaptureFixture) -> None:
+    """By a scripted clock: slow at first, in steps, as an idle H100 was."""
+    cold = [0.081, 0.081, 0.08, 0.07, 0.06, 0.055, *[0.055] * 100]
+    assert settled(iter(cold).__next__) == 0.055  # two agree before WARM seconds: they do not count
+    assert settled(iter([0.3, 0.3, 9.9]).__next__) == 0.3
+    assert settled(iter([9.0, 5.0, 5.05, 1.0]).__next__) == 5.05
+    assert capsys.readouterr().err == ""
+    assert settled(itertools.cycle([3.0, 4.0]).__next__) in (3.0, 4.0)
+    assert "does not settle: the last two readings differ by" in capsys.readouterr().err
+
+
+def test_a_part_below_its_floor_is_an_error_of_the_gauge() -> None:
+    times = {
+        "forwards_a_canvas": 13, "ms_a_canvas": 130.0, "ms_a_forward": 10.0, "tokens_a_second": 2e3,
+        "watts": None, "joules_a_forward": None, "tokens_a_joule": None, "clock_mhz": None,
+        "power_capped": None, "first_canvas_ms": 150.0, "ms_a_step": 9.6,
+    }  # fmt: skip
+
+    def row(taken: float, least: float) -> bench.Row:
+        parts = {"experts": taken, "dense": 2.0, "rest": 0.5}
+        floor = {"experts": least / 1e3, "dense": 1.5e-3}
+        return bench._row(1, "12", 123.0, floor, times | {"parts": parts}, None)
+
+    assert row(5.49, 4.25).floor_parts["experts"] == 4.25
+    assert row(5.49, 5.6).parts["experts"] == 5.49  # an error of 2 %
+    assert row(0.01, 0.02).parts["experts"] == 0.01  # all of it fits a GPU's cache
+    with pytest.raises(ResourceError, match=r"experts took 5\.49 ms, less than its floor of 8\.09"):
+        row(5.49, 8.09)
 
 
 class Card:

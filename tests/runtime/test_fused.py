@@ -4,7 +4,7 @@ How near each layer is to float64 is judged in `test_fused_layers`.
 """
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -418,7 +418,7 @@ def test_settings_of_requests_capture_a_bounded_number_of_graphs() -> None:
         return replace(SAMPLER, entropy_bound=1 + setting / 1e6)
 
     def worth(rows: int, setting: int) -> bool:
-        return steps.get(rows, sampler(setting))[1]
+        return steps.get(rows, sampler(setting), 1)[1]
 
     steps = Steps(lambda rows, settings: cast(Any, (rows, settings)))
     assert worth(1, 0)
@@ -427,13 +427,47 @@ def test_settings_of_requests_capture_a_bounded_number_of_graphs() -> None:
     assert sum(worth(1, setting) for setting in range(1, 1000)) == CAPTURED
     assert len(steps._captured) == len(steps._tried) == CAPTURED
     assert [worth(1, 1000) for _ in range(WORTH + 2)] == [False] * WORTH + [True] * 2
-    assert steps.get(1, sampler(1000))[0] == (1, sampler(1000))
+    assert steps.get(1, sampler(1000), 0)[0] == (1, sampler(1000))
     assert sum(worth(1, setting) for setting in range(2000, 3000)) == 0  # it takes the place of one
     assert worth(1, 1000)
     assert worth(4, 0)
     assert worth(1, 0)
     assert not worth(2, 0)
     assert len(steps._captured) == len(steps._tried) == CAPTURED
+
+
+class Capture:
+    """A graph that only notes that it was captured, and then runs kernel by kernel."""
+
+    begun = 0  # captured pairs of rows and settings: each begins its canvases by a graph of its own
+
+    def __init__(self, work: Callable[[], None], _: object) -> None:
+        self._work, self._captured = work, False
+
+    def __call__(self) -> None:
+        if not self._captured and getattr(self._work, "__name__", "") == "_set_state":
+            Capture.begun += 1
+        self._captured = True
+        self._work()
+
+
+def test_canvases_of_many_settings_at_once_cause_as_many_captures_as_promised(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A canvas goes through many calls of `denoise`: others finish before it."""
+    monkeypatch.setattr(passes_of, "Replayed", Capture)
+    monkeypatch.setattr(passes_of, "CAPTURED", 3)
+    monkeypatch.setattr(passes_of, "WORTH", 4)
+    monkeypatch.setattr(Capture, "begun", 0)
+    engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=6, max_context=512)
+    engine.graphs = True
+    for slot in range(6):  # canvases of 4 to 9 steps, one setting a slot
+        settings = replace(SAMPLER, max_denoising_steps=4 + slot, confidence_threshold=1e-30)
+        engine.admit(slot, [5], slot, settings)
+    canvases = 0
+    while canvases < 30:
+        canvases += sum(canvas is not None for canvas in engine.denoise(range(6)))
+    assert 3 < Capture.begun <= 3 + (canvases + 5) / 4  # five may be under way
 
 
 def test_engine_refuses(tiny_checkpoint: Path) -> None:

@@ -166,7 +166,7 @@ class FusedEngine:
         keeps = prefix_bytes and isinstance(cache, Cache)
         self.prefixes = PrefixCache[list[Tensor]](prefix_bytes, self._chunk) if keeps else None
         self._steps = {  # by lane, and whether guides decide on its canvases
-            (lane, guided): Steps(partial(self._step, lane=lane, keep=guided))
+            (lane, guided): Steps(partial(self._step, lane=lane, keep=guided), capacity)
             for lane in range(lanes)
             for guided in (False, True)
         }
@@ -350,7 +350,7 @@ class FusedEngine:
             for _ in range(min(2, (self.max_length - len(prompt)) // self.canvas_length)):
                 self.denoise(slots)
             if self.graphs and self._joins:
-                self._steps[0, False].get(rows, _denoising(sampler))[0].capture_commits()
+                self._steps[0, False].get(rows, _denoising(sampler), 0)[0].capture_commits()
             for slot in slots:
                 self.release(slot)
             self._steps[0, False].hold()
@@ -371,7 +371,7 @@ class FusedEngine:
         """Begin canvases in slots of equal settings; return their `Step`, and whether to use graphs."""
         self.encode_last(slots)
         sampler = self._slots[slots[0]].sampler
-        step, worth = self._steps[0, False].get(self._rows_for(len(slots)), sampler)
+        step, worth = self._steps[0, False].get(self._rows_for(len(slots)), sampler, len(slots))
         self._begin(step, list(slots), self.graphs and worth)
         return step, self.graphs and worth
 
@@ -521,7 +521,9 @@ class FusedEngine:
         """
         batches: list[Running] = []
         for (lane, guided, sampler), slots in kinds.items():
-            step, worth = self._steps[lane, guided].get(self._rows_for(len(slots)), sampler)
+            begun = sum(not self._slots[slot].under_way for slot in slots)
+            rows = self._rows_for(len(slots))
+            step, worth = self._steps[lane, guided].get(rows, sampler, begun)
             graphs = self.graphs and worth
             standing, committed = self._begin(step, slots, graphs)
             taken, most = [s.taken for s in standing], [step.limit] * len(standing)

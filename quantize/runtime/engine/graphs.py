@@ -343,19 +343,23 @@ def until_finished(
 class Steps:
     """Keeps a `Step` for each (rows, sampler) in use, and decides which of them are captured.
 
-    The first CAPTURED pairs are captured at once. Each further pair first runs WORTH canvases without a
-    graph, so n canvases cause at most CAPTURED + n / WORTH captures. The CAPTURED pairs used most
+    The first CAPTURED pairs are captured at once. Each further pair first begins WORTH canvases without
+    a graph, so n canvases cause at most CAPTURED + n / WORTH captures. The CAPTURED pairs used most
     recently keep graphs; so do all pairs of the warm-up (`hold`). `make(rows, sampler)` returns a step.
+    Steps without graphs are kept for as many pairs as there are `slots`, or CAPTURED if that is more.
     """
 
-    def __init__(self, make: Callable[[int, Sampler], Step]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[int, Sampler], Step], slots: int = CAPTURED) -> None:
+        self._make, self._slots = make, slots
         self._lasting: dict[tuple[int, Sampler], Step] = {}
         self._captured: OrderedDict[tuple[int, Sampler], Step] = OrderedDict()
         self._tried: OrderedDict[tuple[int, Sampler], tuple[Step, int]] = OrderedDict()
 
-    def get(self, rows: int, sampler: Sampler) -> tuple[Step, bool]:
-        """Return the step for the next canvas of `rows` sequences, and whether to use CUDA graphs."""
+    def get(self, rows: int, sampler: Sampler, begun: int) -> tuple[Step, bool]:
+        """Return the step of `rows` sequences, and whether to use CUDA graphs.
+
+        `begun` of their canvases begin now: a canvas counts once, however often others end before it.
+        """
         key = (rows, sampler)
         if key in self._lasting:
             return self._lasting[key], True
@@ -366,10 +370,11 @@ class Steps:
         if worth := len(self._captured) < CAPTURED or canvases >= WORTH:
             self._captured[key] = step
         else:
-            self._tried[key] = step, canvases + 1
-        for kept in (self._captured, self._tried):
-            if len(kept) > CAPTURED:
-                kept.popitem(last=False)
+            self._tried[key] = step, canvases + begun
+        if len(self._captured) > CAPTURED:
+            self._captured.popitem(last=False)
+        if len(self._tried) > max(CAPTURED, self._slots):
+            self._tried.popitem(last=False)
         return step, worth
 
     def hold(self) -> None:

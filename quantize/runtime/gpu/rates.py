@@ -7,6 +7,12 @@ from math import inf
 import torch
 from fused_dequant.formats import EIGHT_BIT, FOUR_BIT
 
+from quantize.host.progress import say
+
+WARM = 0.5  # seconds of work after which a GPU's clocks have risen
+AGREE = 0.02  # by which two readings in a row may differ
+MOST = 20.0  # seconds of work after which a reading is taken as it is
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -54,12 +60,38 @@ def link_rate(device: str) -> float:
 
 
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
-    """Return the GPU seconds per call of `work`, the mean of `repeats` calls after a warm-up."""
+    """Return the GPU seconds per call of `work`, a mean of `repeats` calls, once the GPU is warm."""
     work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000 / repeats
+
+    def reading() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    return settled(reading) / repeats
+
+
+def settled(reading: Callable[[], float]) -> float:
+    """Return the seconds of a `reading` that agrees with the reading before it.
+
+    A GPU that was idle raises its clocks while it works, for longer than a reading may take. So
+    readings count once they have worked for WARM seconds. If no two agree within MOST seconds of
+    work, other programs use the GPU: `settled` says so, and returns the last reading.
+    """
+    before, worked = inf, 0.0
+    while True:
+        seconds = reading()
+        worked += seconds
+        if worked >= WARM and abs(seconds - before) <= AGREE * seconds:
+            return seconds
+        if worked >= MOST and before < inf:
+            say(
+                f"warning: this GPU's speed does not settle: the last two readings differ by "
+                f"{abs(seconds / before - 1):.0%}; other work may run on it"
+            )
+            return seconds
+        before = seconds
