@@ -365,7 +365,7 @@ def test_a_sparse_engine(tiny_checkpoint: Path, peaks: int) -> None:
             engine.admit(slot, prompts[slot], slot, SAMPLER)
         engine.stops = lambda seed, canvas: 2
         engine.denoise(slots)
-        step = engine._steps[0, False].get(len(slots), _denoising(SAMPLER))[0]
+        step = engine._steps[0, False].get(len(slots), _denoising(SAMPLER), 0)[0]
         signals.append(step._signal.unflatten(0, (len(slots), -1)).float())
     dense, both, alone = signals
     assert torch.equal(alone[0], both[1])

@@ -190,7 +190,7 @@ def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> 
             for slot, n in enumerate(CONTEXTS):
                 engine.admit(slot, tokens(n, seed=n).tolist(), slot, SAMPLER)
             engine.denoise(range(4))
-            step, _ = engine._steps[0, False].get(4, _denoising(SAMPLER))
+            step, _ = engine._steps[0, False].get(4, _denoising(SAMPLER), 0)
             softs.append(step._signal.clone())
             logits.append(step._logits.float())
         assert torch.equal(*softs)
