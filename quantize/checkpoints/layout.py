@@ -76,8 +76,10 @@ def _built(config: str) -> dict[str, TensorSpec]:
 def _check_depth(config: dict[str, Any]) -> None:
     """Refuse a number of layers so large that transformers would build the model without end."""
     for section in ("text_config", "vision_config"):
-        fields = config.get(section) or {}
-        layers = fields.get("num_hidden_layers", 1) if isinstance(fields, dict) else fields
+        fields = config.get(section)
+        if not isinstance(fields, dict):  # releases of transformers differ in what they put there
+            raise InputError(f"config.json: {section} is {fields!r}, not an object; {FIX}")
+        layers = fields.get("num_hidden_layers", 1)
         if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
             raise InputError(
                 f"config.json: {section}.num_hidden_layers is {layers!r}, "

@@ -344,8 +344,14 @@ CASES: dict[str, tuple[Edit, str]] = {
         json_file("config.json", lambda c: c.update(model_type="llama")),
         "model_type is 'llama'",
     ),
-    "no text_config": (json_file("config.json", lambda c: c.pop("text_config")), "config"),
-    "text_config a text": (json_file("config.json", lambda c: c.update(text_config="x")), "config"),
+    "no text_config": (
+        json_file("config.json", lambda c: c.pop("text_config")),
+        "text_config is None, not",
+    ),
+    "text_config a text": (
+        json_file("config.json", lambda c: c.update(text_config="x")),
+        "'x', not an object",
+    ),
     "hidden size disagrees": (text_config(hidden_size=128), "config.json calls for"),
     "hidden size a text": (text_config(hidden_size="64"), "config"),
     "hidden size negative": (text_config(hidden_size=-64), "config"),
@@ -360,9 +366,13 @@ CASES: dict[str, tuple[Edit, str]] = {
     "a billion layers": (text_config(num_hidden_layers=10**9), "config"),
     "layer types unknown": (text_config(layer_types=["mamba"] * 6), "config"),
     "vocabulary disagrees": (text_config(vocab_size=600), "config.json calls for"),
-    "no vision_config": (
+    "vision_config null": (
         json_file("config.json", lambda c: c.update(vision_config=None)),
-        "config",
+        "vision_config is None, not an object",
+    ),
+    "no vision_config": (
+        json_file("config.json", lambda c: c.pop("vision_config")),
+        "vision_config is None, not an object",
     ),
 }
 

@@ -9,6 +9,7 @@ from experiments.bundled.forward import Batch, TrainingForward, corrupt, draw_ba
 from experiments.bundled.problems import WIDE
 from experiments.bundled.tokenizer import VOCABULARY
 from experiments.bundled.train import Bank, Trainer, load_state, pack_shard, save_state
+from modules_oracle.passes import CACHE
 from transformers import DynamicCache
 
 ROWS, LENGTH = 3, 96
@@ -35,9 +36,7 @@ def test_forward_is_transformers_forward() -> None:
 
     theirs = DynamicCache(config=model.config.text_config)
     real = torch.arange(LENGTH) < b.lengths[:, None]
-    encoder = model.model.encoder(
-        input_ids=b.tokens, attention_mask=real.long(), past_key_values=theirs
-    )
+    encoder = model.model.encoder(input_ids=b.tokens, attention_mask=real.long(), **{CACHE: theirs})
     torch.testing.assert_close(
         rms_norm(hidden, norm)[real], encoder.last_hidden_state[real], atol=2e-4, rtol=1e-3
     )
@@ -45,7 +44,7 @@ def test_forward_is_transformers_forward() -> None:
 
     seen = torch.arange(LENGTH) < b.start[:, None]
     common = {
-        "past_key_values": theirs,
+        CACHE: theirs,
         "decoder_input_ids": b.noisy,
         "decoder_attention_mask": torch.cat((seen, torch.ones(ROWS, CANVAS, dtype=torch.bool)), 1),
         "decoder_position_ids": b.start[:, None] + torch.arange(CANVAS),

@@ -16,6 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from modules_oracle.passes import CACHE
 from safetensors.torch import load_file, save_file
 from tiny import tiny_config, tiny_model
 from torch import Tensor
@@ -227,7 +228,7 @@ class Judge:
             hooks.append(layer.router.register_forward_hook(route))
         exact = layer(
             h, position_embeddings=angles, attention_mask=None if mask is None else mask[None, None],
-            position_ids=positions[None], past_key_values=cache,
+            position_ids=positions[None], **{CACHE: cache},
         )[0]  # fmt: skip
         for hook in hooks:
             hook.remove()

@@ -14,6 +14,7 @@ Only the dynamic cache is used: transformers' static cache is wrong past the sli
 """
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,13 @@ from quantize.errors import InputError
 from quantize.runtime.prompt.images import Images
 
 Masks = dict[str, Tensor | None]
+
+# transformers 5.24 calls the argument `cache`, and takes the old name until 5.40.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(DiffusionGemmaForBlockDiffusion.forward).parameters
+)
 
 
 @dataclass
@@ -152,7 +160,7 @@ def encode_tokens(
             input_ids=tokens,
             attention_mask=_encoder_masks(model, prefix, columns, blocks),
             position_ids=positions,
-            past_key_values=prefix.cache,
+            **{CACHE: prefix.cache},
             **seen,
         )
     except ValueError as error:
@@ -231,7 +239,7 @@ def decode_canvas(
         self_conditioning_mask=conditioned,
         decoder_attention_mask=_decoder_masks(model, prefix, length),
         decoder_position_ids=positions,
-        past_key_values=prefix.cache,
+        **{CACHE: prefix.cache},
     ).logits
 
 
