@@ -22,14 +22,15 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 
-# What Auto classes add, and what cannot change a model that is read from a folder.
-HARMLESS = frozenset(
-    {"_commit_hash", "_from_auto", "adapter_kwargs", "config", "local_files_only", "low_cpu_mem_usage",
-     "trust_remote_code", "use_safetensors"}
-)  # fmt: skip
-
 # What says which files of a Hub model are meant, and where they are.
 WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token"}
+
+# What Auto classes add (`revision` since transformers 5.24), and what cannot change a model that is
+# read from a folder.
+HARMLESS = WHERE | {
+    "_commit_hash", "_from_auto", "adapter_kwargs", "config", "low_cpu_mem_usage",
+    "trust_remote_code", "use_safetensors",
+}  # fmt: skip
 
 _transformers: Any = DiffusionGemmaForBlockDiffusion.from_pretrained
 

@@ -26,6 +26,8 @@ other = AutoModelForMultimodalLM.from_pretrained(plain, dtype=torch.bfloat16).st
 assert not all(torch.equal(found[name], other[name]) for name in other)
 for name, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
     assert type(model).from_pretrained(folder, dtype=name).dtype == dtype
+hub = {"revision": None, "token": None, "cache_dir": None}  # 5.24's Auto classes add the first
+assert type(model).from_pretrained(folder, **hub).state_dict().keys() == right.keys()
 for options in ({"device_map": "auto"}, {"max_memory": {0: 1}}, {"dtype": "fp7"}):
     try:
         type(model).from_pretrained(folder, **options)

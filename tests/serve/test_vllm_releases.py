@@ -19,7 +19,17 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(os.environ.get("QUANTIZE_TEST_VLLM", ROOT / "build" / "vllm"))
-RELEASES = "0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0".split()
+RELEASES = [
+    "0.26.0",
+    "0.27.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+]
 FILE = "vllm/model_executor/models/diffusion_gemma.py"
 
 
