@@ -211,7 +211,8 @@ def begin_kernel(
     row = tl.load(embedding + token * H + k, mask=inside, other=0.0).to(tl.float32)
     row = rounded(row * factor)
     if UPDATED:
-        updated = inside & (m < decoded)
+        # Triton 3.9's interpreter makes no mask of a block and a scalar, unless it is compared with 0.
+        updated = (inside & (m < decoded)) != 0
         row = rounded(row + tl.load(update + place, mask=updated, other=0.0).to(tl.float32))
     row = tl.where(m < decoded, rounded(norm(row, H, eps)), row)
     tl.store(h_out + place, row.to(h_out.dtype.element_ty), mask=inside)

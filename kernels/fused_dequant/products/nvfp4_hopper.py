@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.launch.chain import chained
-from fused_dequant.launch.hopper import follow, load_box, thread_barrier
+from fused_dequant.launch.hopper import SHRINKS, follow, load_box, reinterpret, thread_barrier
 from fused_dequant.launch.tiles import KEPT
 from fused_dequant.products import experts_hopper
 from fused_dequant.products.nvfp4_step import (
@@ -111,6 +111,20 @@ def sum_layout(BN, BM):
     columns, rows = BM.bit_length() - 1, BN.bit_length() - 1
     bases = [[0, 1], [0, 2], [0, 4]] + [[1 << i, 0] for i in range(rows)]
     return gl.SharedLinearLayout(bases + [[0, 1 << i] for i in range(3, columns)])
+
+
+@gluon.jit
+def sums_memory(tokens, BN: gl.constexpr, BM: gl.constexpr):
+    """Return shared memory f32 [BN, BM] in place of the first `tokens` [STAGES, BM, BK].
+
+    From Triton 3.8 on the whole memory must be reinterpreted; `whole_stages` sees to it that it can be.
+    """
+    COUNT: gl.constexpr = tokens.shape[0] * tokens.shape[2] // (2 * BN)
+    if tokens.shape[0] * tokens.shape[2] == COUNT * 2 * BN:
+        sums = reinterpret(tokens, gl.float32, [COUNT, BN, BM], sum_layout(BN, BM)).index(0)
+    else:
+        sums = reinterpret(tokens, gl.float32, [BN, BM], sum_layout(BN, BM))
+    return sums
 
 
 @gluon.jit
@@ -285,9 +299,9 @@ def multiply_aside(
     )  # fmt: skip
     gl.static_assert(STAGES * BK >= 2 * BN)
     thread_barrier()  # every warp has read its last tokens
-    smem[2]._reinterpret(gl.float32, [BN, BM], sum_layout(BN, BM)).store(acc)
+    sums_memory(smem[2], BN, BM).store(acc)
     if MORE:
-        smem[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).store(acc_more)
+        sums_memory(smem[3], BN, MORE).store(acc_more)
 
 
 @gluon.jit
@@ -414,14 +428,12 @@ def nvfp4_hopper_kernel(
             [num_warps],
             [240 if num_warps == 4 else 128],  # registers per thread
         )  # fmt: skip
-        acc += aside[2]._reinterpret(gl.float32, [BN, BM], sum_layout(BN, BM)).load(mma)
+        acc += sums_memory(aside[2], BN, BM).load(mma)
         if MORE:
             mma_more: gl.constexpr = gl.NVMMADistributedLayout(
                 [3, 0], [num_warps, 1], [16, MORE, 16]
             )
-            acc_more += (
-                aside[3]._reinterpret(gl.float32, [BN, MORE], sum_layout(BN, MORE)).load(mma_more)
-            )
+            acc_more += sums_memory(aside[3], BN, MORE).load(mma_more)
     slot, weight = rows_of(slots, y, first_row, total, BM, False, False, num_warps)
     store_rows(
         acc, y, gate_factor, up_factor, 0.0, slot, weight, tile, total, width,
@@ -433,6 +445,17 @@ def nvfp4_hopper_kernel(
             acc_more, y, gate_factor, up_factor, 0.0, slot, weight, tile, total, width,
             False, MORE, BN, False, False, num_warps,
         )  # fmt: skip
+
+
+def whole_stages(config):
+    """Return `config` with as many stages as hold whole sums, which Triton needs from 3.8 on.
+
+    Parts of a dense product exchange sums f32 [BN, BM] in the memory of tokens [STAGES, BM, BK].
+    """
+    if SHRINKS or config["PARTS"] == 1:
+        return config
+    stages, steps = config["STAGES"], max(2 * config["BN"] // config["BK"], 1)
+    return config | {"STAGES": stages // steps * steps}
 
 
 def launch(weight, x, x_scale, config, routing=None, share=None):
@@ -447,6 +470,7 @@ def launch(weight, x, x_scale, config, routing=None, share=None):
         raise ValueError(f"{weight.shape[1]} channels are no multiple of a tile's {channels}")
     if "RING" in config:
         return experts_hopper.launch(weight, x, x_scale, config, routing, share)
+    config = whole_stages(config)
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tokens = [x, x]
     if routing is None:

@@ -6,7 +6,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fused_dequant.launch.hopper import load_later
+from fused_dequant.launch.hopper import load_later, reinterpret
 from fused_dequant.products.nvfp4_decode import decode, decode_e4m3, fragment_layout
 
 
@@ -50,7 +50,7 @@ def weights_of(
     own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
         linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        scales = scales._reinterpret(gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
+        scales = reinterpret(scales, gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
         scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
         scales = scales.load(gl.SliceLayout(5, gl.SliceLayout(6, placed)))
         weights = decode_e4m3(own.load(placed), scales, operand, ROW_TILES)
