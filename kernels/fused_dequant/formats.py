@@ -117,8 +117,8 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Return the FP32 values [..., K] of packed e2m1 codes uint8 [..., K/2]; -0 keeps its sign."""
-    found = _pairs(packed.device).index_select(0, packed.flatten().int())
-    return found.view(torch.float32).view(*packed.shape[:-1], -1)
+    values = _pairs(packed.device).index_select(0, packed.flatten().int())
+    return values.view(torch.float32).view(*packed.shape[:-1], -1)
 
 
 @cache
@@ -169,12 +169,14 @@ def nvfp4_as_e4m3(packed: Tensor, scale: Tensor) -> Tensor:
     """
     scale = scale.float()
     zero = (scale < E4M3_LEAST_SCALE).unsqueeze(-1)
-    found = torch.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=FP8, device=packed.device)
-    for block in blocks(found):
+    codes_in_e4m3 = torch.empty(
+        (*packed.shape[:-1], 2 * packed.shape[-1]), dtype=FP8, device=packed.device
+    )
+    for block in blocks(codes_in_e4m3):
         codes = packed[block].unflatten(-1, (-1, GROUP // 2)).masked_fill(zero[block], 0)
         values = unpack_e2m1(codes).mul_(scale[block].unsqueeze(-1) / 8)
-        found[block] = values.flatten(-2)  # copying casts
-    return found
+        codes_in_e4m3[block] = values.flatten(-2)  # copying casts
+    return codes_in_e4m3
 
 
 def e8m0_scale(ranges: Tensor) -> Tensor:

@@ -199,17 +199,17 @@ def sparse_soft_embedding(
     embedding: Tensor,
     inverse_temperature: Tensor,
     out: Tensor | None = None,
-    left: Probabilities | None = None,
+    probabilities: Probabilities | None = None,
 ) -> Tensor:
     """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
 
     A row sums as few of its likeliest tokens as hold 0.999 of its probability. If these are more than
-    64, it sums all tokens. If `left` has the statistics that `look` filled for these logits, they are
-    read, and the memory of its p is overwritten.
+    64, it sums all tokens. If `probabilities` has the statistics that `look` filled for these logits,
+    they are read, and the memory of its p is overwritten.
     """
     if kernels := kernels_of("vocabulary.sparse", logits.device):
         return kernels.sparse_soft_embedding(
-            logits.contiguous(), embedding, inverse_temperature, out, left
+            logits.contiguous(), embedding, inverse_temperature, out, probabilities
         )
     soft = reference.sparse_soft_embedding(logits, in_float32(embedding), inverse_temperature)
     return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
@@ -322,7 +322,7 @@ def after_attention(
     """
     h, dense, experts, router = reference.after_attention(h, o, norms, eps)
     x_dense, x_experts = (
-        in_torch(*own) for own in zip((dense, experts), schemes, shared, strict=True)
+        in_torch(*branch) for branch in zip((dense, experts), schemes, shared, strict=True)
     )
     return h, x_dense, x_experts, router
 

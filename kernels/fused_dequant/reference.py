@@ -23,8 +23,8 @@ def matmul(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> Ten
 def matmul_each(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     """Return x @ weight.T, f32 [M, N], multiplying `rows` rows at a time; x [M, K], weight [N, K]."""
     matrix, y = weight.float().T, torch.empty(len(x), len(weight), device=x.device)
-    for own, out in zip(x.float().split(rows), y.split(rows), strict=True):
-        torch.mm(own, matrix, out=out)
+    for part, out in zip(x.float().split(rows), y.split(rows), strict=True):
+        torch.mm(part, matrix, out=out)
     return y
 
 
@@ -105,7 +105,10 @@ def sparse_soft_embedding(
     weights = torch.where(before < 1 - LEFT_OUT, most, 0)
     sparse = most.sum(-1) >= 1 - LEFT_OUT
     soft = torch.stack(
-        [own @ embedding[t].to(dtype) for own, t in zip(weights, tokens, strict=True)]
+        [
+            row_weights @ embedding[t].to(dtype)
+            for row_weights, t in zip(weights, tokens, strict=True)
+        ]
     )
     return soft if sparse.all() else torch.where(sparse[:, None], soft, p @ embedding.to(dtype))
 
@@ -151,8 +154,8 @@ def attend(q, keys, values, slots, first, last):
         k, v = (
             _run(cache[slot], begin, end).to(q.dtype).transpose(0, 1) for cache in (keys, values)
         )
-        own = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [heads, group, n, D]
-        score = (own.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, own.shape[1:3])
+        queries = q[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)  # [heads, group, n, D]
+        score = (queries.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, queries.shape[1:3])
         if begin < int(low.max()) or int(high.min()) < end:
             position = torch.arange(begin, end + 1, device=q.device)
             seen = (position >= low[:, None]) & (position <= high[:, None])
@@ -160,7 +163,7 @@ def attend(q, keys, values, slots, first, last):
             probability = torch.nan_to_num(torch.softmax(score, -1))  # a row that sees nothing
         else:
             probability = torch.softmax(score, -1)
-        mixed = (probability.flatten(1, 2) @ v).unflatten(1, own.shape[1:3])
+        mixed = (probability.flatten(1, 2) @ v).unflatten(1, queries.shape[1:3])
         out[rows] = mixed.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 

@@ -67,12 +67,12 @@ def plain(weight: Weight) -> Weight:
 
 
 def _in_bf16(weight: Weight) -> Tensor:
-    found = torch.empty(weight.data.shape, dtype=torch.bfloat16, device=weight.data.device)
+    values = torch.empty(weight.data.shape, dtype=torch.bfloat16, device=weight.data.device)
     assert weight.scale is not None
-    parts = (tensor.split(EXPERTS_AT_ONCE) for tensor in (found, weight.data, weight.scale))
+    parts = (tensor.split(EXPERTS_AT_ONCE) for tensor in (values, weight.data, weight.scale))
     for out, data, scale in zip(*parts, strict=True):
         out.copy_(weights.dequantize(replace(weight, data=data, scale=scale)))
-    return found
+    return values
 
 
 def experts(
@@ -95,8 +95,8 @@ def experts(
     def rounded(rows: Tensor, product: int, chosen: Tensor) -> Tensor:
         if scales is None:
             return rows
-        own = scales[product]
-        return round_nvfp4(rows, own, chosen if len(own) > 1 else None)
+        global_scale = scales[product]
+        return round_nvfp4(rows, global_scale, chosen if len(global_scale) > 1 else None)
 
     def between(hidden: Tensor) -> Activation:
         hidden = hidden.to(torch.bfloat16)  # as on a GPU: other roundings could give other codes

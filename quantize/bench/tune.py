@@ -19,14 +19,14 @@ from quantize.host.progress import say, track
 from quantize.runtime.gpu.gpus import TUNED, check_gpu
 
 if TYPE_CHECKING:
-    from fused_dequant.tune.search import Choice, Timed
+    from fused_dequant.tune.search import Timed, TunedProduct
 
 SAVED_EVERY = 8  # choices between two saves: the most that an interruption loses
 
 
 def tune_gpu(
     only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
-) -> list["Choice"]:
+) -> list["TunedProduct"]:
     """Write each matrix product's fastest configuration to this device's table; return the choices.
 
     The regular expression `only` is searched in "KEY M=TOKENS" of each product. `folder` has one table
@@ -61,7 +61,7 @@ def tune_gpu(
         return tuning.choose(verb, scheme, product.M, product.N, product.K, device)
 
     path = tuning.table_path(name, folder)
-    found: list[search.Choice] = []
+    found: list[search.TunedProduct] = []
     for choice in track(search.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
         found.append(choice)
         if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
@@ -71,7 +71,7 @@ def tune_gpu(
     return found
 
 
-def gains_table(choices: Sequence["Choice"]) -> Table:
+def gains_table(choices: Sequence["TunedProduct"]) -> Table:
     """Return a table of each product's microseconds before and after tuning."""
     table = Table(title="us a launch, before and after", title_justify="left")
     for column in ("product", "tokens", "before", "after", "gained"):

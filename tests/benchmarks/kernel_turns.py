@@ -218,7 +218,7 @@ def soft_sparse() -> None:
         lent = fd.Probabilities(torch.empty_like(p), left.total, found.view(M, 3, -1))
         calls: dict[str, Callable[[], Any]] = {
             "dense": lambda left=left: fd.soft_embedding_of(left, table),
-            "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, left=lent),
+            "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, probabilities=lent),
             "dense, logits read": partial(fd.soft_embedding, rows, table, sharpness),
             "sparse, logits read": partial(fd.sparse_soft_embedding, rows, table, sharpness),
             "chosen": partial(sparse.choose, rows, found, sharpness),

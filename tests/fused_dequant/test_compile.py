@@ -76,7 +76,7 @@ OPERAND = {  # of each kernel that multiplies, the parameter whose type its prod
     "lm_head_kernel": "x", "lm_head_hopper_kernel": "x", "split_k_kernel": "p",
     "some_rows_kernel": "p",
     "gram_kernel": "x", "nvfp4_blackwell_kernel": "x", "experts_hopper_kernel": "x",
-    "product_kernel": "left", "descend_span_kernel": "slope",
+    "product_kernel": "lhs", "descend_span_kernel": "slope",
 }  # fmt: skip
 
 

@@ -219,15 +219,15 @@ def combined(
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     top = tl.full((LINES,), float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):
-        own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
-        top = tl.maximum(top, own)
+        part_largest = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
+        top = tl.maximum(top, part_largest)
     shift = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.zeros((LINES,), tl.float32)
     acc = tl.zeros((LINES, D), tl.float32)
     for split in tl.static_range(SPLITS):
-        own = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
+        part_largest = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
         weight = tl.load(total + split * lines + line, mask=inside, other=0.0)
-        weight *= tl.exp2(own - shift)
+        weight *= tl.exp2(part_largest - shift)
         part = tl.load(parts + split * lines * D + at, mask=inside[:, None], other=0.0)
         weights += weight
         acc += weight[:, None] * part.to(tl.float32)

@@ -49,8 +49,8 @@ def visible_run(
     queries, from number `query` on, and none past the last. `row` is the sequence's first row.
     """
     # Every warp holds all queries: nothing passes between warps.
-    each: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
-    asked = query + gl.arange(0, SHARE, each)
+    query_layout: gl.constexpr = gl.BlockedLayout([(SHARE + 31) // 32], [32], [num_warps], [0])
+    asked = query + gl.arange(0, SHARE, query_layout)
     inside = asked < n
     low = gl.load(first + row + asked, mask=inside, other=FAR)
     high = gl.load(last + row + asked, mask=inside, other=-1)
@@ -122,7 +122,7 @@ def attend_rows(
     asked = query + r % SHARE
     low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
     high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
-    own = queries.slice(64 * part, 64)
+    part_queries = queries.slice(64 * part, 64)
     top = gl.full([64], float("-inf"), gl.float32, row_scores)
     sums = gl.zeros([64], gl.float32, row_scores)
     acc = gl.zeros([64, D], gl.float32, results)
@@ -130,7 +130,7 @@ def attend_rows(
 
     mbarrier.wait(q_ready, 0)
     mbarrier.wait(keys_ready.index(0), 0)
-    score = warpgroup_mma(own, held_keys.index(0).permute([1, 0]), blank, use_acc=False)
+    score = warpgroup_mma(part_queries, held_keys.index(0).permute([1, 0]), blank, use_acc=False)
     mbarrier.arrive(keys_free.index(0), count=1)
     p, decay, top, sums = weigh(score, top, sums, low, high, begin, end, clear, blurred)
     p = gl.convert_layout(p.to(gl.bfloat16), factor, assert_trivial=True)
@@ -138,7 +138,11 @@ def attend_rows(
     for block in range(1, blocks):
         stage = block % STAGES
         score = warpgroup_mma(
-            own, held_keys.index(stage).permute([1, 0]), blank, use_acc=False, is_async=True
+            part_queries,
+            held_keys.index(stage).permute([1, 0]),
+            blank,
+            use_acc=False,
+            is_async=True,
         )
         before = (block - 1) % STAGES
         mbarrier.wait(values_ready.index(before), (block - 1) // STAGES & 1)
@@ -168,12 +172,12 @@ def attend_rows(
     inverse = 1.0 / gl.where(sums > 0.0, sums, 1.0)
     acc *= gl.convert_layout(inverse, row_results)[:, None]
     # Through shared memory, so that a thread stores 16 bytes; 16-bit floats of either kind.
-    own.store(acc.to(out.dtype.element_ty).to(gl.bfloat16, bitcast=True))
+    part_queries.store(acc.to(out.dtype.element_ty).to(gl.bfloat16, bitcast=True))
     thread_barrier()
     r = 64 * part + gl.arange(0, 64, gl.SliceLayout(1, stored))
     line = (split_row + r % SHARE).to(gl.int64) * Q_HEADS + h * GROUP + r // SHARE
     to = out + line[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, stored))[None, :]
-    held = own.load(stored).to(out.dtype.element_ty, bitcast=True)
+    held = part_queries.load(stored).to(out.dtype.element_ty, bitcast=True)
     gl.store(to, held, mask=(query + r % SHARE < n)[:, None])
 
 

@@ -109,11 +109,11 @@ def round_row(given, factor, factor_row, step, CODES: tl.constexpr):
     loss = tl.zeros_like(step)
     codes, errors = (), ()
     for i in tl.static_range(16):
-        left = given[i]
+        weight = given[i]
         for j in tl.static_range(i):
-            left -= errors[j] * tl.load(factor + j * factor_row + i)
-        code = nearest(tl.div_rn(left, step), CODES)
-        error = tl.div_rn(left - code * step, tl.load(factor + i * factor_row + i))
+            weight -= errors[j] * tl.load(factor + j * factor_row + i)
+        code = nearest(tl.div_rn(weight, step), CODES)
+        error = tl.div_rn(weight - code * step, tl.load(factor + i * factor_row + i))
         loss += error * error
         codes, errors = codes + (code,), errors + (error,)  # noqa: RUF005
     return loss, codes, errors
@@ -152,8 +152,8 @@ def round_block_kernel(
             scale = tl.where(loss < least, tried, scale)
             least = tl.minimum(loss, least)
         tl.store(scales, scale, mask=inside)
-    _, found, done = round_row(given, factor, factor_row, tl.div_rn(scale, g), CODES)
-    tl.store(codes, joined(found, ROWS, 0, 16), mask=row < OUT)
+    _, chosen, done = round_row(given, factor, factor_row, tl.div_rn(scale, g), CODES)
+    tl.store(codes, joined(chosen, ROWS, 0, 16), mask=row < OUT)
     tl.store(errors, joined(done, ROWS, 0, 16), mask=row < OUT)
 
 
@@ -198,7 +198,7 @@ def descend_span_kernel(
             across = tl.load(hessian + c * 16 * hessian_row + b * 16 + square)
             near -= tl.dot(shift, across, input_precision="tf32x3")
         pulls = columns(near, ROWS, 16)
-        own = columns(tl.load(codes + b * 16, mask=row < OUT, other=0.0), ROWS, 16)
+        block_codes = columns(tl.load(codes + b * 16, mask=row < OUT, other=0.0), ROWS, 16)
         corner = hessian + b * 16 * (hessian_row + 1)
         scale = tl.load(scales + b, mask=inside, other=1.0)
         before = tl.div_rn(scale, g)
@@ -210,30 +210,32 @@ def descend_span_kernel(
             for i in tl.static_range(16):
                 product = tl.zeros_like(scale)
                 for j in tl.static_range(16):
-                    product += own[j] * tl.load(corner + j * hessian_row + i)
-                curvature += product * own[i]
-                pull += pulls[i] * own[i]
+                    product += block_codes[j] * tl.load(corner + j * hessian_row + i)
+                curvature += product * block_codes[i]
+                pull += pulls[i] * block_codes[i]
                 bent = bent + (product,)  # noqa: RUF005
             scale = best_scale(scale, curvature, pull, g)
             step = tl.div_rn(scale, g)
             tl.store(scales + b, scale, mask=inside)
-        found, shifts = (), ()
+        new_codes, shifts = (), ()
         for i in tl.static_range(16):
             spread = tl.zeros_like(scale)
             for j in tl.static_range(i):
-                spread += (found[j] - own[j]) * tl.load(corner + j * hessian_row + i)
-            left = pulls[i] - step * spread
+                spread += (new_codes[j] - block_codes[j]) * tl.load(corner + j * hessian_row + i)
+            gradient = pulls[i] - step * spread
             if SCALED:
-                left -= (step - before) * bent[i]
-            wanted = own[i] * step + tl.div_rn(left, tl.load(corner + i * hessian_row + i))
-            found = found + (nearest(tl.div_rn(wanted, step), CODES),)  # noqa: RUF005
+                gradient -= (step - before) * bent[i]
+            wanted = block_codes[i] * step + tl.div_rn(
+                gradient, tl.load(corner + i * hessian_row + i)
+            )
+            new_codes = new_codes + (nearest(tl.div_rn(wanted, step), CODES),)  # noqa: RUF005
         # Not a difference of products: contracted, that is not 0 where nothing changes.
         for i in tl.static_range(16):
-            shift = (found[i] - own[i]) * step
+            shift = (new_codes[i] - block_codes[i]) * step
             if SCALED:
-                shift += own[i] * (step - before)
+                shift += block_codes[i] * (step - before)
             shifts = shifts + (shift,)  # noqa: RUF005
-        tl.store(codes + b * 16, joined(found, ROWS, 0, 16), mask=row < OUT)
+        tl.store(codes + b * 16, joined(new_codes, ROWS, 0, 16), mask=row < OUT)
         tl.store(moved + b * 16, joined(shifts, ROWS, 0, 16), mask=row < OUT)
         tl.debug_barrier()  # the next block reads what other threads have stored
 
@@ -264,7 +266,7 @@ def descend_span(slope, hessian, shared, scales, codes, moved, kind, *, scaled):
 
 @triton.jit
 def product_kernel(
-    total, left, right, factor, M, N, K,
+    total, lhs, rhs, factor, M, N, K,
     total_expert, total_row, left_expert, left_row, right_expert, right_row, right_column,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -273,26 +275,26 @@ def product_kernel(
     m = (tl.program_id(1) * BM + tl.arange(0, BM))[:, None]
     n = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
     k = tl.arange(0, BK)
-    left += e * left_expert + m * left_row + k[None, :]
-    right += e * right_expert + n * right_column + k[:, None] * right_row
+    lhs += e * left_expert + m * left_row + k[None, :]
+    rhs += e * right_expert + n * right_column + k[:, None] * right_row
     tile = tl.zeros((BM, BN), tl.float32)
     for at in range(0, K, BK):
-        a = tl.load(left + at, mask=(m < M) & (at + k[None, :] < K), other=0.0)
-        b = tl.load(right + at * right_row, mask=(n < N) & (at + k[:, None] < K), other=0.0)
+        a = tl.load(lhs + at, mask=(m < M) & (at + k[None, :] < K), other=0.0)
+        b = tl.load(rhs + at * right_row, mask=(n < N) & (at + k[:, None] < K), other=0.0)
         tile = tl.dot(a, b, tile, input_precision="tf32x3")
     total += e * total_expert + m * total_row + n
     inside = (m < M) & (n < N)
     tl.store(total, tl.load(total, mask=inside, other=0.0) + factor * tile, mask=inside)
 
 
-def add_product(total, left, right, factor):
+def add_product(total, lhs, rhs, factor):
     """Launch the kernel for `quantize.schemes.gptq.add_product`, which describes the tensors.
 
-    `total` and `left` have stride 1 along columns.
+    `total` and `lhs` have stride 1 along columns.
     """
     E, M, N = total.shape
     tiles = HOPPER if is_hopper(total.device) else USUAL
     product_kernel[(triton.cdiv(N, tiles["BN"]), triton.cdiv(M, tiles["BM"]), E)](
-        total, left, right, float(factor), M, N, left.shape[-1], *total.stride()[:2],
-        *left.stride()[:2], *right.stride(), **tiles,
+        total, lhs, rhs, float(factor), M, N, lhs.shape[-1], *total.stride()[:2],
+        *lhs.stride()[:2], *rhs.stride(), **tiles,
     )  # fmt: skip

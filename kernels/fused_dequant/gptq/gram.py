@@ -30,15 +30,15 @@ def gram_kernel(
     begin, end = tl.load(starts + e), tl.load(starts + e + 1)
     if (i > j) | (begin >= end):
         return
-    left = i * BM + tl.arange(0, BM)[None, :]
-    right = j * BM + tl.arange(0, BM)[None, :]
+    lhs_columns = i * BM + tl.arange(0, BM)[None, :]
+    rhs_columns = j * BM + tl.arange(0, BM)[None, :]
     tile = tl.zeros((BM, BM), tl.float32)
     for at in range(begin, end, BK):
         choice = at + tl.arange(0, BK)
         inside = choice < end
         row = x + (tl.load(order + choice, mask=inside, other=0) // TOPK * K)[:, None]
-        a = tl.load(row + left, mask=inside[:, None] & (left < K), other=0.0)
-        b = tl.load(row + right, mask=inside[:, None] & (right < K), other=0.0)
+        a = tl.load(row + lhs_columns, mask=inside[:, None] & (lhs_columns < K), other=0.0)
+        b = tl.load(row + rhs_columns, mask=inside[:, None] & (rhs_columns < K), other=0.0)
         tile = tl.dot(tl.trans(a), b, tile)
     # In halves: with four warps, registers do not hold the sums and the stored tile at once.
     tiles += (e * COUNT + j * (j + 1) // 2 + i) * BM * BM

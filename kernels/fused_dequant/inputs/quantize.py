@@ -51,7 +51,7 @@ def codes(h, scale, dtype: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
+def store_blocks(h, g, x, scale, block, inside, COUNT: tl.constexpr):
     """Store h f32 [COUNT * 16] as NVFP4 with global scale g: block i at index block[i] if there[i]."""
     h = h.reshape(COUNT, 16)
     s, v = scaled_blocks(h, g)
@@ -62,8 +62,8 @@ def store_blocks(h, g, x, scale, block, there, COUNT: tl.constexpr):
     code |= (h.to(tl.int32, bitcast=True) >> 28) & 8  # -0 keeps its sign
     low, high = tl.split(code.reshape(COUNT, 8, 2))
     to = x + block[:, None] * 8 + tl.arange(0, 8)[None, :]
-    tl.store(to, (low | high << 4).to(tl.uint8), mask=there[:, None])
-    tl.store(scale + block, s.to(tl.float8e4nv), mask=there)
+    tl.store(to, (low | high << 4).to(tl.uint8), mask=inside[:, None])
+    tl.store(scale + block, s.to(tl.float8e4nv), mask=inside)
 
 
 @triton.jit
@@ -107,17 +107,17 @@ def quantize_blocks_kernel(
     """Each program quantizes COUNT blocks of 16 values to NVFP4; blocks may belong to several rows."""
     follow(CHAINED)
     block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-    there = block < blocks
+    inside = block < blocks
     at = block[:, None] * 16 + tl.arange(0, 16)[None, :]
     if GELU_MUL:
         gate = at + (block // (K // 16))[:, None] * K
-        up = tl.load(x + gate + K, mask=there[:, None], other=0.0).to(tl.float32)
-        gate = tl.load(x + gate, mask=there[:, None], other=0.0).to(tl.float32)
+        up = tl.load(x + gate + K, mask=inside[:, None], other=0.0).to(tl.float32)
+        gate = tl.load(x + gate, mask=inside[:, None], other=0.0).to(tl.float32)
         h = gelu_mul_tile(gate, 1.0).to(tl.bfloat16).to(tl.float32) * up
         h = h.to(tl.bfloat16).to(tl.float32)
     else:
-        h = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
-    store_blocks(h.reshape(COUNT * 16), tl.load(shared), q, scale, block, there, COUNT)
+        h = tl.load(x + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    store_blocks(h.reshape(COUNT * 16), tl.load(shared), q, scale, block, inside, COUNT)
 
 
 def room(

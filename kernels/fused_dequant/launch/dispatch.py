@@ -20,12 +20,12 @@ def launches(device: torch.device) -> bool:
     return interpreted or device.type != "cpu"
 
 
-class _Here(threading.local):
+class _Sequences(threading.local):
     rows: int | None = None
     sequences: int = 1
 
 
-_HERE = _Here()
+_SEQUENCES = _Sequences()
 
 
 @contextmanager
@@ -35,11 +35,11 @@ def sequences_of(rows: int) -> Generator[None]:
     Some CPU libraries sum in another order if a product has more rows. With one product per
     sequence, a sequence's results do not depend on other sequences. Kernels ignore this setting.
     """
-    before, _HERE.rows = _HERE.rows, rows
+    before, _SEQUENCES.rows = _SEQUENCES.rows, rows
     try:
         yield
     finally:
-        _HERE.rows = before
+        _SEQUENCES.rows = before
 
 
 @contextmanager
@@ -49,19 +49,19 @@ def launched_as_one_of(sequences: int) -> Generator[None]:
     The batch has `sequences` sequences of equal length. A kernel's order of sums depends on its launch
     configuration, never on other rows. So each sequence gets the same bits as in a launch by itself.
     """
-    before, _HERE.sequences = _HERE.sequences, sequences
+    before, _SEQUENCES.sequences = _SEQUENCES.sequences, sequences
     try:
         yield
     finally:
-        _HERE.sequences = before
+        _SEQUENCES.sequences = before
 
 
 def launched_as(count: int) -> int:
     """Return `count` (rows, slots or sequences); in `launched_as_one_of`, the share of one sequence."""
-    return count // _HERE.sequences
+    return count // _SEQUENCES.sequences
 
 
 def sequence_rows(count: int) -> int:
     """Return the rows of one torch product: `sequences_of`'s number if it divides `count`, else all."""
-    own = _HERE.rows
-    return own if own is not None and count % own == 0 else max(count, 1)
+    rows = _SEQUENCES.rows
+    return rows if rows is not None and count % rows == 0 else max(count, 1)

@@ -14,7 +14,7 @@ FORCE = "QUANTIZE_TARGET"
 
 
 @dataclass(frozen=True)
-class Target:
+class Abilities:
     """Properties of GPUs of one compute capability; `TARGETS` maps the capability to them."""
 
     example: str  # a GPU of this capability
@@ -23,16 +23,16 @@ class Target:
     fp4: bool = False  # whether tensor cores multiply NVFP4
 
 
-TARGETS: dict[Capability, Target] = {
-    (8, 0): Target("A100", 163, 108),
-    (8, 6): Target("RTX 3090", 99, 82),
-    (8, 9): Target("RTX 4090", 99, 128),
-    (9, 0): Target("H200", 227, 132),
-    (10, 0): Target("B200", 227, 148, fp4=True),
-    (10, 3): Target("B300", 227, 148, fp4=True),
-    (11, 0): Target("Jetson Thor", 227, 20, fp4=True),
-    (12, 0): Target("RTX 5090", 99, 170, fp4=True),
-    (12, 1): Target("DGX Spark", 99, 48, fp4=True),
+TARGETS: dict[Capability, Abilities] = {
+    (8, 0): Abilities("A100", 163, 108),
+    (8, 6): Abilities("RTX 3090", 99, 82),
+    (8, 9): Abilities("RTX 4090", 99, 128),
+    (9, 0): Abilities("H200", 227, 132),
+    (10, 0): Abilities("B200", 227, 148, fp4=True),
+    (10, 3): Abilities("B300", 227, 148, fp4=True),
+    (11, 0): Abilities("Jetson Thor", 227, 20, fp4=True),
+    (12, 0): Abilities("RTX 5090", 99, 170, fp4=True),
+    (12, 1): Abilities("DGX Spark", 99, 48, fp4=True),
 }
 
 
@@ -46,8 +46,8 @@ def forced() -> Capability | None:
     name = os.environ.get(FORCE)
     if not name:
         return None
-    found = re.fullmatch(r"sm_(\d+)(\d)", name)
-    capability = (int(found[1]), int(found[2])) if found else (0, 0)
+    numbers = re.fullmatch(r"sm_(\d+)(\d)", name)
+    capability = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if capability not in TARGETS:
         known = ", ".join(map(name_of, TARGETS))
         raise ValueError(f"{FORCE}={name}: one of {known}")
@@ -56,16 +56,16 @@ def forced() -> Capability | None:
 
 def capability(device: torch.device) -> Capability:
     """Return the capability to compile for: `forced`, or that of `device` ("meta": current GPU)."""
-    own = device if device.type == "cuda" else None
-    return forced() or torch.cuda.get_device_capability(own)
+    gpu = device if device.type == "cuda" else None
+    return forced() or torch.cuda.get_device_capability(gpu)
 
 
 def fp4_units(device: torch.device) -> bool:
     """Return whether `device` has tensor cores for NVFP4; True on a CPU (Triton's interpreter)."""
     if device.type == "cpu":
         return True
-    own = capability(device)
-    return own in TARGETS and TARGETS[own].fp4
+    target = capability(device)
+    return target in TARGETS and TARGETS[target].fp4
 
 
 def lowering(device: torch.device) -> dict[str, str]:

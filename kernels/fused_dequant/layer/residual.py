@@ -60,8 +60,8 @@ def store_row(x, y, scale, shared, m, place, inside, H, LARGEST: tl.constexpr, B
     elif LARGEST == 6.0:
         block = tl.arange(0, BLOCK // 16)
         first = m.to(tl.int64) * (H // 16)
-        there = block < H // 16
-        store_blocks(x, tl.load(shared), y, scale, first + block, there, BLOCK // 16)
+        inside_blocks = block < H // 16
+        store_blocks(x, tl.load(shared), y, scale, first + block, inside_blocks, BLOCK // 16)
     else:
         s = scale_of(tl.max(magnitude(x), 0), LARGEST)
         tl.store(y + place, codes(x, s, y.dtype.element_ty, LARGEST), mask=inside)
@@ -100,8 +100,8 @@ def store_scaled(
     elif LARGEST == 6.0:
         g = tl.load(shared)
         block, last = tl.arange(0, LOW // 16), LOW // 16 + tl.arange(0, HIGH // 16)
-        first, there = m * (H // 16), block >= 0
-        store_blocks(values_low, g, x, scale, first + block, there, LOW // 16)
+        first, whole = m * (H // 16), block >= 0
+        store_blocks(values_low, g, x, scale, first + block, whole, LOW // 16)
         store_blocks(values_high, g, x, scale, first + last, last < H // 16, HIGH // 16)
     else:
         most = tl.max(magnitude(values_low).reshape(HIGH, LOW // HIGH), 1)

@@ -45,10 +45,10 @@ def held(offsets):
 
     A copy holds its address registers for tens of cycles, in which they could not be written again.
     """
-    own = gl.inline_asm_elementwise(
+    copies = gl.inline_asm_elementwise(
         "mov.b64 $0, $1;", "=l,l", [offsets], dtype=gl.int64, is_pure=False, pack=1
     )
-    return gl.max_contiguous(gl.multiple_of(own, [16, 16]), [1, 16])
+    return gl.max_contiguous(gl.multiple_of(copies, [16, 16]), [1, 16])
 
 
 @gluon.jit
@@ -113,12 +113,14 @@ def store_pieces(acc, rows_smem, factors, first, place, total, width, GELU_MUL: 
     else:
         slots_smem, scales_smem, weights_smem = rows_smem
         ROWS: gl.constexpr = 32 if GELU_MUL else 64
-        each: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        acc *= scales_smem.slice(first, COUNT).load(each)[None, :]
+        columns_layout: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+        acc *= scales_smem.slice(first, COUNT).load(columns_layout)[None, :]
         if GELU_MUL:
             result = gated(acc, factors[0], factors[1], 64, COUNT)
         else:
-            result = acc * factors[0] * weights_smem.slice(first, COUNT).load(each)[None, :]
+            result = (
+                acc * factors[0] * weights_smem.slice(first, COUNT).load(columns_layout)[None, :]
+            )
         stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [4, 1], [1, 0])
         result = gl.convert_layout(result.to(gl.bfloat16).permute([1, 0]), stored)
         slot = slots_smem.slice(first, COUNT).load(gl.SliceLayout(1, stored))
@@ -167,15 +169,17 @@ def compute_rows(
             fence_async_shared()  # cp.async wrote the tokens, wgmma reads through another proxy
             for tile in gl.static_range(BK // 64):
                 tokens = tokens_smem.index(at).slice(64 * tile, 64, dim=1)
-                own = weights_of(
+                weights = weights_of(
                     words_smem.index(2 * at + part), scales_smem.index(2 * at + part), tile, operand,
                     True, 1, BK // 64, 1,
                 )  # fmt: skip
-                acc = warpgroup_mma(own, tokens.slice(0, BM).permute([1, 0]), acc, is_async=True)
+                acc = warpgroup_mma(
+                    weights, tokens.slice(0, BM).permute([1, 0]), acc, is_async=True
+                )
                 if MORE:
-                    own = gl.convert_layout(own, operand_more, assert_trivial=True)
+                    weights = gl.convert_layout(weights, operand_more, assert_trivial=True)
                     tokens = tokens.slice(BM, MORE).permute([1, 0])
-                    acc_more = warpgroup_mma(own, tokens, acc_more, is_async=True)
+                    acc_more = warpgroup_mma(weights, tokens, acc_more, is_async=True)
             if MORE:
                 acc, acc_more = warpgroup_mma_wait(0, (acc, acc_more))
             else:

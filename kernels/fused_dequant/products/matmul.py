@@ -207,10 +207,10 @@ def launch(
     """
     y, mode, blocks = place_results(weight, len(x), config, routing, share)
     tiles = triton.cdiv(weight.shape[1], config["BN"])
-    own = {"BLOCKS_FIRST": routing is None, "NARROWER": 0, **config}
-    matmul_kernel[(blocks, tiles) if own["BLOCKS_FIRST"] else (tiles, blocks)](
+    options = {"BLOCKS_FIRST": routing is None, "NARROWER": 0, **config}
+    matmul_kernel[(blocks, tiles) if options["BLOCKS_FIRST"] else (tiles, blocks)](
         x=x, x_scale=y if x_scale is None else x_scale, w=weight.data,
         w_scale=y if weight.scale is None else weight.scale, SCALED=x_scale is not None,
-        **mode, **chained(x.device), **lowering(x.device), **own,
+        **mode, **chained(x.device), **lowering(x.device), **options,
     )  # fmt: skip
     return y

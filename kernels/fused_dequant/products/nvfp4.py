@@ -78,10 +78,10 @@ def nvfp4_kernel(
             s = tl.load(scales + k0 // GROUP)
             a = tl.load(tokens + k0, mask=real[:, None], other=0.0)
         else:
-            left = K - k0
-            codes = tl.load(weights + k0 // 2, mask=half[None, :] < left // 2, other=0)
-            s = tl.load(scales + k0 // GROUP, mask=group[None, :] < left // GROUP, other=0)
-            a = tl.load(tokens + k0, mask=real[:, None] & (k[None, :] < left), other=0.0)
+            columns_left = K - k0
+            codes = tl.load(weights + k0 // 2, mask=half[None, :] < columns_left // 2, other=0)
+            s = tl.load(scales + k0 // GROUP, mask=group[None, :] < columns_left // GROUP, other=0)
+            a = tl.load(tokens + k0, mask=real[:, None] & (k[None, :] < columns_left), other=0.0)
         values = decode_e2m1(codes, BN, BK)
         if GROUP == 16:
             s = decode_scale(s)

@@ -29,8 +29,8 @@ def decode(codes, scales, ROWS: tl.constexpr, BK: tl.constexpr):
     """Return codes uint8 [ROWS, BK/2] times e4m3 scales [ROWS, BK/16] times 2^-7, bf16 [ROWS, BK]."""
     byte = scales.to(tl.uint8, bitcast=True)
     scales = tl.where(byte == 0x7F, float("nan"), decode_scale(byte).to(tl.float32)).to(tl.bfloat16)
-    each = tl.broadcast_to(scales[:, :, None], (ROWS, BK // 16, 16)).reshape(ROWS, BK)
-    return decode_e2m1(codes, ROWS, BK) * each
+    value_scales = tl.broadcast_to(scales[:, :, None], (ROWS, BK // 16, 16)).reshape(ROWS, BK)
+    return decode_e2m1(codes, ROWS, BK) * value_scales
 
 
 @triton.jit
@@ -85,13 +85,13 @@ def nvfp4_blackwell_kernel(
             a = tl.load(tokens + k0 // 2, mask=real[:, None], other=0)
             t = tl.load(token_scales + k0 // 16, mask=real[:, None], other=0.0)
         else:
-            left = K - k0
-            w = tl.load(weights + k0 // 2, mask=half[None, :] < left // 2, other=0)
+            columns_left = K - k0
+            w = tl.load(weights + k0 // 2, mask=half[None, :] < columns_left // 2, other=0)
             inside = piece < (columns - k0 // 64) * (BN * 4)
             s = tl.load(scales + k0 // 64 * (BN * 4), mask=inside, other=0.0)
-            mask = real[:, None] & (half[None, :] < left // 2)
+            mask = real[:, None] & (half[None, :] < columns_left // 2)
             a = tl.load(tokens + k0 // 2, mask=mask, other=0)
-            mask = real[:, None] & (group[None, :] < left // 16)
+            mask = real[:, None] & (group[None, :] < columns_left // 16)
             t = tl.load(token_scales + k0 // 16, mask=mask, other=0.0)
         # row % 32, row // 32 and column of each tile, back in rows
         s = s.reshape(BK // 64, 32, 4, 4).permute(2, 1, 0, 3).reshape(BN, BK // 16)

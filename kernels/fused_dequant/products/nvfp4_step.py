@@ -22,9 +22,9 @@ def copy_weights(
         load_later(words_smem.index(place), words)
         load_later(scales_smem.index(place), scales)
     else:
-        left = (K - step * BK) // 64
-        load_later(words_smem.index(place), words, mask=word < left * 512)
-        load_later(scales_smem.index(place), scales, mask=scale < left * 64)
+        tiles_left = (K - step * BK) // 64
+        load_later(words_smem.index(place), words, mask=word < tiles_left * 512)
+        load_later(scales_smem.index(place), scales, mask=scale < tiles_left * 64)
 
 
 @gluon.jit
@@ -47,17 +47,17 @@ def weights_of(
 ):  # fmt: skip
     """Return column tile `part` (64 columns) of a step's weights, decoded as operand A of `wgmma`."""
     placed: gl.constexpr = fragment_layout(ROW_TILES, WARPGROUPS)
-    own = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
+    codes = words.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4, 2, 2]).slice(part, 1, dim=1)
     if E4M3:
         linear: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         scales = reinterpret(scales, gl.int16, [ROW_TILES, COLUMN_TILES * 128], linear)
         scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 4]).slice(part, 1, dim=1)
         scales = scales.load(gl.SliceLayout(5, gl.SliceLayout(6, placed)))
-        weights = decode_e4m3(own.load(placed), scales, operand, ROW_TILES)
+        weights = decode_e4m3(codes.load(placed), scales, operand, ROW_TILES)
     else:
         scales = scales.reshape([ROW_TILES, COLUMN_TILES, 4, 8, 2]).slice(part, 1, dim=1)
         scales = scales.load(gl.SliceLayout(4, gl.SliceLayout(6, placed)))
-        weights = decode(own.load(placed), scales, operand, ROW_TILES)
+        weights = decode(codes.load(placed), scales, operand, ROW_TILES)
     return weights
 
 

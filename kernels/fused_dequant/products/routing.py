@@ -73,15 +73,15 @@ def place_results(
     topk = 1 if routing is None or share is not None else routing.topk
     gelu_mul = routing is not None and share is None
     y = weight.data.new_empty(rows * topk, N // 2 if gelu_mul else N, dtype=torch.bfloat16)
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "TOPK": topk, "GROUPED": routing is not None, "GELU_MUL": gelu_mul,
         "WEIGHTED": share is not None, "row_weight": y if share is None else share,
         "y": y, "total": len(y), "N": N, "K": K, "EVEN_K": K % config["BK"] == 0,
     }  # fmt: skip
     for name in ("slots", "block_expert", "block_rows", "block_count"):
-        found[name] = y if routing is None else getattr(routing, name)
+        arguments[name] = y if routing is None else getattr(routing, name)
     blocks = routing.max_blocks if routing else -(-rows // tuning.block_rows(config))
-    return y, found, blocks
+    return y, arguments, blocks
 
 
 @triton.jit
@@ -94,8 +94,8 @@ def count_kernel(
     chunk = tl.program_id(0)
     offset = chunk * CHUNK + tl.arange(0, CHUNK)
     id = tl.load(ids + offset, mask=offset < total, other=-1)
-    own = tl.histogram(id.to(tl.int32), EXPERTS, mask=(id >= 0) & (id < E))
-    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), own)
+    chunk_counts = tl.histogram(id.to(tl.int32), EXPERTS, mask=(id >= 0) & (id < E))
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), chunk_counts)
 
 
 @triton.jit
@@ -121,10 +121,12 @@ def route_kernel(
     if CHUNKS == 1:
         sums = tl.histogram(id, EXPERTS, mask=real)
     else:
-        each = tl.arange(0, CHUNKS)[:, None]
-        own = tl.load(counts + each * EXPERTS + expert[None, :], mask=each < chunks, other=0)
-        sums = tl.sum(own, 0)
-        before += tl.sum(tl.where(each < chunk, own, 0), 0)
+        chunks_before = tl.arange(0, CHUNKS)[:, None]
+        chunk_counts = tl.load(
+            counts + chunks_before * EXPERTS + expert[None, :], mask=chunks_before < chunks, other=0
+        )
+        sums = tl.sum(chunk_counts, 0)
+        before += tl.sum(tl.where(chunks_before < chunk, chunk_counts, 0), 0)
     blocks = (sums + BLOCK - 1) // BLOCK
     first = tl.cumsum(blocks, 0) - blocks
     choice = tl.arange(0, PIECE)

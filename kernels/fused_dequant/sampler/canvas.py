@@ -99,8 +99,8 @@ class CanvasState:
 
     def part(self, sequences: slice | Tensor) -> "CanvasState":
         """Return the state of the given sequences; a slice shares memory, int64 indices make a copy."""
-        own = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
-        return CanvasState(history=self.history[:, sequences], **own)
+        tensors = {name: old[sequences] for name, old in vars(self).items() if name != "history"}
+        return CanvasState(history=self.history[:, sequences], **tensors)
 
 
 def sample(logits: Tensor, state: CanvasState, schedule: Tensor) -> Draw:

@@ -153,8 +153,8 @@ def sample(logits: torch.Tensor, state: CanvasState, schedule: torch.Tensor) -> 
     """Launch kernels 1 and 2 for `operations.sample`; logits [B, L, V] must be contiguous."""
     B, L, V = logits.shape
     width = min(RANGE, triton.next_power_of_2(V))
-    own = statistics(logits.view(B * L, V), schedule, state.step, L, width)
-    return draw(logits, own, width, state, schedule)
+    row_statistics = statistics(logits.view(B * L, V), schedule, state.step, L, width)
+    return draw(logits, row_statistics, width, state, schedule)
 
 
 def statistics(
@@ -162,12 +162,12 @@ def statistics(
 ) -> torch.Tensor:
     """Return max, sum(e), sum(e x) of logits [M, V] in ranges of `width` tokens: f32 [3, M, ranges]."""
     (M, V), ranges = logits.shape, triton.cdiv(logits.shape[1], width)
-    found = torch.empty(3, M, ranges, dtype=torch.float32, device=logits.device)
+    partial = torch.empty(3, M, ranges, dtype=torch.float32, device=logits.device)
     statistics_kernel[(M, ranges)](
-        logits, schedule, step, *found, L, V, len(schedule), ranges,
+        logits, schedule, step, *partial, L, V, len(schedule), ranges,
         EVEN=V % width == 0, RANGE=width, num_warps=2, **chained(logits.device),
     )  # fmt: skip
-    return found
+    return partial
 
 
 def draw(
@@ -228,16 +228,18 @@ def accept_kernel(
     position = tl.arange(0, POSITIONS)
     at = b * L + position
     inside = position < L
-    own = tl.load(entropy + at, mask=inside, other=float("inf"))
+    own_entropy = tl.load(entropy + at, mask=inside, other=float("inf"))
     # Each position against all others: a sort would be a chain of barriers.
     sums = tl.zeros((POSITIONS, COLUMNS), tl.float32)
     for start in range(0, L, COLUMNS):
         other = start + tl.arange(0, COLUMNS)[None, :]
         theirs = tl.load(entropy + b * L + other, mask=other < L, other=float("inf"))
-        first = (theirs < own[:, None]) | ((theirs == own[:, None]) & (other < position[:, None]))
+        first = (theirs < own_entropy[:, None]) | (
+            (theirs == own_entropy[:, None]) & (other < position[:, None])
+        )
         sums += tl.where(first & (other < L), theirs, 0.0)
     lower = tl.sum(sums, 1)
-    taken = (lower <= bound) & (own == own)  # a position of NaN is never taken
+    taken = (lower <= bound) & (own_entropy == own_entropy)  # a position of NaN is never taken
     tokens = tl.load(sampled + at, mask=inside, other=0)
     renewed = tl.load(replacement + at, mask=inside, other=0)
     tl.store(canvas + at, tl.where(taken, tokens, renewed), mask=inside)
@@ -253,7 +255,7 @@ def accept_kernel(
     if STABILITY > 0:
         tl.store(history + (STABILITY - 1) * stride + at, best, mask=inside)
     tl.store(argmax + at, best, mask=inside)
-    mean = tl.sum(tl.where(inside, own, 0.0)) / L
+    mean = tl.sum(tl.where(inside, own_entropy, 0.0)) / L
     stop = (tl.min(same) == 1) & (mean < confidence)
     sharpness = tl.zeros((POSITIONS,), tl.float32) + 1.0 / tl.load(schedule + now - 1)
     tl.store(inverse_temperature + at, sharpness, mask=inside)

@@ -67,7 +67,7 @@ def _grid(**choices: Iterable[int | tuple[int, ...]]) -> Iterator[Config]:
     """Yield a configuration for each combination; names with `_and_` between are chosen together."""
     names = "_and_".join(choices).split("_and_")
     for chosen in itertools.product(*choices.values()):
-        flat = (each if isinstance(each, tuple) else (each,) for each in chosen)
+        flat = (values if isinstance(values, tuple) else (values,) for values in chosen)
         yield dict(zip(names, itertools.chain(*flat), strict=True))
 
 
@@ -104,14 +104,14 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
             steps = ((64, 5), (64, 6), (128, 3), (128, 4), (128, 6), (256, 3))
             rows, tiles, parts = _grid(BM_and_MORE=sizes), ((64, 4), (128, 8)), (1, 2)
         shapes = list(_grid(BN_and_num_warps=tiles, BK_and_STAGES=steps, PARTS=parts))
-        for own, shape in itertools.product(rows, shapes):
+        for rows_config, shape in itertools.product(rows, shapes):
             BN, BK, stages = shape["BN"], shape["BK"], shape["STAGES"]
             token = 1 if product.scheme in EIGHT_BIT else 2
-            stage = token * tuning.block_rows(own) * BK + BN * BK * 9 // 16
+            stage = token * tuning.block_rows(rows_config) * BK + BN * BK * 9 // 16
             parts = shape["PARTS"]
             fits = parts * stages * stage < shared and (parts == 1 or stages * BK >= 2 * BN)
             if product.N % BN == 0 and fits:
-                yield own | shape
+                yield rows_config | shape
     elif KERNELS[product.scheme].module in ("nvfp4", "nvfp4_blackwell"):
         rows = [c["BM"] for c in _expert_rows(product.M) if not c["MORE"]]
         tiles = ((32, 4), (64, 4), (128, 4), (128, 8))
@@ -132,11 +132,11 @@ def _sweep(product: Product, shared: int) -> Iterator[Config]:
     else:
         tiles = ((64, 32, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
         tiles += ((128, 128, 8), (128, 256, 8), (256, 128, 8))
-        for own in _grid(
+        for rows_config in _grid(
             BM_and_BN_and_num_warps=tiles, SWAP=(0, 1), BK=(64, 128), num_stages=(3, 4, 5)
         ):
-            if own["num_stages"] < 5 or own["BM"] * own["BN"] <= 64 * 128:
-                yield own | {"MORE": 0}
+            if rows_config["num_stages"] < 5 or rows_config["BM"] * rows_config["BN"] <= 64 * 128:
+                yield rows_config | {"MORE": 0}
 
 
 def _expert_tiles(M: int) -> tuple[tuple[int, int], ...]:

@@ -104,5 +104,5 @@ SPREAD = {64: 0.9, 256: 0.9, 512: 0.7, 1024: 0.5, 2048: 0.5, 8192: 0.5}
 def blank_weight(scheme: str, experts: int, rows: int, columns: int, device: str) -> Weight:
     """Return an uninitialised weight [experts, rows, columns]; on "meta" it takes no memory."""
     layout = KERNELS[scheme].layout(rows, columns)
-    tensors = (torch.empty(experts, *shape, dtype=own, device=device) for own, shape in layout)
+    tensors = (torch.empty(experts, *shape, dtype=dtype, device=device) for dtype, shape in layout)
     return Weight(scheme, *tensors)

@@ -75,8 +75,8 @@ def operands(product: Product, device: str) -> Operands:
 
 def _blocks(product: Product, device: str) -> dict[int, routing.Routing]:
     """Route the batch once for each block size, so that a product is timed without routing."""
-    own = candidates(product, capability(torch.device(device)))
-    sizes = {tuning.block_rows(config) for config in own}
+    configs = candidates(product, capability(torch.device(device)))
+    sizes = {tuning.block_rows(config) for config in configs}
     if device != "meta":
         ids, _ = cases.random_routing(
             product.M, cases.EXPERTS, cases.TOPK, device, spread=cases.SPREAD[product.M]
@@ -111,9 +111,9 @@ def _compile(job: tuple[Product, Config]) -> str | None:
 def compile_all(jobs: list[tuple[Product, Config]]) -> None:
     """Compile (product, configuration) jobs into Triton's cache, one process per core; log failures."""
     # One job per kernel: all shapes share a kernel, except those whose K leaves a remainder.
-    own = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
+    kernels = {(p.verb, p.scheme, p.K % c.get("BK", 1), str(c)): (p, c) for p, c in jobs}
     with multiprocessing.get_context("spawn").Pool() as pool:
-        for failure in pool.imap_unordered(_compile, own.values(), chunksize=4):
+        for failure in pool.imap_unordered(_compile, kernels.values(), chunksize=4):
             if failure:
                 _log.info("did not compile: %s", failure[:300])
 
@@ -179,7 +179,7 @@ def _child() -> ProcessPoolExecutor:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedProduct:
     """A product's chosen configuration, and the times of a launch with the new and the old one."""
 
     product: Product
@@ -192,7 +192,7 @@ def tuned(
     chosen: Sequence[Product],
     now: Callable[[Product], Config],
     timer: Callable[[Product], Timed] | None = None,
-) -> Iterator[Choice]:
+) -> Iterator[TunedProduct]:
     """Time the candidates of the `chosen` products, and yield the fastest for each.
 
     Each experts_up must be followed by its experts_down. They are tuned as a pair, with equal rows
@@ -203,19 +203,19 @@ def tuned(
     waiting: Iterator[Product] = iter(chosen)
     for product in waiting:
         both = [product, next(waiting)] if product.verb == "experts_up" else [product]
-        timed = [timer(each) for each in both]
+        timed = [timer(half) for half in both]
         ways = itertools.product(*timed)
         if len(both) == 2:
             rows = tuning.block_rows
             ways = (pair for pair in ways if rows(pair[0][1]) == rows(pair[1][1]))
         best = min(ways, key=lambda way: sum(microseconds for microseconds, _ in way))
-        for own, results, (microseconds, config) in zip(both, timed, best, strict=True):
-            before = next((us for us, each in results if each == now(own)), None)
-            yield Choice(own, config, microseconds, before)
+        for tuned_product, results, (microseconds, config) in zip(both, timed, best, strict=True):
+            before = next((us for us, tried in results if tried == now(tuned_product)), None)
+            yield TunedProduct(tuned_product, config, microseconds, before)
 
 
 def write_table(
-    path: Path, device_name: str, target: Capability, choices: Iterable[Choice]
+    path: Path, device_name: str, target: Capability, choices: Iterable[TunedProduct]
 ) -> None:
     """Add `choices` to the table at `path`, or create it; the file is replaced atomically."""
     kernels: Table = json.loads(path.read_text())["kernels"] if path.exists() else {}

@@ -20,18 +20,18 @@ def relative_error(scheme: str, device: torch.device) -> float:
     dense = cases.random_weight(scheme, 1, 4096, cases.HIDDEN, place)
     rows = cases.rounded(x, dense.scheme)
     exact = rows @ weights.dequantize(dense, torch.float64)[0].T
-    found = [reference.relative_error(linear(x, dense), exact)]
+    errors = [reference.relative_error(linear(x, dense), exact)]
     up = cases.random_weight(scheme, EXPERTS, 2 * cases.INNER, cases.HIDDEN, place)
     down = cases.random_weight(scheme, EXPERTS, cases.HIDDEN, cases.INNER, place, seed=5)
     ids, share = cases.random_routing(ROWS, EXPERTS, TOPK, place, used=EXPERTS - 2)
     y = routed_experts(x, None, ids, share, up, down)
     exact = reference.experts(
-        x.double(), *(weights.dequantize(own, torch.float64) for own in (up, down)),
+        x.double(), *(weights.dequantize(weight, torch.float64) for weight in (up, down)),
         ids, share, torch.float64,
         activation=lambda rows: cases.rounded(rows.to(torch.bfloat16), up.scheme),
     )  # fmt: skip
-    found.append(reference.relative_error(y.double().sum(1), exact))
-    return max(found, key=lambda error: float("inf") if error != error else error)
+    errors.append(reference.relative_error(y.double().sum(1), exact))
+    return max(errors, key=lambda error: float("inf") if error != error else error)
 
 
 def fault(scheme: str, device: torch.device) -> str | None:

@@ -55,9 +55,9 @@ def lm_head_kernel(
             acc = tl.dot(x.load([m, k]), w.load([n, k]).T, acc)
         acc *= 1.0 / cap
         # Stored in two halves, so that the staging buffer takes half the shared memory.
-        left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
-        y.store([m, n], (cap * tanh(left, HARDWARE)).to(tl.bfloat16))
-        y.store([m, n + BN // 2], (cap * tanh(right, HARDWARE)).to(tl.bfloat16))
+        first_half, second_half = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+        y.store([m, n], (cap * tanh(first_half, HARDWARE)).to(tl.bfloat16))
+        y.store([m, n + BN // 2], (cap * tanh(second_half, HARDWARE)).to(tl.bfloat16))
 
 
 def lm_head(
@@ -195,11 +195,11 @@ def reduce_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if ANCHORED:
         range_ = tl.arange(0, RANGES)
-        own = tl.load(anchors + range_ * M + m, mask=range_ < SPLITS, other=LOWEST)
-        highest = tl.max(own)
+        anchor = tl.load(anchors + range_ * M + m, mask=range_ < SPLITS, other=LOWEST)
+        highest = tl.max(anchor)
         sharpness = tl.load(inverse_temperature + m)
         sums = tl.load(total + range_ * M + m, mask=range_ < SPLITS, other=0.0)
-        norm = tl.sum(tl.exp((own - highest) * sharpness) * sums)
+        norm = tl.sum(tl.exp((anchor - highest) * sharpness) * sums)
     else:
         norm = tl.load(total + m)
     acc = tl.zeros((BLOCK,), tl.float32)

@@ -86,9 +86,9 @@ def multiply_and_cap(
         for k in range(steps):
             place = step % STAGES
             mbarrier.wait(ready.index(place), (step // STAGES) & 1)
-            left = x_tiles.index(place).slice(64 * SET, 64, dim=0)
-            right = w_tiles.index(place).permute([1, 0])
-            acc = warpgroup_mma(left, right, acc, is_async=True)
+            rows_tile = x_tiles.index(place).slice(64 * SET, 64, dim=0)
+            embedding_tile = w_tiles.index(place).permute([1, 0])
+            acc = warpgroup_mma(rows_tile, embedding_tile, acc, is_async=True)
             acc = warpgroup_mma_wait(1, (acc,))
             # The product before this one has read its place.
             mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)
@@ -185,13 +185,13 @@ def survey_and_store(
         e = gl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
         )
-        own, wide = rounded(e * scale[:, None])  # dropped by the compiler if nothing stores them
+        narrow, wide = rounded(e * scale[:, None])  # dropped by the compiler if nothing stores them
         sums += gl.sum(e, 1)
         moments += gl.sum(e * x, 1)
         rounded_sums += gl.sum(wide, 1)
         send(pieces[i], y, results, m, n + PIECE * i, i % 2 if p is None else 0)
         if p is not None:
-            send(own, p, results, m, n + PIECE * i, 1)
+            send(narrow, p, results, m, n + PIECE * i, 1)
     row = m + gl.arange(0, 64, layout=row_layout)
     tiles = gl.cdiv(V, BN)
     at, inside = statistics + row * tiles + n // BN, row < M
@@ -282,13 +282,13 @@ def _launch(
     w: torch.Tensor,
     y: torch.Tensor,
     p: torch.Tensor | None,
-    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    survey: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     length: int,
     cap: float,
     config: dict[str, int],
 ) -> None:
     (M, H), V = x.shape, len(w)
-    statistics, schedule, step = own or (y, y, y)
+    statistics, schedule, step = survey or (y, y, y)
     tiles = triton.cdiv(M, BM.value) * triton.cdiv(V, BN.value)
     programs = min(tiles, processors(x.device))
     BK, operand = 64, NVMMASharedLayout(128, 16, 2)
@@ -298,5 +298,5 @@ def _launch(
         TensorDescriptor.from_tensor(y, [64, PIECE.value], operand),
         None if p is None else TensorDescriptor.from_tensor(p, [64, PIECE.value], operand),
         statistics, schedule, step, M, V, H, length, len(schedule), cap, programs,
-        SURVEYED=own is not None, EVEN=V % BN.value == 0, num_warps=4, **chained(x.device), **config,
+        SURVEYED=survey is not None, EVEN=V % BN.value == 0, num_warps=4, **chained(x.device), **config,
     )  # fmt: skip

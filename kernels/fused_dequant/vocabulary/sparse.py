@@ -86,8 +86,8 @@ def choose_kernel(
         tl.store(weights + row * MOST + count, weight / total)
         mass += weight
         count += 1
-        left = (values < highest) | ((values == highest) & (token > taken))
-        top_of = tl.where(tile == best, tl.max(tl.where(left, values, LOWEST)), top_of)
+        remaining = (values < highest) | ((values == highest) & (token > taken))
+        top_of = tl.where(tile == best, tl.max(tl.where(remaining, values, LOWEST)), top_of)
         following = tl.max(top_of)
         last = tl.where(following == highest, taken, -1)
         highest, weight = following, tl.exp2((following - top) * sharpness)
@@ -126,8 +126,10 @@ def some_rows_kernel(
     line = p + row.to(tl.int64)[:, None] * V + column[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(split * length, tl.minimum((split + 1) * length, V), BK):
-        own = tl.load(line + k) if EVEN else tl.load(line + k, (column < V - k)[None, :], 0.0)
-        acc = tl.dot(own, embedding.load([k, n]), acc)
+        exponentials = (
+            tl.load(line + k) if EVEN else tl.load(line + k, (column < V - k)[None, :], 0.0)
+        )
+        acc = tl.dot(exponentials, embedding.load([k, n]), acc)
     column = n + tl.arange(0, BN)
     place = partial + (split * M + row).to(tl.int64)[:, None] * H + column[None, :]
     tl.store(place, acc, mask=(column < H)[None, :])
@@ -153,15 +155,15 @@ def gather_kernel(
     tl.store(place, acc.to(out.dtype.element_ty), mask=column < H)
 
 
-def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, left=None):
+def sparse_soft_embedding(logits, embedding, inverse_temperature, out=None, probabilities=None):
     """Launch the kernels for `operations.sparse_soft_embedding`, which describes the arguments."""
     (M, V), H, device = logits.shape, embedding.shape[1], logits.device
     config = tuning.choose("soft_embedding", "bf16", M, H, V, device)
     splits, length = dense.split_lengths(V, config)
     # 4 warps would spill where no TMA reads; 8 sum in the same order.
     warps = {} if targets.has_boxes(device) else {"num_warps": 8}
-    if left is not None and left.statistics is not None:
-        p, statistics = left.p, left.statistics.view(3, M, -1)
+    if probabilities is not None and probabilities.statistics is not None:
+        p, statistics = probabilities.p, probabilities.statistics.view(3, M, -1)
     else:
         p, step = None, torch.arange(1, M + 1, dtype=torch.int32, device=device)
         statistics = sampling.statistics(logits, 1 / inverse_temperature, step, 1, TILE)

@@ -30,7 +30,7 @@ def fragments_kernel(
     """
     pair = tl.arange(0, TILES * 256)
     column = tl.program_id(1) * TILES + pair // 256
-    there = column < columns
+    inside = column < columns
     # of a fragment: warp, row % 8, lane % 4, pair of steps
     run, lane, row, warp = pair % 2, pair // 2 % 4, pair // 8 % 8, pair // 64 % 4
     tile = tl.program_id(0).to(tl.int64)
@@ -38,20 +38,20 @@ def fragments_kernel(
     word = tl.zeros([TILES * 256], tl.int64)
     block_scales = tl.zeros([TILES * 256], tl.int32)
     for upper in tl.static_range(2):
-        own = first + 8 * upper
+        source_row = first + 8 * upper
         for step in tl.static_range(2):
-            place = own * (HALF // 8) + column * 4 + run * 2 + step
-            block = tl.load(scale + place, mask=there, other=0).to(tl.int32) & 0x7F
+            place = source_row * (HALF // 8) + column * 4 + run * 2 + step
+            block = tl.load(scale + place, mask=inside, other=0).to(tl.int32) & 0x7F
             byte = tl.load(recode + block).to(tl.int32)
             block_scales |= byte << (8 * (2 * step + upper))
             for eighth in tl.static_range(2):
-                place = own * HALF + column * 32 + run * 16 + step * 8 + eighth * 4 + lane
-                codes = tl.load(packed + place, mask=there, other=0).to(tl.int32)
+                place = source_row * HALF + column * 32 + run * 16 + step * 8 + eighth * 4 + lane
+                codes = tl.load(packed + place, mask=inside, other=0).to(tl.int32)
                 codes = tl.where(block > 0, codes, 0)
                 word |= tl.load(places + (step * 4 + eighth * 2 + upper) * 256 + codes)
     at = tile * columns + column
-    tl.store(words + at * 256 + pair % 256, word, mask=there)
-    tl.store(scales + at * 64 + pair % 256 // 8 * 2 + run, block_scales, mask=there & (lane == 0))
+    tl.store(words + at * 256 + pair % 256, word, mask=inside)
+    tl.store(scales + at * 64 + pair % 256 // 8 * 2 + run, block_scales, mask=inside & (lane == 0))
 
 
 def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,11 +14,11 @@ _KEPT = WeakTensorKeyDictionary()  # tensor -> name -> (version of the tensor, w
 
 def kept(tensor: torch.Tensor, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return `make()`, computed once and kept under `name` until `tensor` changes or is freed."""
-    own: dict[str, tuple[int, torch.Tensor]] = _KEPT.setdefault(tensor, {})
-    version, made = own.get(name, (None, tensor))
+    of_tensor: dict[str, tuple[int, torch.Tensor]] = _KEPT.setdefault(tensor, {})
+    version, made = of_tensor.get(name, (None, tensor))
     if version != tensor._version:
         made = make()
-        own[name] = tensor._version, made
+        of_tensor[name] = tensor._version, made
     return made
 
 

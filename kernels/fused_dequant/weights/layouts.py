@@ -91,8 +91,8 @@ def _decode_groups(data: Tensor, scale: Tensor, dtype: torch.dtype, unit: float 
 
 
 def _decode_tiles(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    own = w4a4.from_tiles(scale, data.shape[1], 2 * data.shape[2])
-    return _decode_groups(data, own, dtype, 1.0)
+    row_scales = w4a4.from_tiles(scale, data.shape[1], 2 * data.shape[2])
+    return _decode_groups(data, row_scales, dtype, 1.0)
 
 
 def _rounded_groups(weight: Tensor) -> tuple[Tensor, ...]:

@@ -53,24 +53,24 @@ def table_path(device_name: str, folder: Path = SHIPPED) -> Path:
 @cache
 def _tables() -> list[dict[str, Any]]:
     """Return all tables, those that ship first; an unreadable one is left out, with a warning."""
-    found: list[dict[str, Any]] = []
+    tables: list[dict[str, Any]] = []
     for path in (path for folder in _folders for path in sorted(folder.glob("*.json"))):
         try:
             read = json.loads(path.read_text())
-            found.append({key: read[key] for key in ("device", "capability", "kernels")})
+            tables.append({key: read[key] for key in ("device", "capability", "kernels")})
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s is no tuning table (%s): left out; remove it", path, error)
-    return found
+    return tables
 
 
 @cache
 def table(device_name: str | None, target: str) -> Table:
     """Return all tables of capability `target` merged; for a key and M the device's own table wins."""
-    alike = [each for each in _tables() if each["capability"] == target]
-    own = [each for each in alike if each["device"] == device_name]
+    alike = [entry for entry in _tables() if entry["capability"] == target]
+    of_device = [entry for entry in alike if entry["device"] == device_name]
     kernels: Table = {}
-    for each in [each for each in alike if each not in own] + own:
-        for key, buckets in each["kernels"].items():
+    for entry in [entry for entry in alike if entry not in of_device] + of_device:
+        for key, buckets in entry["kernels"].items():
             kernels[key] = kernels.get(key, {}) | buckets
     if not kernels:
         _log.warning(

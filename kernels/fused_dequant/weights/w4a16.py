@@ -97,8 +97,8 @@ def _fragment_words(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     # -> step, k//8, row//8 | tiles, warp, row%8, lane%4, pair of steps
     axes = axes.permute(6, 7, 2, 0, 4, 1, 3, 8, 5).reshape(8, -1)
     words = torch.zeros(axes.shape[1], dtype=torch.int64, device=packed.device)
-    for own, bits in zip(axes, table, strict=True):
-        words |= bits.index_select(0, own.int())
+    for axis_size, bits in zip(axes, table, strict=True):
+        words |= bits.index_select(0, axis_size.int())
     return words.view(torch.int32).reshape(rows // 64, half // 32, 512)
 
 

@@ -41,11 +41,11 @@ def to_fragments(packed: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tenso
     step = max(1, FRAGMENTED_AT_ONCE // (rows * half))
     for start in range(0, experts, step):
         part = slice(start, start + step)
-        own = scale[part].view(torch.uint8) & 0x7F
-        zero = own.view(torch.float8_e4m3fn).float() < E4M3_LEAST_SCALE
-        mantissa = own & 7
+        scale_bytes = scale[part].view(torch.uint8) & 0x7F
+        zero = scale_bytes.view(torch.float8_e4m3fn).float() < E4M3_LEAST_SCALE
+        mantissa = scale_bytes & 7
         odd = ((mantissa >= 1) & (mantissa <= 5)).to(torch.uint8) << 7
-        stored = torch.where(zero, torch.full_like(own, 8), own - 32 | odd)
+        stored = torch.where(zero, torch.full_like(scale_bytes, 8), scale_bytes - 32 | odd)
         codes = packed[part].unflatten(-1, (-1, 2, 4))  # block, word, byte
         codes = codes.masked_fill(zero[..., None, None], 0)
         # row -> tile, warp, row//8, row%8; block -> column tile, t

@@ -71,15 +71,15 @@ class Weight:
 
         If `scale` is given, x is already quantized. Raise ValueError if x does not fit the weight.
         """
-        own = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
+        code_dtype = torch.uint8 if self.scheme == FOUR_BIT else EIGHT_BIT.get(self.scheme)
         packed = 2 if x.dtype == torch.uint8 else 1
         if packed * x.shape[-1] != self.shape[2]:
             raise ValueError(f"x {tuple(x.shape)} does not fit a weight of K = {self.shape[2]}")
-        if scale is not None and x.dtype != own:
+        if scale is not None and x.dtype != code_dtype:
             raise ValueError(
                 f"activations of {x.dtype} do not fit a weight of scheme {self.scheme}"
             )
-        if own is None:
+        if code_dtype is None:
             return x.to(torch.bfloat16).contiguous(), None
         if scale is None:
             return quantize_rows(x, self.scheme, self.shared)
@@ -96,9 +96,9 @@ def require(scheme: str, device: torch.device) -> None:
     if scheme not in KERNELS:
         raise ValueError(f"unknown scheme {scheme!r}; known: {', '.join(KERNELS)}")
     kernel = KERNELS[scheme]
-    if device.type != "cpu" and not kernel.runs_on(own := capability(device)):
+    if device.type != "cpu" and not kernel.runs_on(target := capability(device)):
         need = ".".join(map(str, kernel.least)) + ("" if kernel.alone else " or newer")
-        has = ".".join(map(str, own))
+        has = ".".join(map(str, target))
         raise ValueError(
             f"scheme {scheme} needs compute capability {need}; "
             f"{torch.cuda.get_device_name(device)} has {has}. Use another scheme for this device."
@@ -208,27 +208,27 @@ def _multiply_in_torch(
     picked = rows.index_select(0, order // (len(chosen) // len(rows)))
     y = torch.empty(len(order), weight.shape[1])
     counts = [count for _, count in runs]
-    each = matrices.transpose(1, 2).unbind()
-    for part, out, (own, _) in zip(picked.split(counts), y.split(counts), runs, strict=True):
-        torch.mm(part, each[own], out=out)
+    transposed = matrices.transpose(1, 2).unbind()
+    for part, out, (expert, _) in zip(picked.split(counts), y.split(counts), runs, strict=True):
+        torch.mm(part, transposed[expert], out=out)
     if columns is not None:
-        own = _halves(columns) if gated else columns
-        y = y * own.index_select(0, chosen[order])
+        expert = _halves(columns) if gated else columns
+        y = y * expert.index_select(0, chosen[order])
     y = y * share[order, None] if share is not None else reference.gelu_mul(*y.chunk(2, -1))
     if len(order) < len(chosen):
         return torch.zeros(len(chosen), y.shape[1]).index_copy_(0, order, y)
     return y.index_select(0, order.argsort())
 
 
-def _by_expert(chosen: Tensor, experts: int, each: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Sort choices int64 [N], `each` per sequence, by expert: indices, runs of (expert, how many)."""
-    count = -(-len(chosen) // each)
-    sequence = torch.arange(len(chosen)) // each
+def _by_expert(chosen: Tensor, experts: int, choices: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Sort choices int64 [N], so many per sequence, by expert: indices, runs of (expert, how many)."""
+    count = -(-len(chosen) // choices)
+    sequence = torch.arange(len(chosen)) // choices
     outside = (chosen < 0) | (chosen >= experts)  # of no existing expert: left out
     key, order = torch.where(outside, experts, chosen).mul_(count).add_(sequence).sort(stable=True)
     runs = torch.bincount(key, minlength=count * (experts + 1)).tolist()[: count * experts]
-    found = [(run // count, many) for run, many in enumerate(runs) if many]
-    return order[: sum(runs)], found
+    expert_runs = [(run // count, many) for run, many in enumerate(runs) if many]
+    return order[: sum(runs)], expert_runs
 
 
 def _halves(rows: Tensor) -> Tensor:

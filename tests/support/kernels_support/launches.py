@@ -244,7 +244,7 @@ def _looks(B: int) -> None:
     for left in (whole, sparse):
         fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, left)
     fd.soft_embedding_of(whole, embedding)
-    fd.sparse_soft_embedding(logits, embedding, blank(M, dtype=torch.float32), left=sparse)
+    fd.sparse_soft_embedding(logits, embedding, blank(M, dtype=torch.float32), probabilities=sparse)
 
 
 def _canvases(B: int) -> tuple[fd.CanvasState, Tensor]:
