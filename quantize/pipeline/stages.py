@@ -7,13 +7,16 @@ commands and the values of `--until` from the list. Work functions import what t
 called, so importing this module is cheap.
 """
 
+import hashlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from quantize.errors import GateError, InputError
+from quantize.errors import GateError, InputError, ResourceError
 from quantize.host.files import read_json, write_json
+from quantize.host.locks import locked
 from quantize.host.processes import best_device, is_first
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE_AGAIN, CANDIDATE
@@ -73,7 +76,29 @@ class Run:
         """Folder in which calibrate records passes for GPTQ; the stage round removes it when done."""
         if self.machine.scratch is None:
             return self.folder.path / "recording"
-        return self.machine.scratch / f"{self.folder.path.name}-recording"
+        # Runs of one recipe and model have one name in all folders of runs.
+        where = hashlib.sha256(str(self.folder.path.resolve()).encode()).hexdigest()[:8]
+        return self.machine.scratch / f"{self.folder.path.name}-{where}-recording"
+
+    @contextmanager
+    def at_recording(self) -> "Generator[Path]":
+        """Yield `recording`, which no other process uses during the block.
+
+        Raise ResourceError if another process works there, or if scratch cannot be written to.
+        """
+        folder, scratch = self.recording, self.machine.scratch
+        if scratch is None:  # the run's own folder, which is locked
+            yield folder
+            return
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+            lock = scratch / f".{folder.name}.lock"
+            lock.touch()
+        except OSError as error:
+            why = f"{scratch}: cannot be written to ({error.strerror})"
+            raise ResourceError(f"{why}; name another disk with --scratch") from error
+        with locked(lock, str(folder)):
+            yield folder
 
     def __post_init__(self) -> None:
         """Raise InputError if the recipe limits steps but servers answer: they report no steps."""
@@ -145,14 +170,16 @@ def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate.calibrate import calibrate
 
     out, place = run.folder.calibration, run.machine.place
-    calibrate(run.source.folder, run.recipe, out, place, scratch=run.recording)
+    with run.at_recording() as recording:
+        calibrate(run.source.folder, run.recipe, out, place, scratch=recording)
 
 
 def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
     out, place = run.folder.rounding, run.machine.place
-    round_weights(run.source, run.targets, run.recipe, out, place, scratch=run.recording)
+    with run.at_recording() as recording:
+        round_weights(run.source, run.targets, run.recipe, out, place, scratch=recording)
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import ResourceError
 from quantize.host.processes import ALONE, Processes
 from quantize.recipe.sections import Calibration
 from quantize.runs.manifest import fingerprint, package_versions
@@ -122,5 +123,9 @@ class Denoising:
         if found is None:
             self.run(title="recording what enters the first layer", recorder=Recorder(folder))
             found = Recording.find(folder, self.identity, 2 * hidden)
-        assert found is not None
+        if found is None:
+            raise ResourceError(
+                f"{folder}: what was just recorded there is gone or damaged; check the disk, or name "
+                f"another with --scratch; the same command goes on"
+            )
         return found

@@ -17,9 +17,16 @@ from quantize.recovery.samples import Completion, Finished, Request
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
-from quantize.stages.evaluate import answers, compared_models, evaluate
+from quantize.stages.evaluate import answers, baseline_pack, compared_models, evaluate
 from quantize.stages.evaluate import local_model as answerer
-from quantize.stages.evaluate.baseline_pack import _digest, export_pack, import_pack
+from quantize.stages.evaluate.baseline_pack import (
+    Pack,
+    _digest,
+    export_pack,
+    find_pack,
+    import_pack,
+    imports,
+)
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.report.report import _imported
@@ -114,6 +121,54 @@ def test_more_than_a_pack_holds_is_not_asked_of_another_bf16(pack: Path, tmp_pat
     with pytest.raises(InputError, match=r"lacks 6 answers.*remove this file to ask BF16 here"):
         score(tmp_path / "here", settings={"limit": {TASK: 30}})
     assert score(tmp_path / "here", settings={"limit": {TASK: 20}}).evaluation.exists()
+
+
+@pytest.mark.parametrize("full_first", [False, True])
+def test_the_fullest_pack_is_taken_whatever_its_name(
+    full_first: bool, pack: Path, tmp_path: Path
+) -> None:
+    """Packs are found by the names of their files, which say nothing of what is in them."""
+    head, *answers = gzip.decompress(pack.read_bytes()).decode().split("\n")
+    header = {k: v for k, v in json.loads(head).items() if k != "sha256"}
+    packs: list[bytes] = []
+    for kept in (answers, answers[:5]):
+        whole = header | {"sha256": _digest(header, kept)}
+        packs.append(gzip.compress("\n".join([json.dumps(whole), *kept]).encode()))
+    folder = imports(tmp_path / "here")
+    folder.mkdir(parents=True)
+    for name, content in zip(("0", "1") if full_first else ("1", "0"), packs, strict=True):
+        (folder / f"{name}.jsonl.gz").write_bytes(content)
+    here = score(tmp_path / "here")
+    assert len(read_scoring(here.evaluation / "bf16", TASK).rows) == 24
+    assert "source" not in Scripted.asked
+
+
+@pytest.mark.parametrize(
+    ("counts", "best"),
+    [
+        ([(3, 4), (9, 3)], 0),  # a task's answers beyond the plan complete no other
+        ([(0, 4), (2, 3)], 0),  # a whole task before more answers
+        ([(1, 2), (2, 3)], 1),
+        ([(2, 3), (2, 3)], 0),
+    ],
+)
+def test_a_pack_is_fuller_by_whole_tasks_then_by_answers(
+    counts: list[tuple[int, int]], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {task: {"planned": {"questions": 2, "repeats": n}} for task, n in (("a", 2), ("b", 2))}
+    made = {"model": {"weights": "source"}}
+    packs: dict[str, Any] = {}
+    for number, each in enumerate(counts):
+        kept: Any = {
+            task: dict.fromkeys(map(str, range(n))) for task, n in zip("ab", each, strict=True)
+        }
+        packs[f"{number}.jsonl.gz"] = Pack(tmp_path, "", {}, {"a": made, "b": made}, kept)
+    for name in packs:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(baseline_pack, "read_pack", lambda path: packs[path.name])
+    monkeypatch.setattr(baseline_pack, "_unfit", lambda *_: None)
+    found = find_pack(tmp_path, "source", here)
+    assert found is packs[f"{best}.jsonl.gz"]
 
 
 Edit = Callable[[Any, list[Any]], object]  # of the first line and of the answers

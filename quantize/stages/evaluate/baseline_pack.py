@@ -198,26 +198,38 @@ def import_pack(path: Path, runs: Path) -> Pack:
 
 
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
-    """Return the first imported pack that fits all tasks; None if no pack is of this BF16 model.
+    """Return the fullest imported pack that fits all tasks; None if no pack is of this BF16 model.
 
-    `weights` is the model's fingerprint; `here` is task -> conditions of answers made here.
+    `weights` is the model's fingerprint; `here` is task -> conditions of answers made here. A pack is
+    fuller that has all planned answers to more tasks, then that has more answers.
 
     Raises:
         InputError: a pack is damaged; or this model has packs and none fits (the message says why
             the first does not).
     """
-    refused: list[str] = []
+    refused, fitting = list[str](), list[Pack]()
     for path in sorted(folder.glob("*.jsonl.gz")):
         pack = read_pack(path)
         if all(flat(made).get("model.weights") != weights for made in pack.made_with.values()):
             continue
         found = (_unfit(pack.made_with.get(task), made, task) for task, made in here.items())
         if (why := next(filter(None, found), None)) is None:
-            return pack
+            fitting.append(pack)
+            continue
         refused.append(f"{path}: NOT COMPARABLE: {why}; remove this file to ask BF16 here")
+    if fitting:
+        return max(fitting, key=lambda pack: _fullness(pack, here))
     if refused:
         raise InputError(refused[0])
     return None
+
+
+def _fullness(pack: Pack, here: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
+    """Return how many tasks a pack has all planned answers to, and how many of these it has in all."""
+    planned = {task: made["planned"]["questions"] * made["planned"]["repeats"]
+               for task, made in here.items()}  # fmt: skip
+    counts = {task: min(most, len(pack.answers[task])) for task, most in planned.items()}
+    return sum(counts[task] == most for task, most in planned.items()), sum(counts.values())
 
 
 def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -> str | None:
