@@ -157,10 +157,24 @@ def fidelity_section(fidelity: Content) -> Section:
         for name, found, _ in replays
         if (kinds := kinds_text(found.get("by_kind", [])))
     ]
+    notes += ranges_lines(fidelity)
     columns = ("activations", *FIDELITY.values(), "KL limit")
     lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]
     title = "Fidelity on replayed trajectories"
     return Section(title, columns, rows, lines, notes, ("kl", "routing"))
+
+
+def ranges_lines(fidelity: Content) -> list[str]:
+    """Return a sentence, in a list, on input ranges that too few tokens reached; [] without any."""
+    ranges = (fidelity.get("linears") or {}).get("ranges", {})
+    if not (unchecked := ranges.get("unchecked")):
+        return []
+    experts = list(dict.fromkeys(module.rpartition(".")[0] for module in unchecked))
+    named = f"{', '.join(experts[:8])}{' ...' if len(experts) > 8 else ''}"
+    return [
+        f"Input ranges: {ranges['checked']:,} checked, {len(unchecked):,} not, since too few tokens of "
+        f"the replay reach their experts: {named}."
+    ]
 
 
 def kinds_text(kinds: Sequence[Content]) -> str:

@@ -89,6 +89,33 @@ def test_layers_see_what_they_saw_in_the_loop(
         assert torch.equal(found.sums(name), loop.sums(name)), name
 
 
+def test_no_value_of_another_batch_meets_a_weight_of_zero(
+    source: Path, recorded: tuple[Denoising, Path, Hessians], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """A GPU multiplies cells that a row does not see by 0, and 0 * NaN is NaN."""
+    denoising, folder, loop = recorded
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    layers = LayerByLayer(source, denoising.recording(tmp_path), "cpu", tmp_path)
+    found, take = Hessians(NAMES, EXPERTS), LayerByLayer._take
+
+    def taken(own: LayerByLayer, index: int, layer: Any, piece: Any, rows: torch.Tensor) -> None:
+        if piece.rows.start == 0:
+            own._cache.values[index].fill_(torch.nan)
+        take(own, index, layer, piece, rows)
+
+    def through(index: int, layer: Any, each: Any) -> None:
+        assert each.cells[1].isfinite().all()
+        pass_through(index, layer, each)
+
+    pass_through = layers._model.through
+    monkeypatch.setattr(layers._model, "through", through)
+    monkeypatch.setattr(LayerByLayer, "_take", taken)
+    assert list(layers.run(lambda _: [found.see], LAYERS - 1)) == list(range(LAYERS))
+    for name in NAMES:
+        assert torch.equal(found.sums(name), loop.sums(name)), name
+
+
 def test_layers_that_nobody_watches_hand_on_the_same_rows(source: Path, tmp_path: Path) -> None:
     """A run that goes on behind finished layers."""
     settings = Calibration(

@@ -19,14 +19,16 @@ from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.stages import _close_enough
 from quantize.recipe.sections import load_recipe
+from quantize.reports.sections import ranges_lines
 from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler
 from quantize.runtime.record.ranges import Ranges
 from quantize.runtime.record.trajectory import Prompt, Trajectory, record, save_trajectories
 from quantize.stages.calibrate.calibrate import input_scales
 from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity import linear_checks
 from quantize.stages.fidelity.fidelity import fidelity
-from quantize.stages.fidelity.linear_checks import check_linears
+from quantize.stages.fidelity.linear_checks import ENOUGH, InputRanges, check_linears
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.3."
@@ -129,6 +131,78 @@ def test_what_is_wrong_is_named_and_nothing_else(
     save_file(tensors, folder / "model.safetensors")
     faults = faults_of(model, tiny_checkpoint, folder, trajectories)
     assert {fault.split(":")[0] for fault in faults} == expected
+
+
+EXPERTS_OF = "model.decoder.layers.0.experts."
+
+
+def ranges_of(tokens: int, monkeypatch: pytest.MonkeyPatch, **limits: float) -> InputRanges:
+    """Four experts: the first reaches 100, the others a tenth; the last but one sees `tokens` rows.
+
+    `limits` replace the ranges 120, 12, 12 and 12 of their up_proj; no token reaches the last expert.
+    """
+    ranges = {"e0": 120.0, "e1": 12.0, "e2": 12.0, "e3": 13.0} | limits
+    schemes = {
+        f"{EXPERTS_OF}{name[1:]}.{kind}_proj": (None, 448 * 6 / limit)
+        for name, limit in ranges.items()
+        for kind in ("gate", "up")
+    } | {"model.decoder.layers.0.mlp.up_proj": (None, 448 * 6 / 50.0)}
+    monkeypatch.setattr(linear_checks, "read_input_schemes", lambda _: schemes)
+    found = InputRanges(SimpleNamespace(config={"text_config": {"num_experts": 4}}))
+    for expert, count, largest in ((0, 200, 100.0), (1, 200, 10.0), (2, tokens, 10.0)):
+        rows = torch.full((count, 16), largest / 3)
+        rows[0, 0] = largest
+        found.see(f"{EXPERTS_OF}gate_up_proj", rows, torch.full((count, 1), expert))
+    found.see("model.decoder.layers.0.mlp.up_proj", torch.full((2, 16), 40.0), None)
+    return found
+
+
+def named(found: InputRanges) -> list[str]:
+    return [fault.split(":")[0].removeprefix(EXPERTS_OF) for fault in found.faults()]
+
+
+@pytest.mark.parametrize(("tokens", "is_checked"), [(ENOUGH, True), (ENOUGH - 1, False)])
+def test_a_range_sixteen_times_too_wide_is_found_where_enough_tokens_came(
+    tokens: int, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 8 times the largest |x| of its layer, and far beyond that of the expert itself."""
+    wide = ranges_of(tokens, monkeypatch, e2=12.0 * 16)
+    assert named(wide) == (["2.gate_proj", "2.up_proj"] if is_checked else [])
+    unchecked = ["3.gate_proj", "3.up_proj"]
+    unchecked = unchecked if is_checked else ["2.gate_proj", "2.up_proj", *unchecked]
+    assert wide.summary() == {
+        "checked": 9 - len(unchecked), "unchecked": [EXPERTS_OF + name for name in unchecked],
+    }  # fmt: skip
+    assert named(ranges_of(tokens, monkeypatch)) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "faulty"),
+    [
+        ({"e1": 120.0}, []),  # its layer's largest, as one that saw few tokens has
+        ({"e1": 119.0}, ["1.gate_proj", "1.up_proj"]),  # nobody's
+        ({"e2": 801.0}, ["2.gate_proj", "2.up_proj"]),  # beyond its layer's too, with few tokens
+        ({"e2": 1.0}, ["2.gate_proj", "2.up_proj"]),  # clips, whoever saw how much
+        (dict.fromkeys(("e0", "e1", "e2", "e3"), 801.0), ["0", "0", "1", "1", "2", "2"]),
+    ],
+)
+def test_what_a_range_may_be(
+    limits: dict[str, float], faulty: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sorted(named(ranges_of(5, monkeypatch, **limits)))
+    assert [name[: len(said)] for name, said in zip(found, faulty, strict=True)] == faulty
+
+
+def test_a_report_names_what_was_not_checked() -> None:
+    unchecked = [f"{EXPERTS_OF}{n}.{kind}_proj" for n in range(9) for kind in ("gate", "up")]
+    said = ranges_lines({"linears": {"ranges": {"checked": 1234, "unchecked": unchecked}}})
+    assert said == [
+        "Input ranges: 1,234 checked, 18 not, since too few tokens of the replay reach their experts: "
+        + ", ".join(f"{EXPERTS_OF}{n}" for n in range(8))
+        + " ...."
+    ]
+    assert ranges_lines({"linears": {"ranges": {"checked": 3, "unchecked": []}}}) == []
+    assert ranges_lines({"linears": None}) == ranges_lines({}) == []
 
 
 @pytest.mark.parametrize("damage", [swap_two_experts, swap_two_rows_of_a_router])
