@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conversions import recipe_for, write_input_scales
+from tiny import EXPERTS
 
 from quantize.checkpoints import shards
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
@@ -344,6 +345,30 @@ def interrupt(run: Run, patch: pytest.MonkeyPatch) -> str:
     return f"lacks a part of {LAYER}experts.down_proj: convert was interrupted"
 
 
+def hole(run: Run, patch: pytest.MonkeyPatch) -> str:
+    """A part in the middle is missing, and the first and last are there."""
+    return _parts_of_experts(run, [(0, 2, "a"), (3, EXPERTS, "b")])
+
+
+def overlap(run: Run, patch: pytest.MonkeyPatch) -> str:
+    return _parts_of_experts(run, [(0, 3, "a"), (2, EXPERTS, "b")])
+
+
+def late(run: Run, patch: pytest.MonkeyPatch) -> str:
+    return _parts_of_experts(run, [(1, EXPERTS, "a")])
+
+
+def early(run: Run, patch: pytest.MonkeyPatch) -> str:
+    return _parts_of_experts(run, [(0, EXPERTS - 1, "a")])
+
+
+def _parts_of_experts(run: Run, parts: list[tuple[int, int, str]]) -> str:
+    found = read_json(run.folder.witness_json)
+    found["digests"][f"{LAYER}experts.down_proj"] = parts
+    write_json(run.folder.witness_json, found)
+    return f"lacks a part of {LAYER}experts.down_proj: convert was interrupted"
+
+
 def edit_code(run: Run, patch: pytest.MonkeyPatch) -> str:
     patch.setattr(witness_module, "code_digest", lambda: "other")
     return "is of another code"
@@ -371,7 +396,7 @@ def convert_again(run: Run, patch: pytest.MonkeyPatch) -> str:
 
 
 DISTRUSTED = [
-    remove, damage, interrupt, edit_code, change_recipe, touch_source, convert_again,
+    remove, damage, interrupt, hole, overlap, late, early, edit_code, change_recipe, touch_source, convert_again,
 ]  # fmt: skip
 
 
