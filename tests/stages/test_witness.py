@@ -396,7 +396,8 @@ def convert_again(run: Run, patch: pytest.MonkeyPatch) -> str:
 
 
 DISTRUSTED = [
-    remove, damage, interrupt, hole, overlap, late, early, edit_code, change_recipe, touch_source, convert_again,
+    remove, damage, interrupt, hole, overlap, late, early, edit_code, change_recipe, touch_source,
+    convert_again,
 ]  # fmt: skip
 
 
