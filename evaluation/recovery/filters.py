@@ -1,40 +1,58 @@
-r"""Filters and scores that lm-eval lacks: boxed and equal numbers, GPQA's options and letters.
+r"""Filters and scores that lm-eval lacks: equal numbers, chosen letters, last matches, GPQA's options.
 
-AIME answers are integers from 0 to 999, so they are compared as integers: "070", "70.0", "70^\circ",
-"m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, and takes only "70" as right.)
-GPQA's options are ordered by a hash of question and option. lm-eval shuffles them with the global
-random state, so two machines would ask different questions. Only the letter of a GPQA answer is
-kept, because the data set's terms ask that its questions are not shown in plain text.
+What an answer states is read by `extraction` and `letters`; lm-eval's own filters take the first or
+the last match of an expression, whether or not it holds an answer. Numbers are compared by value:
+"070", "70.0", "70^\circ", "m+n=70" and "70" are one answer. (lm-eval's aime25 compares strings, and
+takes only "70" as right.) GPQA's options are ordered by a hash of question and option. lm-eval
+shuffles them with the global random state, so two machines would ask different questions. Only the
+letter of a GPQA answer is kept, because the data set's terms ask that its questions are not shown in
+plain text.
 """
 
 import hashlib
-import re
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
 from typing import Any
 
+from lm_eval.api.filter import Filter
+from lm_eval.api.registry import register_filter
+
+from quantize.recovery.extraction import boxed_number, final_number, last_match, seven_digits
+from quantize.recovery.letters import final_letter
+from quantize.recovery.numerals import rational, stated_number
+from quantize.recovery.rows import NO_ANSWER
+
 LETTERS = "ABCD"
-# What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, TeX.
-# The match never backtracks (*+), since a damaged model may write asterisks for pages.
-_MARKUP = r"(?:[\s*_$:({\[\"'`]|\\[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\b)*+"
-# A capital that begins no word or formula, or a small letter that ends its phrase (not "a bit").
-_LETTER = r"([A-D](?![\w'’-])(?!\s*=)|[a-d](?=\s*(?:[)\]}*$.,;`\"]|\\[)\]]|$)))"
-_NOT_ONE_OF_TWO = r"(?![\s)*\]}$]*(?:or|and|/)\s*[*($]*[A-D](?!\w))"
-_CHOICE = re.compile(
-    r"(?:(?i:answer|option|choice)[\s*_]*+(?::|=|(?i:is|would be|should be|must be))[\s*_]*+"
-    r"(?i:option|choice|letter)?|\\(?:boxed|fbox)\s*\{)" + _MARKUP + _LETTER + _NOT_ONE_OF_TWO,
-    re.MULTILINE,
-)
-_ALONE = re.compile(_MARKUP + r"([A-D])[\s*_$)}\]\"'`.]*+(?:\\[)\]])?[\s$.*]*")
-_BESIDE_A_NUMBER = re.compile(
-    r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}|\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\bdegrees?\b"
-    r"|\\[,;:!() \[\]]|\\(?:text\w*|math\w+|bf|left|right|displaystyle)\b|[\s,$*{}()~]"
-)
 _OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
 
-def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    r"""Return exact_match 1 if `results[0]`, a \boxed{} text, states the right integer, else 0.
+@register_filter("stated_answer")
+class StatedAnswer(Filter):
+    r"""The filter of our tasks and of recipes' own: what each answer states, "[invalid]" if nothing.
 
-    lm-eval uses this as `process_results`. ValueError: the data set's answer is not an integer.
+    `form` is what the prompt asks for: "final_number" (`#### N`), "boxed_number" (`\boxed{N}`),
+    "seven_digits", "option" (one of `letters`), or "match" (of `regex_pattern`, its one group).
+    """
+
+    def __init__(self, form: str, letters: str = "", regex_pattern: str = "()") -> None:
+        self.read: Callable[[str], str | None] = {
+            "final_number": final_number,
+            "boxed_number": boxed_number,
+            "seven_digits": seven_digits,
+            "option": partial(final_letter, letters=letters),
+            "match": partial(last_match, regex_pattern),
+        }[form]
+
+    def apply(self, resps: Iterable[Sequence[str]], docs: Any) -> list[list[str]]:
+        """Return what is read of each document's answers."""
+        return [[self.read(text) or NO_ANSWER for text in texts] for texts in resps]
+
+
+def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Return exact_match 1 if `results[0]` states the right integer, else 0 (as `process_results`).
+
+    Raise ValueError: the data set's answer is not an integer.
     """
     gold = integer(str(doc["answer"]))
     if gold is None:
@@ -43,18 +61,25 @@ def boxed_integer(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def equal_numbers(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Return exact_match 1 if `results[0]` is the right number, else 0 (as `process_results`)."""
-    bare = results[0].replace(",", "").rstrip(".")
-    is_number = re.fullmatch(r"-?\d+(\.\d+)?", bare) is not None
-    target = doc["answer"] if "answer" in doc else doc["Answer"]
-    return {"exact_match": float(is_number and float(bare) == float(target))}
+    """Return exact_match 1 if `results[0]` is the right number, else 0 (as `process_results`).
+
+    Raise ValueError: the data set's answer is not a number.
+    """
+    target = str(doc["answer"] if "answer" in doc else doc["Answer"])
+    gold = _number(target)
+    if gold is None:
+        raise ValueError(f"the data set's answer {target!r} is no number")
+    return {"exact_match": float(_number(results[0]) == gold)}
 
 
 def integer(text: str) -> int | None:
     """Return the integer that `text` states, for example 70 for "m+n=70" or "70°"; else None."""
-    bare = _BESIDE_A_NUMBER.sub("", text.rpartition("=")[2]).rstrip(".")
-    match = re.fullmatch(r"([+-]?\d{1,1000})(\.0*)?", bare)  # int() refuses more than 4,300
-    return int(match[1]) if match else None
+    number = _number(text)
+    return int(number) if number is not None and number.denominator == 1 else None
+
+
+def _number(text: str) -> Fraction | None:
+    return rational(stated_number(text) or "")
 
 
 def with_sentences(dataset: Any) -> Any:
@@ -84,8 +109,6 @@ def _with_options(doc: dict[str, str]) -> dict[str, str]:
 
 
 def final_choice(answer: str) -> str:
-    """Return "(X)" for the last "answer is X" or boxed X; else for a last line "X"; else ""."""
-    if letters := _CHOICE.findall(answer):
-        return f"({letters[-1].upper()})"
-    alone = _ALONE.fullmatch(answer.strip().rpartition("\n")[2])
-    return f"({alone[1]})" if alone else ""
+    """Return the option that an answer to GPQA chooses as "(X)", or ""."""
+    letter = final_letter(answer, LETTERS)
+    return f"({letter})" if letter else ""

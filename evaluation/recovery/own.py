@@ -44,7 +44,8 @@ def from_questions(
     """Return the task of a jsonl file; each line is one question, as a JSON object.
 
     `prompt` and `target` are Jinja templates over a question's fields: the user's message and the
-    right answer. `extract` is a regular expression; its group's last match is the model's answer.
+    right answer. `extract` is a regular expression; the last match of its group that is not empty is
+    the model's answer.
 
     Raises:
         ValueError: the file cannot be read, a line is no JSON object, two lines are equal; `prompt` or
@@ -58,7 +59,7 @@ def from_questions(
     count = _count(file, stamp, (prompt, target))
     if _compiled(extract).groups != 1:
         raise ValueError(f"extract {extract!r} must have one group, the answer")
-    found = {"function": "regex", "regex_pattern": extract, "group_select": -1}
+    reading = {"function": "stated_answer", "form": "match", "regex_pattern": extract}
     return {
         "dataset_path": "json",
         "test_split": "test",
@@ -66,7 +67,7 @@ def from_questions(
         "doc_to_text": prompt,
         "doc_to_target": target,
         "generation_kwargs": {"until": [], "max_gen_toks": max_tokens, "thinking": thinking},
-        "filter_list": [{"name": "answer", "filter": [found, {"function": "take_first"}]}],
+        "filter_list": [{"name": "answer", "filter": [reading, {"function": "take_first"}]}],
         "metric_list": [
             {
                 "metric": "exact_match",
@@ -179,24 +180,27 @@ def finding(definition: Definition) -> Callable[[str], str]:
     """
     filters = definition.get("filter_list") or []
     first: dict[str, Any] = filters[0]["filter"][0] if len(filters) == 1 else {}
-    which = first.get("group_select", 0)
-    if first.get("function") != "regex" or "regex_pattern" not in first or which not in (0, -1):
+    which = {"regex": first.get("group_select", 0), "stated_answer": -1}.get(
+        first.get("function", "")
+    )
+    if "regex_pattern" not in first or which not in (0, -1):
         raise ValueError(
             "a private task needs one filter that begins with `regex`, its first or last match: of an "
             "answer only that is kept"
         )
-    pattern = _compiled(first["regex_pattern"])
+    pattern, passes_empty = _compiled(first["regex_pattern"]), first["function"] == "stated_answer"
 
     def found(text: str) -> str:
-        matches = list(pattern.finditer(text))
+        matches = [m for m in pattern.finditer(text) if not passes_empty or (m[1] or "").strip()]
         if not matches:
             return ""
-        alone = pattern.findall(matches[which][0])
-        if len(alone) != 1 or alone != pattern.findall(text)[which:][:1]:
+        kept = matches[which]
+        alone = list(pattern.finditer(kept[0]))
+        if len(alone) != 1 or alone[0].groups("") != kept.groups(""):
             raise ValueError(
                 f"{first['regex_pattern']!r} finds an answer only with the text around it, of which "
                 f"nothing is kept for a private task; let it match what it needs"
             )
-        return matches[which][0]
+        return kept[0]
 
     return found

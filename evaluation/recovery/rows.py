@@ -48,7 +48,7 @@ class Row:
     @property
     def answered(self) -> bool:
         """Whether an answer could be extracted from the text."""
-        return self.answer != NO_ANSWER
+        return self.answer.strip() not in ("", NO_ANSWER)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lm_eval.tasks import TaskManager
 from tqdm import tqdm
 
 from quantize.recovery.catalog import THINKING, files_of, is_private, known_tasks
+from quantize.recovery.extraction import VERSION
 from quantize.recovery.filters import final_choice
 from quantize.recovery.health import without_thinking
 from quantize.recovery.lm import BlockDiffusionLM, cut
@@ -53,12 +54,15 @@ def local_data(task: str, folder: Path) -> Path | None:
 def score(
     task: str, store: SampleStore, generate: Generate, part: Part, *, data_file: Path | None,
     definition: Definition | None = None, seed: int, sampler: Mapping[str, Any], progress: Progress,
+    earlier: Scoring | None = None,
 ) -> Scoring | None:  # fmt: skip
     """Generate the missing answers of `part`; return its scores, None in processes after the first.
 
     `data_file` is a local .jsonl or .csv that replaces the task's data set on the Hub, or None.
     `definition` is that of a recipe's own task (`recovery.own`); None means a shipped task. The
-    run's `seed` and the `sampler` settings are recorded as conditions of the comparison.
+    run's `seed` and the `sampler` settings are recorded as conditions of the comparison. `earlier`
+    has answers of the same model that another rule of extraction scored: they are scored again, and
+    not asked for again.
 
     Raise ValueError if the task is unknown or has no documents, or as `SampleStore.complete` does.
     """
@@ -70,6 +74,7 @@ def score(
     keep = _keeping(task, definition)
 
     def complete(requests: Sequence[Request]) -> None:
+        store.done |= _told(earlier, model.requests) if earlier else {}
         store.complete(requests, generate, progress, keep)
 
     model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
@@ -89,6 +94,18 @@ def score(
     if definition is not None and is_private(task, definition):
         rows, conditions = list(map(_hashed, rows)), conditions | {"private": True}
     return Scoring(task, rows, conditions | asked(rows), store.made_with)
+
+
+def _told(earlier: Scoring, requests: Mapping[tuple[int, int], Request]) -> dict[str, Completion]:
+    """Return the answers of an earlier scoring to those of `requests` that they were made for."""
+    generation = earlier.conditions["generation"]
+    limit, thinking = int(generation["max_gen_toks"]), bool(generation.get("thinking", False))
+    return {
+        request.key: Completion(row.text, row.tokens, row.denoising_steps, row.truncated, row.signs)
+        for row in earlier.rows
+        if (request := requests.get((row.doc_id, row.repeat))) is not None
+        and (row.seed, limit, thinking) == (request.seed, request.max_new_tokens, request.thinking)
+    }
 
 
 def first_requests(
@@ -249,6 +266,7 @@ def _conditions(
     return {
         "task": task,
         "task_version": results["versions"][task],
+        "extraction": VERSION,
         "lm_eval": version("lm-eval"),
         "generation": json.loads(json.dumps(config["generation_kwargs"], default=str)),
         "seed": seed,

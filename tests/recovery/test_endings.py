@@ -1,7 +1,8 @@
 r"""How answers end, and what is read from them: 60 endings a task as models write them.
 
 The last lines only, made up; no question of any benchmark. A box or phrase that comes later overrides
-an earlier one; what cannot be read is no answer rather than a guess.
+an earlier one; what cannot be read is no answer rather than a guess. `test_battery.py` has answers of
+all tasks, with the value that a careful human reads in them.
 """
 
 import csv
@@ -39,11 +40,11 @@ AIME: list[tuple[str, bool | None]] = [
     (r"\boxed{336}" + "\n\n**Final answer:** " + r"$\boxed{336}$", True),
     (r"Since $\boxed{x}$ is a box, $\boxed{336}$", True), (r"\boxed{\!336}", True),
     (r"\boxed{337}", False), (r"\boxed{33}", False), (r"\boxed{3360}", False), (r"\boxed{-336}", False),
-    (r"\boxed{336.5}", False), (r"\boxed{336/1}", False), (r"\boxed{\frac{336}{1}}", False),
+    (r"\boxed{336.5}", False), (r"\boxed{336/1}", True), (r"\boxed{\frac{336}{1}}", True),
     (r"\boxed{2^{336}}", False), (r"\boxed{336\sqrt{2}}", False), (r"\boxed{336\pi}", False),
-    (r"\boxed{336, 337}", False), (r"\boxed{336}, no: \boxed{12}", False), (r"\boxed{m+n}", False),
-    (r"\boxed{?}", False), (r"\boxed{}", False),
-    ("The answer is 336.", None), ("**336**", None), ("336", None), (r"\boxed{336", None), ("", None),
+    (r"\boxed{336, 337}", None), (r"\boxed{336}, no: \boxed{12}", False), (r"\boxed{m+n}", None),
+    (r"\boxed{?}", None), (r"\boxed{}", None),
+    ("The answer is 336.", True), ("**336**", True), ("336", True), (r"\boxed{336", None), ("", None),
 ]  # fmt: skip
 
 GPQA: list[tuple[str, str]] = [

@@ -81,7 +81,7 @@ def outputs() -> dict[str, str]:
     return found
 
 
-def test_gsm8k_scores_are_those_of_lm_eval_itself(tmp_path: Path) -> None:
+def test_gsm8k_has_lm_evals_own_scores_beside_its_own(tmp_path: Path) -> None:
     spec = find_spec("lm_eval")
     assert spec is not None
     assert spec.origin is not None
@@ -112,7 +112,10 @@ def test_gsm8k_scores_are_those_of_lm_eval_itself(tmp_path: Path) -> None:
         metric = expected["results"]["theirs"][f"exact_match,{name}"]
         assert sum(ours) / len(ours) == metric
         assert 0.1 < metric < 0.9
-    assert [row.score for row in found.rows] == [row.scores["strict-match"] for row in found.rows]
+    assert [row.score for row in found.rows] == [row.scores["final-number"] for row in found.rows]
+    more = {row.answer for row in found.rows if row.score > row.scores["strict-match"]}
+    assert more <= {row.target for row in found.rows}
+    assert len(more) > 3
 
 
 # --- repeats, thinking, stops -------------------------------------------------------------------
@@ -295,7 +298,7 @@ def test_aime_compares_integers_in_the_last_box(tmp_path: Path) -> None:
     answers = [
         "\\boxed{070}",
         "\\boxed{3} no, \\boxed{70.0}",
-        "70",
+        "p = 70 and q is open",
         "\\boxed{\\text{70}}",
         "\\boxed{71}",
     ]
@@ -308,7 +311,7 @@ def test_aime_compares_integers_in_the_last_box(tmp_path: Path) -> None:
 
 
 def test_svamp_compares_numbers_by_value(tmp_path: Path) -> None:
-    answers = ["#### 51", "#### 51.0", "#### 1,051", "#### 5", "51"]
+    answers = ["#### 51", "#### 51.0", "#### 1,051", "#### 5", "51 or so"]
     rows = [{"question": f"q{i}", "answer": "1051" if i == 2 else "51"} for i in range(5)]
     data = write_jsonl(tmp_path / "svamp.jsonl", rows)
     found = run("svamp", tmp_path, data, lambda r: answers[int(r.prompt.split("\n")[0][1:])])

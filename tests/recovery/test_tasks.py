@@ -1,4 +1,4 @@
-"""Tasks by name: IFEval and MMLU-Pro as lm-eval defines them, and needles made here."""
+"""Tasks by name: IFEval as lm-eval defines it, MMLU-Pro as it asks it, and needles made here."""
 
 import re
 from functools import partial
@@ -39,17 +39,18 @@ def raises(error: Exception, *_: object) -> None:
 
 
 def test_mmlu_pro_is_asked_as_lm_eval_asks_it(tmp_path: Path) -> None:
-    """All subjects in one task, without examples; the letter by lm-eval's filter."""
+    """All subjects in one task, without examples; the letter by our filter, lm-eval's beside it."""
     fields = {"cot_content": "", "category": "math", "answer": "J"}
     options = [f"o{i}" for i in range(10)]
-    rows = [{"question": f"q{i}", "options": options, **fields} for i in range(3)]
+    rows = [{"question": f"q{i}", "options": options, **fields} for i in range(4)]
     data = write_jsonl(tmp_path / "mmlu_pro.jsonl", rows)
     (first, *_) = first_requests("mmlu_pro", data_file=data, questions=[0], seed=0)
     assert first.prompt.endswith("I. o8\nJ. o9\nAnswer: Let's think step by step.")
-    answers = ["the answer is (J).\nQuestion: the answer is (A)", "the answer is (A)", "J"]
+    answers = ["the answer is (J).\nQuestion: the answer is (A)", "the answer is (A)", "J", "Argon"]
     found = run("mmlu_pro", tmp_path, data, lambda r: answers[number_of(r)])
-    assert [row.score for row in found.rows] == [1, 0, 0]
-    assert [row.answered for row in found.rows] == [True, True, False]
+    assert [row.score for row in found.rows] == [1, 0, 1, 0]
+    assert [row.scores["custom-extract"] for row in found.rows] == [1, 0, 0, 0]
+    assert [row.answered for row in found.rows] == [True, True, True, False]
 
 
 def number_of(request: Request) -> int:

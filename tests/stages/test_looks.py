@@ -1,22 +1,29 @@
 """Evaluation ends when the verdict is certain: what is asked of whom, resumed, shared, and gone on."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
+from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import Verdict
 from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.sequential import Plan
+from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
+from quantize.runs.manifest import fingerprint
 from quantize.stages.evaluate import answers, compared_models, evaluate, local_model
 from quantize.stages.evaluate.local_model import Answerer
+from quantize.stages.evaluate.tasks import Task, conditions
 from quantize.stages.report.report import judge_run
 
 GSM, WORDS = "gsm8k", "word_problems"
@@ -108,8 +115,11 @@ class Bench:
         evaluate.evaluate(
             self.run, CHECKPOINT, "source", settings, gate=gate, data_dir=self.data, **more
         )
-        write_json(self.run.verification_json, {"passed": True, "checks": [], "relative_error": {}})
-        facts = {key: {} for key in ("source", "versions", "hardware", "stages")}
+        verified = {"passed": True, "checks": [], "relative_error": {}}
+        artifact = {"artifact": fingerprint(Checkpoint.open(self.run.checkpoint))}
+        write_json(self.run.verification_json, verified | artifact)
+        facts: Any = {key: {} for key in ("source", "versions", "hardware", "stages")}
+        facts["source"] = {"fingerprint": "source"}
         write_json(self.run.manifest_json, facts)
         recipe = load_recipe("fp8_dynamic")
         recipe = recipe.model_copy(update={"evaluation": settings, "gate": gate})
@@ -301,3 +311,39 @@ def test_points_are_judged_as_the_candidate_is_and_the_fastest_that_passes_comes
     slower = compared_models.ModelOptions(points={"t99": OperatingPoint(max_denoising_steps=99)})
     with pytest.raises(InputError, match="99 steps of a canvas are more than the baseline's 48"):
         bench.score(options=slower)
+
+
+def read_by_the_old_rule(bench: Bench, models: str = "*") -> None:
+    """Make scores those of the version before `extraction` counted its changes."""
+    for path in bench.run.evaluation.glob(f"{models}/{WORDS}.conditions.json"):
+        scoring = read_scoring(path.parent, WORDS)
+        del scoring.conditions["extraction"]
+        rows = [replace(row, answer="[invalid]", scores={"old": 0.0}) for row in scoring.rows]
+        write_scoring(path.parent, replace(scoring, rows=rows))
+
+
+def test_answers_that_another_rule_read_are_read_again_and_not_asked_for(bench: Bench) -> None:
+    bench.lost = lambda question, seed: question < 3
+    verdict, asked = bench.score(), len(bench.asked)
+    files = bench.files()
+    read_by_the_old_rule(bench)
+    shutil.rmtree(bench.run.path.parent / ".bf16")  # not from the store either: from the rows
+    again = bench.score()
+    assert len(bench.asked) == asked
+    assert (again.outcome, again.reason) == (verdict.outcome, verdict.reason)
+    assert bench.files() == files
+
+
+def test_two_rules_are_never_compared(bench: Bench) -> None:
+    bench.score()
+    read_by_the_old_rule(bench, "quantized")
+    verdict = judge_run(bench.run, recipe_of(bench))[1]
+    assert verdict.outcome == "NOT COMPARABLE"
+    assert "extraction differ" in verdict.reason
+
+
+def test_a_private_tasks_samples_depend_on_the_rule_that_shortened_them() -> None:
+    plan = Plan("these_questions", 2, 1, 0)
+    open_, private = (conditions({}, 0, Task(n, None, plan, 9)) for n in (GSM, "gpqa_diamond"))
+    assert "extraction" not in open_
+    assert private["extraction"] == VERSION

@@ -13,6 +13,7 @@ from quantize.host.processes import Processes
 from quantize.host.progress import metered, say
 from quantize.host.units import duration
 from quantize.recipe.sections import Gate
+from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import judge_task
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
@@ -98,7 +99,9 @@ class Answers:
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
         """Return a task's scores under this run's conditions, or None; only process 0 has scores."""
         found = None if self._processes.rank else self._standing(model, task)
-        return found if found and found.made_with == made_with(model, task) else None
+        if found is None or found.conditions.get("extraction") != VERSION:
+            return None
+        return found if found.made_with == made_with(model, task) else None
 
     def _standing(self, model: ComparedModel, task: Task) -> Scoring | None:
         try:
@@ -143,6 +146,7 @@ class Answers:
         if self._there is not model.backend:
             self.release()
         self._there = model.backend
+        before = None if scored else self._standing(model, task)
         with self._store(model, task) as store:
             more = score(
                 task.name,
@@ -153,6 +157,7 @@ class Answers:
                 definition=task.own,
                 seed=model.seed,
                 sampler=model.backend.sampler_settings,
+                earlier=before if before and before.made_with == store.made_with else None,
                 progress=lambda finished, total: self._rates.counted(
                     finished, total, model, task, title
                 ),
@@ -160,7 +165,7 @@ class Answers:
             if more is None:
                 return
             whole = more if scored is None else scored.and_more(more)
-            if scored is None and (before := self._standing(model, task)):
+            if before is not None:
                 earlier = self._run.path / EARLIER / key_of(before.made_with)
                 write_scoring(earlier / model.name, before)
             write_scoring(self.folder / model.name, whole)

@@ -9,7 +9,8 @@ from typing import Any
 from quantize.bundled import HELDOUT
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import LEAST, Evaluation, Gate
-from quantize.recovery.catalog import notes, shipped
+from quantize.recovery.catalog import is_private, notes, shipped
+from quantize.recovery.extraction import VERSION
 from quantize.recovery.own import Definition
 from quantize.recovery.scoring import local_data, size
 from quantize.recovery.sequential import Plan
@@ -97,4 +98,6 @@ def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, A
     }
     if task.digest is not None:
         found["definition"] = task.digest
+    if is_private(task.name, task.own):  # of its answers only what was extracted is kept
+        found["extraction"] = VERSION
     return json.loads(json.dumps(found))  # equal to what is read back

@@ -1,0 +1,196 @@
+r"""Reads the final answer in a model's text as a careful human does: a number, a letter, a match.
+
+A prompt asks for a form: `#### N`, a box, "The answer is (X)". Of what has this form the last that
+holds an answer counts; what holds none (a heading `#### 1. Eggs`, an empty box, "N") is passed
+over. If nothing in this form holds an answer, the other forms are read, then a sentence that says
+which the answer is, then a last line that is nothing but an answer. Two numbers or letters at once
+are no answer, and neither is a number that the text merely reaches: it may have been cut there.
+
+VERSION counts the changes of this rule. It is part of the conditions of every scored answer, so
+that answers read by two rules are never compared, and stored texts are read again.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from quantize.recovery.numerals import SEVERAL, stated_number
+
+VERSION = 2  # 1: lm-eval's filters, the first or the last match
+_CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3001: ",", 0x3002: "."}
+_MARK = re.compile(r"(?<!#)#{4}(?!#)(.*?)(?=####|$)", re.MULTILINE)
+_OTHER_MARK = re.compile(r"^\W{0,4}?#{1,6}(?!#)(.*)$", re.MULTILINE)
+_HEADING = re.compile(r"^\W{0,4}#{1,6}\W{0,4}(\d{1,2})[.):]\W{0,4}\s[^\W\d]", re.MULTILINE)
+_STEP = re.compile(
+    r"\W*(?:(?:step|part|case|problem|question|section|example|method|solution|stage|day|week)\s+\d"
+    r"|(?:check|verif|proof|note|explanation|reason)\w*\b)",
+    re.I,
+)
+_LABEL_ALONE = re.compile(r"\W*(?:the\s)?(?:final\s)?(?:answer|result|solution)?\W*", re.I)
+_MARKED = "*_$`\"'“”‘’«» \t"
+_BOX = re.compile(
+    r"(?:\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])|\bboxed(?=\s*\{))\s*"
+    r"(?:\\ \s*|\\(?:text|math|b[fm])\w*\s*)?"
+)
+_BARE = re.compile(r"[-+]?\d[\d,.]*|[A-Z](?!\w)")
+_CLOSING = {"{": "}", "(": ")", "[": "]"}
+_ANSWER = re.compile(
+    r"((?:final|correct|corrected|right)\W{1,4})?\banswer\b(?!s)[\"'”’*_ ]*+"
+    r"(?:(?:to|of|for)\s[^.:=\n]{1,60}?)?\s*+"
+    r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
+    r"\b:?)[\s*_]*+"
+    r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?",
+    re.I,
+)
+_NUMBER_FIRST = re.compile(r"[\W_]{0,8}?(?:\\\w+\{?\s*)*[-+−]?[$€£]?\s*\d")
+_RELATIVE = re.compile(
+    r"\W*\d[\d,.]*\W*\s(?:more|less|fewer|greater|smaller|times|out|percent more)\b"
+)
+_ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*\\?%)?")
+
+
+def final_number(answer: str) -> str | None:
+    """Return the number of an answer that was asked to end with `#### N`, None if it has none."""
+    text = tidy(answer)
+    return _chosen(text, [list(_marked(text)), list(_boxed(text)), list(_headed(text))])
+
+
+def boxed_number(answer: str) -> str | None:
+    r"""Return the number of an answer that was asked to end with `\boxed{N}`, None if it has none."""
+    text = tidy(answer)
+    return _chosen(text, [list(_boxed(text)), list(_marked(text))])
+
+
+def last_match(pattern: str, answer: str) -> str | None:
+    """Return the last match of the pattern's group that is not empty, None if there is none."""
+    groups = [match[1].strip() for match in _compiled(pattern).finditer(answer) if match[1]]
+    return next((group for group in reversed(groups) if group), None)
+
+
+_compiled = cache(re.compile)
+
+
+def tidy(text: str) -> str:
+    """Return a text without control tokens and tags, its full-width signs made ASCII."""
+    return _CONTROL.sub("", text.translate(_FULL_WIDTH)).replace("\\#", "#").strip()
+
+
+def seven_digits(answer: str) -> str | None:
+    """Return the last number of seven digits, None if there is none."""
+    numbers = re.findall(r"(?<![\d.,])(\d,\d{3},\d{3}|\d{7})(?!,?\d)", tidy(answer))
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+Found = tuple[int, str]  # where in the text, and the number there, or SEVERAL
+
+
+def _chosen(text: str, forms: list[list[Found]]) -> str | None:
+    """Return the last number of the first form that has one; a later correction overrides it."""
+    said = list(_said(text))
+    formal = next((found for found in forms if found), None)
+    if formal:
+        after = [number for place, number, firmly in said if firmly and place > formal[-1][0]]
+        number = after[-1] if after else formal[-1][1]
+    elif said:
+        number = said[-1][1]
+    else:
+        last = text.rpartition("\n")[2].strip(_MARKED + ".\\[]()")
+        number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
+    return None if number == SEVERAL else number
+
+
+def _marked(text: str) -> Iterator[Found]:
+    """Yield the numbers behind `####`, where they are no headings.
+
+    A line with words beside its number ("2 checks") may be a heading too. It counts if it ends the
+    text, or if no line is a number alone.
+    """
+    found: list[tuple[int, str, bool]] = []
+    headings, expected = set[int](), 1
+    for match in _HEADING.finditer(text):
+        if int(match[1]) == expected:
+            headings.add(match.end())
+            expected += 1
+    for match in _MARK.finditer(text):
+        line = match[1].strip()
+        if any(match.start() <= end <= match.end() for end in headings) or _STEP.match(line):
+            continue
+        if _LABEL_ALONE.fullmatch(line):
+            below = text[match.end() :].strip().partition("\n")[0]
+            labelled = re.search(r"[^\W\d_]", line)
+            line = below if labelled or _ONLY_NUMBER.fullmatch(below.strip(_MARKED + ".")) else ""
+        if number := _in_line(line):
+            ends = not text[match.end() :].strip(_MARKED + ".\n")
+            found.append((match.start(), number, ends or not re.search(r"[^\W\d_]{2}", line)))
+    certain = [(place, number) for place, number, is_certain in found if is_certain]
+    yield from certain or [(place, number) for place, number, _ in found]
+
+
+def _headed(text: str) -> Iterator[Found]:
+    """Yield the numbers that stand alone behind another number of `#`, or behind "Answer:" there."""
+    for match in _OTHER_MARK.finditer(text):
+        line = match[1].strip(_MARKED + ".")
+        line = re.sub(r"^(?:the\s)?(?:final\s)?answer\W{1,4}", "", line, flags=re.I)
+        if _ONLY_NUMBER.fullmatch(line) and (number := stated_number(line)):
+            yield match.start(), number
+
+
+def _in_line(line: str) -> str | None:
+    """Return the number that a marked line states; in a sentence, its only number."""
+    if (number := stated_number(line)) is not None:
+        return number
+    several = [*_ANSWER.finditer(line)]
+    if several:
+        return stated_number(line[several[-1].end() :])
+    numbers = re.findall(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w,.]*\d)", line)
+    return stated_number(numbers[0]) if len(numbers) == 1 and "?" not in line else None
+
+
+def _boxed(text: str) -> Iterator[Found]:
+    """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
+    for place, content, end in _boxes(text):
+        number = stated_number(content)
+        if number is None and (behind := re.match(r"\}?\s*=\s*([^$\n\\]{1,40})", text[end:])):
+            number = stated_number(behind[1])
+        if number is not None:
+            yield place, number
+
+
+def _boxes(text: str) -> Iterator[tuple[int, str, int]]:
+    r"""Yield (place, content, end) of every box: `\boxed{70}`, `\boxed 70`, `$\boxed{70$`."""
+    ends = _pairs(text)
+    for box in _BOX.finditer(text):
+        start = box.end()
+        opening = text[start : start + 1]
+        if opening in _CLOSING and start in ends:
+            yield box.start(), text[start + 1 : ends[start]], ends[start] + 1
+        elif opening == "{":
+            content = re.match(r"\{+([^{}$\n]{1,40})[}$\n]", text[start : start + 50])
+            if content:
+                yield box.start(), content[1], start + content.end()
+        elif bare := _BARE.match(text, start):
+            yield box.start(), bare[0], bare.end()
+
+
+def _pairs(text: str) -> dict[int, int]:
+    """Return where each bracket is closed, for all brackets that are."""
+    found: dict[int, int] = {}
+    open_: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
+    for place, sign in enumerate(text):
+        if sign in _CLOSING:
+            open_[_CLOSING[sign]].append(place)
+        elif open_.get(sign):
+            found[open_[sign].pop()] = place
+    return found
+
+
+def _said(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield (place, number, whether it is called final or correct) where the answer is named."""
+    for match in _ANSWER.finditer(text):
+        rest = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
+        if _RELATIVE.match(rest) or not (_NUMBER_FIRST.match(rest) or "=" in rest):
+            continue
+        number = stated_number(re.split(r"[.!?](?:\s|$)", rest)[0])
+        if number is not None:
+            yield match.start(), number, match[1] is not None

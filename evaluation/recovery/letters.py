@@ -1,0 +1,95 @@
+r"""Reads the option that an answer chooses: "The answer is (B).", "_B_", "Option (B) is correct.".
+
+A sentence that names the answer and a box come before a sentence that calls an option right, and
+both before a last line that is nothing but a letter. Of several the last counts. An option that is
+denied, doubted or conditional ("not (B)", "if (B) is right") is not chosen, and neither are two.
+"""
+
+import re
+from functools import cache
+
+from quantize.recovery.extraction import tidy
+
+# What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, quotes, TeX.
+# It never backtracks (*+), since a damaged model may write asterisks for pages.
+_MARKUP = r"(?:[\s*_$:({\[\"'`“”‘’„«‹「【<>=→⇒–—-]|\\[(\[{]|\\[a-zA-Z]+(?![a-zA-Z]))*+"
+_CLOSING = r"\s*_$)}\]\"'`“”’»›」】>."
+_NOUN = r"(?:(?i:(?:the\s+)?(?:option|choice|letter|answer|statement)\b(?:\s+is\b)?[\s*_:]*+))?"
+_ADVERB = (
+    r"(?:,?\s*(?i:therefore|thus|then|hence|clearly|simply|indeed|definitely|certainly|probably|likely|"
+    r"most likely|given by)\b,?\s*)?"
+)
+_NAMED = (
+    r"(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
+    r"[\"'”’*_]*+\s*+(?::|=|(?:is|would be|should be|must be|has to be|will be)\b:?)"
+    r"|\bcorrect\s*:|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))[\s*_]*+"
+)
+_BOXED = r"\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])\s*+"
+_IS = r"\s+(?i:is|must be|would be|should be|has to be|seems|appears(?:\s+to\s+be)?|looks)\s+"
+_RIGHT = (
+    r"(?i:(?:(?:the|a|thus|therefore|clearly|indeed|most|only|one|most likely)\s+){0,3}"
+    r"(?:correct|right|best|true|answer|accurate)\b)"
+)
+_CHOOSING = (
+    r"(?i:\b(?:I|we|let us|let's|let’s)(?:'d|’d|'m|’m| would| will|'ll|’ll| am)?\s+"
+    r"(?:choose|pick|select|go(?:ing)? with|opt for)\b"
+    r"|\b(?:it|this|that|which)(?:'s|’s|\s+is|\s+must\s+be|\s+has\s+to\s+be|\s+matches|\s+corresponds\s+to)"
+    r"(?=[\s*_]+(?:option|choice|answer)?[\s*_]*[(]|[\s*_]+(?:option|choice|answer)\b))"
+)
+_DENYING = ["if", "If", "nor", "or", "and", "not", "that", "whether", "either", "Is", "is", "were"]
+_HENCE = (
+    r"(?i:(?:therefore|hence|thus|so)\b[,:]?\s*+)?(?i:(?:the|my|final|correct|right|best)\s+){0,3}"
+)
+# What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
+_CONJUNCTION = (
+    r"because|since|as|is|and|or|due|by|for|with|given|from|in|on|at|where|which|when|if|after|per|but|"
+    r"under|rather|not"
+)
+
+
+def final_letter(answer: str, letters: str) -> str | None:
+    """Return the option that an answer chooses, one of `letters` ("ABCD"), or None."""
+    text, rules = tidy(answer), _rules(letters)
+    for patterns in ([rules.named], [rules.chosen, rules.called_right]):
+        if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
+            last_match = max(matches, key=lambda match: match.start())
+            return None if last_match["other"] else last_match["letter"].upper()
+    *before, last = text.rsplit("\n", 1)
+    introduced = before and re.search(r"(?:answer\W*|:\W*)$", before[0], re.IGNORECASE)
+    alone = rules.alone.fullmatch(last) or (rules.before_text.match(last) if introduced else None)
+    return alone[1].upper() if alone else None
+
+
+class _Rules:
+    """Patterns for the options `letters`."""
+
+    def __init__(self, letters: str) -> None:
+        large, small = f"[{letters}]", f"[{letters.lower()}]"
+        ends = r"(?!_*[^\W_])(?!['’\-–/]\w)(?!\.\w)(?!\.\s+[a-z])(?!\s*[=≡≈+^⁺⁻])"
+        word = rf"(?!\s+(?!(?:{_CONJUNCTION})\b)[a-z])"
+        letter = (
+            rf"(?P<letter>{large}{ends}{word}|{small}{ends}(?=\s*(?:[{_CLOSING[2:]},;]|\\[)\]]|$)))"
+        )
+        verb = r"(?![)\]*_\"]*\s+(?:is|was|has|would|can|cannot|does|must|fails|violates|gives)\b)"
+        another = (
+            rf"(?P<other>[)\]}}*_$\s]*(?:\b(?:or|and)\s|/|&|,\s*(?:or\s|and\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*"
+            rf"{_MARKUP}{_NOUN}{_MARKUP}{large}(?![\w'’]){verb})?"
+        )
+        instead = rf"(?:not{_MARKUP}{_NOUN}{_MARKUP}{large}\W{{1,4}}but\s(?:rather\s)?)?"
+        option = rf"{_MARKUP}{_NOUN}{_MARKUP}{letter}{another}"
+        denied = "".join(f"(?<!{word} )" for word in _DENYING)
+        right = rf"{_IS}{_RIGHT}(?!\s+(?:only|if|when|at|for)\b)(?!\s*\?)"
+        self.named = re.compile(rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}", re.MULTILINE)
+        self.chosen = re.compile(rf"{_CHOOSING}{option}")
+        self.called_right = re.compile(
+            rf"{denied}(?<![\w-])(?:(?i:option|choice|answer|statement)\s+)?{denied}[(*_]*+"
+            rf"(?P<letter>{large}){ends}[)*_]*+{right}(?P<other>)"
+        )
+        self.alone = re.compile(
+            rf"[\s*_#>-]*+{_HENCE}{_NOUN}{_MARKUP}([{letters}{letters.lower()}])[{_CLOSING}]*+"
+            rf"(?:\\[)\]])?[\s$.*]*"
+        )
+        self.before_text = re.compile(rf"{_MARKUP}({large})(?:[)\]]|\.\s|:\s)")
+
+
+_rules = cache(_Rules)

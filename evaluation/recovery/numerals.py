@@ -1,0 +1,218 @@
+r"""Reads the number that a piece of text or TeX states: "1,250", "$-4$", "m+n = 50+20 = 70".
+
+A number is the last side of an equation or congruence that holds no variable, so that "70 = m+n"
+and "N \equiv 70 \pmod{1000}" state 70. Sums, products, powers, fractions, roots and binomials of
+integers are computed. Units, degrees, currencies and fonts are left out. What names variables, or
+nothing at all, states no number; two numbers ("3 or 4") are SEVERAL, which is no answer either.
+"""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Final
+
+SEVERAL: Final = "several"
+LONGEST = 1200  # characters: int() takes at most 4,300 digits, and answers have a few
+_LARGEST_POWER = 4096  # bits of a power that is computed
+_LARGEST_BINOMIAL = 1000
+
+_NO_LETTER = r"(?![a-zA-Z])"
+_FONT = r"\\(?:text\w*|math\w+|mbox)"
+# What stands around a number, in the order in which it goes.
+_INVISIBLE = re.compile(
+    r"\\[hv]?phantom\s*\{[^{}]*\}|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}"
+    r"|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}|\\begin\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\end\s*\{[a-z]+\*?\}"
+)
+_SPACES = re.compile(rf"\\[,;:! ]|\\\\|~|\\q?quad{_NO_LETTER}|[\u00a0\u2009\u202f]")
+_WORD_IN_TEXT = re.compile(rf"{_FONT}\s*\{{\s*(\(?\s*mod|or|and|to)\s*\}}")
+_MODULUS = re.compile(
+    r"\(?\s*(?:\\[pb]?mod|\bmod)\b\s*[{(]?\s*(\d{1,9})\s*[)}]?\s*\)?|(?<=[A-Za-z])\s*\\?%\s*(\d{1,9})"
+)
+_NUMBER_IN_TEXT = re.compile(rf"{_FONT}\s*\{{([^{{}}]*\d[^{{}}]*)\}}")
+_LABEL = re.compile(
+    r"^(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?answer\s*(?:is|=)\s*"
+    r"|^[A-Za-z][A-Za-z ]{1,40}:\s*",
+    re.IGNORECASE,
+)
+_COMMENT = re.compile(
+    r"(\d[^\n]*?)(?:(?:[,;]|(?<=[\d})$*])[:.])\s+[\"'(]?[A-Za-z]{2,}|\\text\s*\{\s*\(?\s*(?:where|since|"
+    r"because|as|for|with|if|when)\b|\s+\((?!\s*\\?[pb]?mod)(?=[^()]*\)\W*$)).*",
+    re.DOTALL,
+)
+_UNEQUAL = re.compile(rf"\\(?:le|ge|leq|geq|lt|gt|ne|neq|sim){_NO_LETTER}|[<>≤≥≠]")
+_SIDES = re.compile(
+    rf":?=|\\(?:equiv|cong|approx|simeq|triangleq|coloneqq|implies|to|(?:[Ll]ong)?[Rr]ightarrow)"
+    rf"{_NO_LETTER}|[≡≅≈→⇒]|(?<=[A-Za-z])\s*:"
+)
+_EQUATIONS = re.compile(r"=[^=]*?[,;&]\s*([^=,;\d][^=,;]*)=(?!.*=)", re.DOTALL)
+_UNITS = re.compile(
+    rf"{_FONT}\s*\{{[^{{}}\d]*\}}(?:\s*\^\s*\{{?\s*\d\s*\}}?)?|\^\s*\{{?\s*\\circ\s*\}}?"
+    rf"|\\degree{_NO_LETTER}|°|\\?%|\\?[$€£¥]|(?<=\d)(?:st|nd|rd|th){_NO_LETTER}"
+)
+_WORD = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+|\s*\^\s*\{?\d\}?)?|[A-Za-z]/[A-Za-z]|\([^()\d]*\))"
+_UNIT_WORDS = re.compile(
+    rf"(?<=[\d)}}])(?:\s+|(?=(?:[ckm]?m|kg|g|deg\w*|units?|hours?|min\w*)\b)){_WORD}(?:[\s-]+{_WORD})*\s*$"
+)
+_JOINING = re.compile(r"\b(?:or|and|to)\b|\\pm")
+_RANGE = re.compile(r"\s*(\d[\d,.]*)\s*[-–—]\s*(\d[\d,.]*)\s*")
+# Numbers side by side; "7 0" and "1 4 4" are one number with spaces in it.
+_SIDE_BY_SIDE = re.compile(
+    r"\d\d\s+\d|\d\s+\d\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}| )\d{3})+)(?!\d)")
+_MIXED = re.compile(r"(?<![\d/.])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?!\d)")
+_FRACTION = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
+_ROOT = re.compile(r"\\sqrt\s*\{?\s*(\d{1,15})\s*\}?")
+_OPERATORS = {
+    rf"\\(?:cdot|times|ast){_NO_LETTER}|[×·∙⋅]": "*",
+    rf"\\div{_NO_LETTER}|÷": "/",
+    r"\^": "**",
+    r"[−–]": "-",
+    r"\\[()\[\]]": "",
+    r"(?<=[\d)])\s*\(": "*(",
+}
+_COMMAND = re.compile(r"\\([a-zA-Z]+)|\\")
+_FUNCTIONS = set(
+    "sqrt pi log ln lg exp sin cos tan sec csc cot arcsin arccos arctan frac binom".split()  # noqa: SIM905
+)
+_UNKNOWNS = set(
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma "  # noqa: SIM905
+    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell infty sum prod "
+    "int lim dots ldots cdots vdots ddots leftarrow".split()
+)
+_COMPUTED: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+_AROUND = " \n\t*_`\"'“”‘’"
+
+
+def stated_number(text: str) -> str | None:
+    """Return the number that `text` states, SEVERAL if it states several, None if none.
+
+    A number is written as an integer, a decimal fraction or "7/3". An expression that has digits,
+    no variables and no rational value, as "7 root 2", is returned as it stands: it is an answer.
+    """
+    if len(text) > LONGEST:
+        return None
+    text = _SPACES.sub(" ", _INVISIBLE.sub("", text))
+    text = _NUMBER_IN_TEXT.sub(r" \1 ", _WORD_IN_TEXT.sub(r" \1 ", text)).replace("&=", "=")
+    text = _COMMENT.sub(r"\1", _LABEL.sub("", text.strip(_AROUND))).strip(_AROUND)
+    if _UNEQUAL.search(text):
+        return None
+    if equations := _EQUATIONS.search(text):
+        if not re.search(r"[^\s][-+*]|\\cdot", equations[1]):
+            return SEVERAL
+        text = text[equations.start(1) :]
+    sides = (_side(side) for side in reversed(_SIDES.split(_UNITS.sub(" ", text))))
+    return next((number for number in sides if number is not None), None)
+
+
+def written(value: Fraction) -> str:
+    """Return a number as text: "70", "-1.5", or "7/3" where no decimal fraction is equal."""
+    denominator, places = value.denominator, 0
+    while denominator > 1 and places < LONGEST and 10**places % denominator:
+        places += 1
+        if math.gcd(denominator, 10) == 1:
+            break
+    if 10**places % denominator:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs(value.numerator) * 10**places // denominator).rjust(places + 1, "0")
+    whole = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return f"{'-' * (value < 0)}{whole}"
+
+
+def rational(text: str) -> Fraction | None:
+    """Return the number that `stated_number` wrote, None if it is not rational."""
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _side(text: str) -> str | None:
+    """Return what one side of an equation states."""
+    if modulus := _MODULUS.search(text):
+        text = text[: modulus.start()] + text[modulus.end() :]
+    if (limits := _RANGE.fullmatch(text)) and _ascending(limits[1], limits[2]):
+        return SEVERAL
+    if len([part for part in _JOINING.split(text) if re.search(r"\d", part)]) > 1:
+        return SEVERAL
+    plain = _plain(text)
+    if not re.search(r"\d", plain) or re.search(r"[A-Za-z]", _COMMAND.sub("", plain)):
+        return None
+    if any(command[1] in _UNKNOWNS for command in _COMMAND.finditer(plain)):
+        return None
+    if _SIDE_BY_SIDE.search(plain):
+        return SEVERAL
+    if any(command[1] in _FUNCTIONS for command in _COMMAND.finditer(plain)):
+        return plain.strip()
+    value = _computed(_COMMAND.sub("", plain))
+    base = int(modulus[1] or modulus[2]) if modulus else 0
+    return None if value is None else written(value % base if base else value)
+
+
+def _ascending(low: str, high: str) -> bool:
+    try:
+        return float(low.replace(",", "")) < float(high.replace(",", ""))
+    except ValueError:
+        return False
+
+
+def _plain(text: str) -> str:
+    """Return arithmetic in Python's notation, with what is not arithmetic left as it stands."""
+    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _MIXED.sub(
+        r"(\1+\2/\3)", _UNIT_WORDS.sub("", text.strip()).rstrip(" .,;:!").strip(" ,;")
+    )
+    text = _BINOMIAL.sub(_binomial, _ROOT.sub(_exact_root, text))
+    for _ in range(3):  # fractions within fractions
+        text = _FRACTION.sub(
+            lambda m: f"{m[1] and m[1] + '+'}(({m[2] or m[3]})/({m[4] or m[5]}))", text
+        )
+    text = text.replace(r"\{", "{").replace(r"\}", "}").replace("{", "(").replace("}", ")")
+    for pattern, sign in _OPERATORS.items():
+        text = re.sub(pattern, sign, text)
+    return text
+
+
+def _exact_root(match: re.Match[str]) -> str:
+    root = math.isqrt(int(match[1]))
+    return f"({root})" if root * root == int(match[1]) else match[0]
+
+
+def _binomial(match: re.Match[str]) -> str:
+    n, k = int(match[1]), int(match[2])
+    return match[0] if n > _LARGEST_BINOMIAL else f"({math.comb(n, k)})"
+
+
+def _computed(text: str) -> Fraction | None:
+    text = "".join(text.replace("[", "(").replace("]", ")").split())
+    try:
+        return _value(ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Return an expression's value; ValueError: it is no arithmetic, or too large."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return Fraction(ast.unparse(node))
+        case ast.UnaryOp(op=ast.USub(), operand=inner):
+            return -_value(inner)
+        case ast.UnaryOp(op=ast.UAdd(), operand=inner):
+            return _value(inner)
+        case ast.BinOp(op=ast.Pow(), left=left, right=right):
+            base, power = _value(left), _value(right)
+            bits = max(abs(base.numerator), base.denominator).bit_length()
+            if power.denominator > 1 or bits * abs(power) > _LARGEST_POWER:
+                raise ValueError("no power of an integer, or too large")
+            return base ** int(power)
+        case ast.BinOp(op=op, left=left, right=right) if type(op) in _COMPUTED:
+            return _COMPUTED[type(op)](_value(left), _value(right))
+        case _:
+            raise ValueError("no arithmetic")

@@ -1,0 +1,140 @@
+"""334 written answers, by task, and the value that a careful human reads in each.
+
+The texts are our own, in the forms that models write; no question of any benchmark. A value was
+given to each text before any code read it. `tests/support/extractors.py` says what lm-eval's own
+definitions and math-verify read, and makes docs/evaluation.md's table.
+"""
+
+import hashlib
+import json
+import time
+from fractions import Fraction
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from extractors import PAGE, RECORD, agree, battery, lm_evals, ours, page
+from scripted import run, write_jsonl
+
+from quantize.recovery import extraction
+from quantize.recovery.extraction import boxed_number, final_number
+from quantize.recovery.letters import final_letter
+from quantize.recovery.numerals import SEVERAL, rational, stated_number, written
+
+MODULES = ("extraction", "letters", "numerals")
+TASKS = list(dict.fromkeys(line["task"] for line in battery()))
+RULE = {2: "e643c11a9f13"}  # version of the rule -> digest of its modules
+
+
+def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
+    assert len({(line["task"], line["text"]) for line in battery()}) == len(battery()) > 200
+    for task in TASKS:
+        values = [line["value"] for line in battery() if line["task"] == task]
+        assert None in values
+        assert len({*values}) > 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_is_read_as_a_human_reads_it(task: str) -> None:
+    read = ours(task)
+    lines = [line for line in battery() if line["task"] == task]
+    wrong = [
+        (line["text"], line["value"], read(line["text"]))
+        for line in lines
+        if not agree(read(line["text"]), line["value"], task)
+    ]
+    assert wrong == []
+
+
+def test_the_version_is_raised_when_the_rule_changes() -> None:
+    """What was scored by another version is read again; where only words changed, none is."""
+    folder = Path(extraction.__file__).parent
+    code = b"".join((folder / f"{name}.py").read_bytes() for name in MODULES)
+    digest = hashlib.sha256(code).hexdigest()[:12]
+    assert {extraction.VERSION: digest} == RULE, (
+        "raise extraction.VERSION if answers are read otherwise"
+    )
+
+
+@pytest.mark.parametrize("task", ["gsm8k", "svamp", "aime25"])
+def test_answers_are_scored_by_their_value_through_the_task(task: str, tmp_path: Path) -> None:
+    """Right where the value is the target, wrong where it is not, and without a value otherwise."""
+    lines = [line for line in battery() if line["task"] == task and not _is_fraction(line["value"])]
+    question = {"aime25": "problem"}.get(task, "question")
+    target = {"gsm8k": "#### {}", "svamp": "{}", "aime25": "{}"}[task]
+    for wrong in (False, True):
+        rows = [
+            {question: f"p{i}", "answer": target.format("999" if wrong else line["value"] or "70")}
+            for i, line in enumerate(lines)
+        ]
+        (tmp_path / str(wrong)).mkdir()
+        data = write_jsonl(tmp_path / str(wrong) / f"{task}.jsonl", rows)
+        found = run(
+            task, data.parent, data, lambda r: lines[int(r.prompt.split("\n")[0][1:])]["text"]
+        )
+        for row, line in zip(found.rows, lines, strict=True):
+            assert row.answered == (line["value"] is not None), line
+            assert row.score == float(line["value"] is not None and not wrong), line
+
+
+def _is_fraction(value: str | None) -> bool:
+    return value is not None and not value.lstrip("-").isdigit()
+
+
+def test_lm_evals_own_definitions_read_less() -> None:
+    """The forms for which our definitions differ; docs/evaluation.md says why."""
+    read: dict[str, Any] = {task: lm_evals(task) for task in ("gsm8k", "aime25", "gpqa_diamond")}
+    assert read["gsm8k"]("#### 1. Eggs\n2 + 2\n#### 4") == "1"
+    assert read["aime25"](r"\boxed{70}, which stands within \boxed{}") != "70"
+    assert read["aime25"](r"\boxed{m+n=70}") == "m+n=70"
+    assert read["gpqa_diamond"]("The answer is B.") is None
+
+
+def test_docs_have_the_table_of_today() -> None:
+    assert PAGE.read_text("utf-8") == page(), "run python tests/support/extractors.py"
+    right = json.loads(RECORD.read_text("utf-8"))["right"]
+    assert {task: len(found) for task, found in right.items()} == {
+        task: sum(line["task"] == task for line in battery()) for task in right
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,250", "1250"), ("1 250", "1250"), (r"1\,250", "1250"), ("3 1/2", "3.5"),
+        (r"3\frac12", "3.5"),
+        (r"\frac{7}{3}", "7/3"), ("-0.50", "-0.5"), (".5", "0.5"), ("007", "7"), ("7 0", "70"),
+        (r"\binom{8}{4}", "70"), (r"\sqrt{4900}", "70"), (r"7\sqrt{2}", r"7sqrt"), ("2^10", "1024"),
+        ("3 or 4", SEVERAL), ("3, 4", SEVERAL), ("13-15", SEVERAL), ("m=50, n=20", SEVERAL),
+        ("m=50, n=20, m+n=70", "70"), ("x < 70", None), ("2x", None), (r"\theta", None), ("", None),
+        ("9^9^9^9", None), ("1/0", None), ("1" * 2000, None), ("a" * 100, None), ("1 1 1 1 1", SEVERAL),
+    ],
+)  # fmt: skip
+def test_numbers(text: str, value: str | None) -> None:
+    found = stated_number(text)
+    assert found == value or (value == "7sqrt" and found is not None and rational(found) is None)
+
+
+def test_numbers_are_written_as_they_are_read() -> None:
+    for value in starmap(
+        Fraction, [(70, 1), (-3, 2), (7, 3), (0, 1), (1, 1000), (-1, 3), (5, 6), (1, 2**60)]
+    ):
+        assert rational(written(value)) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#### " * 5000, "#### 1\n" * 5000, "answer to " * 3000, "(A) or " * 5000, r"\boxed{1+" * 3000,
+        r"\boxed{" * 3000 + "}" * 3000, "#### " + "1," * 5000, "#### " + "(" * 600, "if " * 9000,
+        "$" * 20_000, "<a" * 10_000, "1. " * 9000, "#### 1 " + "a " * 590, "the answer is " * 3000,
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_what_a_damaged_model_repeats_is_read_at_once(text: str) -> None:
+    began = time.process_time()
+    for read in (boxed_number, final_number):
+        read(text)
+    final_letter(text, "ABCDEFGHIJ")
+    assert time.process_time() - began < 2
