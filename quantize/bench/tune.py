@@ -32,7 +32,8 @@ def tune_gpu(
     The regular expression `only` is searched in "KEY M=TOKENS" of each product. `folder` has one table
     per device. `timer` times a product's candidates; None compiles and times them on this GPU. Raise
     InputError if `only` is no regular expression, finds no product, or finds one of the experts' two
-    products (up, down) without the other. Raise ResourceError if no GPU here can be tuned.
+    products (up, down) without the other. Raise ResourceError if no GPU here can be tuned, or if all
+    configurations of a product compute wrong.
     """
     device = torch.device("cuda")
     check_gpu([], device)
@@ -62,10 +63,13 @@ def tune_gpu(
 
     path = tuning.table_path(name, folder)
     found: list[search.TunedProduct] = []
-    for choice in track(search.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
-        found.append(choice)
-        if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
-            search.write_table(path, name, target, found)
+    try:
+        for choice in track(search.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
+            found.append(choice)
+            if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
+                search.write_table(path, name, target, found)
+    except ValueError as error:
+        raise ResourceError(f"{name}: {error}; please report this") from error
     tuning.forget()
     say(f"wrote {path}")
     return found

@@ -31,9 +31,10 @@ def test_a_fault_is_named(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "matmul_each", lambda x, w, rows: x @ w.T.roll(1, 1))
     assert "a relative error of 1." in str(selftest.fault(scheme, torch.device("cpu")))
     monkeypatch.setattr(selftest, "linear", lambda *_: torch.full((256, 4096), float("nan")))
-    assert selftest.fault(scheme, torch.device("cpu")) == "a relative error of nan"
+    assert selftest.fault(scheme, torch.device("cpu")) == "are wrong: a relative error of nan"
     monkeypatch.setattr(selftest, "linear", lambda *_: 1 / 0)
-    assert selftest.fault(scheme, torch.device("cpu")) == "ZeroDivisionError: division by zero"
+    said = "do not run here: ZeroDivisionError: division by zero"
+    assert selftest.fault(scheme, torch.device("cpu")) == said
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant.launch import dispatch, targets
-from fused_dequant.tune import cases, selftest
+from fused_dequant.tune import cases, launches, selftest
+from fused_dequant.tune.candidates import Product
 from fused_dequant.weights import layout_for, tuning
+from fused_dequant.weights.tuning import Config
 
 from quantize.errors import ResourceError
 from quantize.runtime.gpu import gpus, trust
@@ -42,7 +44,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretend:
 
         def fault(scheme: str, device: torch.device) -> str | None:
             tested.append(scheme)
-            return "a relative error of 1.4e+00" if scheme in broken else None
+            return "are wrong: a relative error of 1.4e+00" if scheme in broken else None
 
         monkeypatch.setattr(selftest, "fault", fault)
         return tested
@@ -98,7 +100,10 @@ def test_a_broken_kernel_gives_way_to_the_plain_one(
     assert dispatch.distrusted == {broken}
     assert layout_for("nvfp4", mode, gpu[1]) != broken
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{gpu[0]}: products of {broken} are wrong (a relative error of 1.4e+00)" in said
+    assert (
+        f"{gpu[0]}: products of {broken} are wrong: a relative error of 1.4e+00: a plainer kernel"
+        in said
+    )
     assert "please report this" in said
     before = list(tested)
     dispatch.distrusted.clear()
@@ -114,7 +119,7 @@ def test_a_gpu_whose_plain_kernel_is_broken_is_refused(
     gpu: Gpu, broken: tuple[str, ...], pretend: Pretend
 ) -> None:
     pretend(gpu, *broken)
-    with pytest.raises(ResourceError, match=r"are wrong \(a relative error.*hides this GPU"):
+    with pytest.raises(ResourceError, match=r"are wrong: a relative error.*hides this GPU"):
         trust.trust({broken[-1]}, None, CUDA)
 
 
@@ -130,6 +135,39 @@ def test_other_versions_and_damaged_files_are_tested_again(
     monkeypatch.setattr(trust, "_sources", lambda: "others")
     trust.trust({"fp8"}, None, CUDA)
     assert tested == ["bf16", "fp8"] * 3
+
+
+def test_what_was_tuned_is_tested_before_it_runs(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new table is one that no test knew: its configurations are launched, once each."""
+    tested, launched, error = pretend(H200), [], 1e-3
+
+    def relative_error(product: Product, config: Config, _: torch.device) -> float:
+        launched.append((product, config))
+        return error
+
+    monkeypatch.setattr(launches, "relative_error", relative_error)
+    trust.trust({"fp8"}, None, CUDA)
+    assert (tested, launched) == (["bf16", "fp8"], [])
+    new = {"BM": 16, "MORE": 0, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3, "SWAP": 1}
+    table = {"device": H200[0], "capability": "sm_90"}
+    shipped = tuning.table(H200[0], "sm_90")["linear/fp8/4096x2816"]
+    known = {"1024": shipped["1024"], "256": new, "512": new}
+    table["kernels"] = {"linear/fp8/4096x2816": known, "experts/int8/2816x704": {"64": new}}
+    gpus.TUNED.mkdir()
+    tuning.table_path(H200[0], gpus.TUNED).write_text(json.dumps(table))
+    for _ in range(2):  # the second time, nothing is new
+        trust.trust({"fp8"}, None, CUDA)
+        assert tested == ["bf16", "fp8", "fp8"]
+        assert launched == [(Product("linear", "fp8", 256, 4096, 2816), new)]
+    error = 0.2
+    with pytest.raises(
+        ResourceError,
+        match=r"2816x704 M=64 .*'BM': 16.* wrong: a relative error of 2.0e-01; remove",
+    ):
+        trust.trust({"int8"}, None, CUDA)
+    assert launched[1:] == [(Product("experts_down", "int8", 64, 2816, 704), new)]
 
 
 def test_a_process_whose_gpu_is_gone_ends_and_the_next_one_knows(

@@ -43,6 +43,15 @@ class Product:
         return f"{self.table_verb}/{self.scheme}/{self.N}x{self.K}"
 
 
+def product_of(key: str, M: int) -> Product:
+    """Return the product that a table has under a key and a number of tokens."""
+    verb, scheme, shape = key.split("/")
+    N, K = map(int, shape.split("x"))
+    if verb == "experts":
+        verb = "experts_down" if K == cases.INNER else "experts_up"
+    return Product(verb, scheme, M, N, K)
+
+
 def products(target: Capability) -> Iterator[Product]:
     """Yield every product that is tuned on a GPU of compute capability `target`."""
     for scheme, M in itertools.product(_layouts(target, dense=False), TOKENS):

@@ -3,11 +3,17 @@
 Shapes are the real model's for one canvas, so a later run launches the kernels that are checked here.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from fused_dequant import reference, weights
 from fused_dequant.operations import linear, routed_experts
 from fused_dequant.tune import cases
+from fused_dequant.tune.candidates import product_of
+from fused_dequant.weights import tuning
+from fused_dequant.weights.tuning import Config
 
 ROWS, EXPERTS, TOPK = 256, 8, 2  # two of the experts get no token
 LARGEST_ERROR = 3e-2  # rounding costs 2e-3, and 1.3e-2 where hidden rows have 8 bits
@@ -35,9 +41,32 @@ def relative_error(scheme: str, device: torch.device) -> float:
 
 
 def fault(scheme: str, device: torch.device) -> str | None:
-    """Return what is wrong with products of `scheme` on a GPU; None if nothing is wrong."""
+    """Return what is wrong with products of `scheme` on a GPU, as a predicate; None if nothing is."""
+    return _fault(partial(relative_error, scheme, device))
+
+
+def launch_fault(layout: str, device: torch.device) -> str | None:
+    """Return which launch configuration of a user's table is wrong for `layout`, and how; or None.
+
+    Those that ship have been checked for each release; `fault` launches some of either.
+    """
+    checked: list[tuple[str, Config]] = []
+    for key, M, config in tuning.of_user(layout, device):
+        if (key, config) in checked:
+            continue
+        checked.append((key, config))
+        from fused_dequant.tune import launches  # triton comes with it
+
+        product = product_of(key, M)
+        if why := _fault(partial(launches.relative_error, product, config, device)):
+            return f"{key} M={M} {config}: products {why}"
+    return None
+
+
+def _fault(relative_error: Callable[[], float]) -> str | None:
     try:
-        error = relative_error(scheme, device)
+        error = relative_error()
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used
-        return f"{type(failure).__name__}: {(str(failure).strip() or '?').splitlines()[0][:200]}"
-    return None if error <= LARGEST_ERROR else f"a relative error of {error:.1e}"
+        reason = (str(failure).strip() or "?").splitlines()[0][:200]
+        return f"do not run here: {type(failure).__name__}: {reason}"
+    return None if error <= LARGEST_ERROR else f"are wrong: a relative error of {error:.1e}"

@@ -16,6 +16,7 @@ but fits every target. A device without any table causes one warning.
 import json
 import logging
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,27 @@ def _tables() -> list[dict[str, Any]]:
     for path in (path for folder in _folders for path in sorted(folder.glob("*.json"))):
         try:
             read = json.loads(path.read_text())
-            tables.append({key: read[key] for key in ("device", "capability", "kernels")})
+            entry = {key: read[key] for key in ("device", "capability", "kernels")}
+            tables.append(entry | {"shipped": path.parent == SHIPPED})
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s is no tuning table (%s): left out; remove it", path, error)
     return tables
 
 
 @cache
-def table(device_name: str | None, target: str) -> Table:
-    """Return all tables of capability `target` merged; for a key and M the device's own table wins."""
-    alike = [entry for entry in _tables() if entry["capability"] == target]
+def table(device_name: str | None, target: str, *, shipped: bool = False) -> Table:
+    """Return all tables of capability `target` merged; for a key and M the device's own table wins.
+
+    If `shipped`, leave out the user's tables.
+    """
+    tables = [entry for entry in _tables() if entry["shipped"] or not shipped]
+    alike = [entry for entry in tables if entry["capability"] == target]
     of_device = [entry for entry in alike if entry["device"] == device_name]
     kernels: Table = {}
     for entry in [entry for entry in alike if entry not in of_device] + of_device:
         for key, buckets in entry["kernels"].items():
             kernels[key] = kernels.get(key, {}) | buckets
-    if not kernels:
+    if not kernels and not shipped:
         _log.warning(
             "no tuning table for %s: untuned configurations; make one with `quantize tune`",
             device_name or target,
@@ -88,10 +94,30 @@ def choose(verb: str, scheme: str, M: int, N: int, K: int, device: torch.device)
     """
     if device.type == "cpu":
         return default(verb, scheme, M, N, K)
+    return lookup(verb, scheme, M, N, K, *_table_names(device))
+
+
+def _table_names(device: torch.device) -> tuple[str | None, str]:
+    """Return the names by which tables of a device are tables: its own (None if forced), its target."""
     name = None
     if forced() is None:
         name = torch.cuda.get_device_name(device if device.type == "cuda" else None)
-    return lookup(verb, scheme, M, N, K, name, name_of(capability(device)))
+    return name, name_of(capability(device))
+
+
+def of_layout(layout: str, device: torch.device) -> Table:
+    """Return the configurations that launches with weights of a layout get on a GPU."""
+    tables = table(*_table_names(device))
+    return {key: buckets for key, buckets in tables.items() if key.split("/")[1] == layout}
+
+
+def of_user(layout: str, device: torch.device) -> Iterator[tuple[str, int, Config]]:
+    """Yield (key, M, configuration) of those of `of_layout` that are not in the tables that ship."""
+    ships = table(*_table_names(device), shipped=True)
+    for key, buckets in of_layout(layout, device).items():
+        for M, config in buckets.items():
+            if ships.get(key, {}).get(M) != config:
+                yield key, int(M), config
 
 
 @cache

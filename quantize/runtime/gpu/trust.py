@@ -12,6 +12,7 @@ Results stay in the user's cache folder. If a plainer kernel is used, a printed 
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch import dispatch
 from fused_dequant.launch.targets import capability, name_of
 from fused_dequant.tune import selftest
+from fused_dequant.weights import tuning
 from fused_dequant.weights.choose import layout_for, plainer, target_of
 
 from quantize.checkpoints.layout import stated_schemes
@@ -82,10 +84,10 @@ def _settle(scheme: str, mode: ActivationMode | None, results: "_Results") -> No
     while why := results.fault(layout := results.layout(scheme, mode)):
         if not plainer(layout):
             raise ResourceError(
-                f"{results.name}: products of {layout} are wrong ({why}), and no other kernel has "
-                f"them; {REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
+                f"{results.name}: products of {layout} {why}, and no other kernel has them; "
+                f"{REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
             )
-        say(f"{results.name}: products of {layout} are wrong ({why}): {INSTEAD}; {REPORT}")
+        say(f"{results.name}: products of {layout} {why}: {INSTEAD}; {REPORT}")
         dispatch.distrusted.add(layout)
 
 
@@ -102,12 +104,12 @@ class _Results:
             "torch": torch.__version__,
             "kernels": _sources(),
         }
-        try:
+        self.faults: dict[str, str | None] = {}
+        self.launches: dict[str, str] = {}  # layout -> digest of its configurations
+        with suppress(OSError, ValueError, KeyError, TypeError):
             read = json.loads(self.path.read_text())
-            known = read["faults"] if read["about"] == self.about else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            known = {}
-        self.faults: dict[str, str | None] = known
+            if read["about"] == self.about:
+                self.faults, self.launches = read["faults"], read["launches"]
 
     def layout(self, scheme: str, mode: ActivationMode | None) -> str:
         """Return the layout that experts of a scheme get on the GPU now."""
@@ -115,16 +117,31 @@ class _Results:
 
     def fault(self, layout: str) -> str | None:
         """Return what is wrong with products of `layout`, tested now or earlier; None if nothing is."""
-        if layout not in self.faults:
+        configurations = json.dumps(tuning.of_layout(layout, self.device), sort_keys=True)
+        launches = hashlib.sha256(configurations.encode()).hexdigest()[:16]
+        if layout not in self.faults or self.launches.get(layout) != launches:
             say(f"testing products of {layout} on {self.name}, once")
             self.faults[layout] = selftest.fault(layout, self.device)
-            write_json(self.path, {"about": self.about, "faults": self.faults})
+            if self.faults[layout] is None:
+                self._check_tuned(layout)
+            self.launches[layout] = launches
+            write_json(
+                self.path, {"about": self.about, "faults": self.faults, "launches": self.launches}
+            )
             try:
                 torch.cuda.synchronize(self.device)
             except RuntimeError:  # the GPU no longer answers; the next process knows the fault
                 why = self.faults[layout]
                 raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
         return self.faults[layout]
+
+    def _check_tuned(self, layout: str) -> None:
+        """Raise ResourceError if a configuration that `quantize tune` wrote is wrong for a layout."""
+        if why := selftest.launch_fault(layout, self.device):
+            raise ResourceError(
+                f"{self.name}: of the launches tuned in {TUNED}, {why}; remove the file or run "
+                f"`quantize tune` again; {REPORT}"
+            )
 
 
 def _sources() -> str:
