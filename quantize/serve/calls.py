@@ -3,11 +3,14 @@
     <|tool_call>call:NAME{city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>],deep:{x:true}}<tool_call|>
 
 Keys are bare words, strings are between <|"|> markers without escapes, everything else looks like
-JSON. Calls follow each other without a separator. Quoted keys, strings in JSON's quotes, unquoted
-words (read as strings) and blanks are accepted too, though the template does not write them. A call
-stays text if it cannot be read, or if the request has no tool of its name.
+JSON. Calls follow each other without a separator. Quoted keys, strings in JSON's or Python's quotes
+with their escapes, Python's True, False and None, unquoted words (read as strings) and blanks are
+accepted too, though the template does not write them. A quote that does not enclose a whole value is
+part of a word: 'tis late. A call stays text if it cannot be read, or if the request has no tool of its
+name.
 """
 
+import ast
 import json
 import re
 import secrets
@@ -24,9 +27,14 @@ _HEAD = re.compile(r"\s*call:([\w.\-]+)\s*")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _MARK = r"\s*+(?:(?P<mark>[{}\[\],])|"
 _STRING = r'(?><\|"\|>(?P<plain>.*?)<\|"\|>)|(?P<json>"(?:[^"\\]|\\.)*+")'
-_KEY = re.compile(_MARK + rf"(?:{_STRING}|(?P<word>{BARE_KEY}))\s*:)", re.DOTALL)
-_VALUE = re.compile(_MARK + rf'{_STRING}|(?P<word>[^,{{}}\[\]<"]++))', re.DOTALL)
-_WORDS = {"true": "true", "false": "false", "null": "null", "None": "null"}
+_PYTHON = r"(?P<python>'(?:[^'\\]|\\.)*+')"
+_KEY = re.compile(_MARK + rf"(?:{_STRING}|{_PYTHON}(?=\s*:)|(?P<word>{BARE_KEY}))\s*:)", re.DOTALL)
+_VALUE = re.compile(
+    _MARK + rf'{_STRING}|{_PYTHON}(?=\s*(?:[,}}\]]|$))|(?P<word>[^,{{}}\[\]<"]++))', re.DOTALL
+)
+_ESCAPE, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN01234567"
+_WORDS = {"true": "true", "false": "false", "null": "null"}
+_WORDS |= {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ def read_call(body: str, names: Collection[str]) -> Call | None:
     try:
         arguments = json.loads(_as_json(body[head.end() :].strip()), strict=False)
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half of a surrogate pair is no text
     except ValueError:
         return None
     return Call(head[1], text) if isinstance(arguments, dict) else None
@@ -93,7 +102,20 @@ def _scalar(found: re.Match[str], key: bool) -> str:
         return found["json"]
     if found["plain"] is not None:
         return json.dumps(found["plain"])
+    if found["python"] is not None:
+        return json.dumps(_of_python(found["python"]))
     word = found["word"].strip()
     if not key and _NUMBER.fullmatch(word):
         return word
     return json.dumps(word) if key else _WORDS.get(word, json.dumps(word))
+
+
+def _of_python(literal: str) -> str:
+    """Return the text of a string in Python's single quotes; ValueError: a wrong escape."""
+    known = _ESCAPE.sub(
+        lambda found: found[0] if found[1] in _ESCAPED else rf"\{found[0]}", literal
+    )
+    try:
+        return ast.literal_eval(known.replace("\r", r"\r").replace("\n", r"\n"))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError("not a string of Python") from error

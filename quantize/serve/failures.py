@@ -46,14 +46,11 @@ def invalid(param: str, reason: object, code: str = "invalid_value") -> RequestE
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestError:
     """Return the refusal (400) of a `body` that pydantic rejected, with its most telling error."""
-    order = ["extra_forbidden", "literal_error"]  # unknown fields say more than missing ones
-    first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
+    first, where = _most_telling(errors, body)
     reason = str(first["msg"]).removeprefix("Value error, ")
-    parts = [part for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid" and first["loc"][:1] == ("body",) and len(parts) == 1:
-        reason = _broken_json(first["ctx"]["error"], parts, body)
+    if first["type"] == "json_invalid" and first["loc"][:1] == ("body",) and len(first["loc"]) == 2:
+        reason = _broken_json(first["ctx"]["error"], first["loc"][1], body)
         return RequestError(400, reason, code="invalid_body")
-    where = _path_in(body, parts, missing=first["type"] == "missing")
     if first["type"] == "misplaced":
         where += first["ctx"]["path"]
     param = written(where) or None
@@ -79,11 +76,24 @@ def written(path: Sequence[str | int]) -> str:
     return "".join(steps).removeprefix(".")
 
 
-def _path_in(body: Any, parts: Sequence[str | int], *, missing: bool) -> list[str | int]:
-    """Return the path in `body` of pydantic's location `parts`, which also names a union's members.
+def _most_telling(
+    errors: Sequence[Mapping[str, Any]], body: Any
+) -> tuple[Mapping[str, Any], list[str | int]]:
+    """Return the error that says most, and its path; of the members of a union, the deepest."""
+    order = ["extra_forbidden", "literal_error"]  # unknown fields say more than missing ones
+    first = min(errors, key=lambda error: [*order, error["type"]].index(error["type"]))
+    where = _path_in(body, first)
+    for error in errors:
+        path = _path_in(body, error)
+        if len(path) > len(where) and path[: len(where)] == where:
+            first, where = error, path
+    return first, where
 
-    With `missing` the last part is a field that `body` lacks.
-    """
+
+def _path_in(body: Any, error: Mapping[str, Any]) -> list[str | int]:
+    """Return the path in `body` of one of pydantic's errors, whose place names members of unions."""
+    parts = [part for part in error["loc"] if part != "body"]
+    missing = error["type"] == "missing"  # a field that `body` lacks
     path: list[str | int] = []
     value, tagged = body, False  # whether the member that describes `value` was named
     for n, part in enumerate(parts):
@@ -110,12 +120,10 @@ def _kinds(value: Mapping[str, Any]) -> list[Any]:
     return [value[name] for name in ("type", "role") if name in value]
 
 
-def _broken_json(reason: str, parts: Sequence[str | int], body: Any) -> str:
+def _broken_json(reason: str, at: Any, body: Any) -> str:
     """Return the message about a body that is no JSON, with line and column if they are known."""
-    text = body if isinstance(body, str) else ""
-    where = ""
-    if parts and isinstance(parts[0], int):
-        before = text[: parts[0]]
-        line, column = before.count("\n") + 1, parts[0] - before.rfind("\n")
-        where = f" at line {line}, column {column}" if text else f" at character {parts[0] + 1}"
-    return f"the body is not JSON{where}: {reason}"
+    if not isinstance(body, str) or not isinstance(at, int):
+        return f"the body is not JSON: {reason}"
+    before = body[:at]
+    line, column = before.count("\n") + 1, at - before.rfind("\n")
+    return f"the body is not JSON at line {line}, column {column}: {reason}"

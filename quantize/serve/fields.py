@@ -12,6 +12,10 @@ Unused = Field(None, description="Accepted, but neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; refused with --strict."
 
 
+ECHOED = f"What another server sent, echoed. {IGNORED}"
+Echoed = Field(None, exclude=True, description=ECHOED)
+
+
 def _utf8(text: str) -> str:
     if not text.isascii():
         text.encode()  # half a surrogate pair is valid JSON and no text; the error is a ValueError

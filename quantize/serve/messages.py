@@ -14,7 +14,17 @@ from pydantic import (
     model_validator,
 )
 
-from quantize.serve.fields import IGNORED, Json, Strict, String, Unused, by_type, misplaced
+from quantize.serve.fields import (
+    ECHOED,
+    IGNORED,
+    Echoed,
+    Json,
+    Strict,
+    String,
+    Unused,
+    by_type,
+    misplaced,
+)
 from quantize.serve.tool_schemas import faults, without_nulls
 
 MAX_TOOLS = 128
@@ -27,6 +37,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: String
+    cache_control: Any = Echoed
 
 
 class ImageUrl(Strict):
@@ -41,6 +52,7 @@ class ImagePart(Strict):
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    cache_control: Any = Echoed
 
     @model_serializer
     def _placeholder(self) -> dict[str, str]:
@@ -48,21 +60,19 @@ class ImagePart(Strict):
 
 
 def _joined(content: Any) -> Any:  # content without pictures becomes one text
-    if isinstance(content, str) or any(isinstance(part, ImagePart) for part in content):
+    if not isinstance(content, list) or any(part["type"] == "image" for part in content):
         return content
-    return "".join(part.text for part in content)
+    return "".join(part["text"] for part in content)
 
 
 Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 Content = Annotated[
     Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")],
     by_type("text", list="parts"),
-    AfterValidator(_joined),
 ]
 TextContent = Annotated[
     Annotated[String, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
     by_type("text", list="parts"),
-    AfterValidator(_joined),
 ]
 
 
@@ -79,15 +89,23 @@ class ToolCall(Strict):
     id: String = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Any = Echoed
+    cache_control: Any = Echoed
+    provider_specific_fields: Any = Echoed
+    extra_content: Any = Echoed
 
 
 class _Turn(Strict):
     name: String | None = Field(None, exclude=True, description=IGNORED)
+    id: Any = Echoed
+    cache_control: Any = Echoed
+    provider_specific_fields: Any = Echoed
 
     @property
     def turn(self) -> dict[str, Any]:
         """Return the message for the chat template; arguments of calls are objects, not text."""
-        return self.model_dump(exclude_none=True)
+        fields = self.model_dump(exclude_none=True)
+        return fields | {"content": _joined(fields.get("content"))}
 
 
 class Instruction(_Turn):
@@ -111,7 +129,25 @@ class Reply(_Turn):
     content: TextContent | None = None
     reasoning_content: String | None = None
     annotations: list[Any] | None = Unused
+    reasoning: Any = Echoed
+    reasoning_details: Any = Echoed
+    thinking_blocks: Any = Echoed
+    extra_content: Any = Echoed
+    finish_reason: Any = Echoed
+    stop_reason: Any = Echoed
+    images: Any = Echoed
     tool_calls: list[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_thoughts(cls, value: Any) -> Any:
+        """Take the thoughts that led to calls from the field that another server put them into."""
+        if not isinstance(value, dict) or not value.get("tool_calls"):
+            return value
+        if isinstance(text := value.get("reasoning"), str) and not value.get("reasoning_content"):
+            kept = {name: field for name, field in value.items() if name != "reasoning"}
+            return kept | {"reasoning_content": text}
+        return value
 
     @model_validator(mode="after")
     def _says_something(self) -> "Reply":
@@ -123,7 +159,8 @@ class Reply(_Turn):
     def turn(self) -> dict[str, Any]:
         """Return the message for the chat template, with its thoughts only if it has calls."""
         kept = None if self.tool_calls else {"role", "content"}
-        return self.model_dump(include=kept) | {"content": self.content or ""}
+        fields = self.model_dump(include=kept)
+        return fields | {"content": _joined(fields["content"]) or ""}
 
 
 class Result(_Turn):
@@ -147,6 +184,22 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
     return {"name": next(filter(None, names), None), "detail": detail}
 
 
+def echoed(
+    value: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+    """Yield (name, path) of each field in messages or tools that another server sent, echoed."""
+    if isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from echoed(part, (*path, index))
+    elif isinstance(value, Strict):
+        for name, field in type(value).model_fields.items():
+            inner = getattr(value, name)
+            if field.description != ECHOED:
+                yield from echoed(inner, (*path, name))
+            elif inner is not None:
+                yield name, (*path, name)
+
+
 def stray_results(messages: Sequence[Message]) -> Iterator[str]:
     """Yield a fault for each tool result whose call is not in the assistant's message before it."""
     called: set[str] = set()
@@ -165,6 +218,7 @@ class Function(Strict):
     description: String = ""
     parameters: Json = Field(default_factory=dict[str, Any])
     strict: bool = False
+    cache_control: Any = Echoed
 
     @field_validator("parameters")
     @classmethod
@@ -182,6 +236,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = Echoed
 
 
 class ChosenFunction(Strict):

@@ -28,6 +28,7 @@ from quantize.serve.messages import (
     ToolChoice,
     stray_results,
 )
+from quantize.serve.unsupported import FOREIGN
 
 MAX_STOPS, MAX_CHOICES = 16, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
@@ -74,8 +75,12 @@ class Asked(Strict):
     prompt_cache_retention: str | None = Unused
 
 
+_FOREIGN: Any = dict.fromkeys(FOREIGN, (Any, Refused))
+_CONTROLS: Any = optional(CONTROLS, "asked")
+
+
 # pyrefly: ignore[invalid-inheritance]
-class _Generation(create_model("Controlled", __base__=Asked, **optional(CONTROLS, "asked"))):
+class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOREIGN)):
     """The fields that chats and plain completions share."""
 
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)

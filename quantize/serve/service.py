@@ -21,10 +21,10 @@ from quantize.serve.answers import Said, Shape
 from quantize.serve.budget import Allowance
 from quantize.serve.constraint import Constraint
 from quantize.serve.exchange import Exchange
-from quantize.serve.failures import RequestError, invalid
+from quantize.serve.failures import RequestError, invalid, written
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
-from quantize.serve.messages import hints
+from quantize.serve.messages import echoed, hints
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
@@ -129,11 +129,19 @@ class Service:
     def _ignored(self, body: Body) -> list[str]:
         """Count, log and return the parameters that are ignored; RequestError 400: one is refused."""
         ignored: list[str] = []
-        given = body.model_dump(include={*unsupported.NEUTRAL_ONLY, *unsupported.IGNORABLE})
-        given |= hints(body.messages) if isinstance(body, ChatRequest) else {}
+        tables = unsupported.NEUTRAL_ONLY, unsupported.IGNORABLE, unsupported.FOREIGN
+        given = body.model_dump(include={name for table in tables for name in table})
+        places: dict[str, str] = {}
+        if isinstance(body, ChatRequest):
+            for field in ("messages", "tools"):
+                for name, path in echoed(getattr(body, field), (field,)):
+                    places.setdefault(name, written(path))
+            given |= hints(body.messages) | places
         for name, message, refused in unsupported.asked(given, strict=self.options.strict):
             if refused:
-                raise RequestError(400, message, param=name, code="unsupported_parameter")
+                raise RequestError(
+                    400, message, param=places.get(name, name), code="unsupported_parameter"
+                )
             if name not in self._named:
                 log.warning("ignored: %s", message)
             ignored.append(name)

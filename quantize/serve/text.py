@@ -5,6 +5,7 @@ string or a call. Such an end is held back until the next canvas.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Literal
@@ -12,9 +13,12 @@ from typing import Any, Literal
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler
 from quantize.runtime.engine.interface import Canvas
-from quantize.runtime.prompt.chat import HALF_CHARACTER, Message, encode_chat, split_thoughts
+from quantize.runtime.prompt import chat
+from quantize.runtime.prompt.chat import HALF_CHARACTER, Message, special_ids, split_thoughts
 from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
+from quantize.serve.failures import invalid, written
 
+NO_TOOLS = "this model's chat template has no place for them; --chat-template names another"
 Split = Callable[[Sequence[int]], tuple[str, str]]
 
 
@@ -28,6 +32,10 @@ class Text:
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
         vocabulary = tokenizer.get_vocab()
         self._markers = {vocabulary[marker] for marker in MARKERS if marker in vocabulary}
+        thoughts = {
+            vocabulary[marker] for marker in (chat.OPEN, chat.CLOSE) if marker in vocabulary
+        }
+        self._unseen = special_ids(tokenizer) - self._markers - thoughts
 
     def encode_chat(
         self,
@@ -36,19 +44,61 @@ class Text:
         thinking: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the prompt's token ids; InputError: the template refuses messages or tools."""
+        """Return the prompt's token ids; RequestError 400: the template refuses messages or tools."""
         declares = "tools" in str(self.tokenizer.chat_template)
         if not declares and (tools or any(turn["role"] == "tool" for turn in messages)):
-            raise InputError("tools: this model's chat template has no place for them")
-        return encode_chat(self.tokenizer, messages, thinking=thinking, tools=tools or None)
+            raise invalid("tools", NO_TOOLS)
+        try:
+            return chat.encode_chat(
+                self.tokenizer, messages, thinking=thinking, tools=tools or None
+            )
+        except InputError as error:
+            place = self._refused(messages, tools)
+            reason = str(error).removeprefix("messages: ")
+            raise invalid(written(place), reason, "invalid_prompt") from error
+
+    def _refused(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[str | int]:
+        """Return the path of what the template refuses: of a tool's property, a tool, a message."""
+        asked: Sequence[Message] = [{"role": "user", "content": "?"}]
+
+        def taken(tool: Mapping[str, Any]) -> bool:
+            with suppress(InputError):
+                return bool(chat.encode_chat(self.tokenizer, asked, thinking=False, tools=[tool]))
+            return False
+
+        for n, tool in enumerate(tools):
+            if taken(tool):
+                continue
+            function, path = tool["function"], ["tools", n, "function", "parameters"]
+            properties: Mapping[str, Any] = function["parameters"].get("properties", {})
+            for name, schema in properties.items():
+                alone = {**function["parameters"], "properties": {name: schema}, "required": []}
+                if not taken({**tool, "function": {**function, "parameters": alone}}):
+                    return [*path, "properties", name]
+            return path
+        taken_turns, refused_turns = 0, len(messages)  # how many first messages
+        while refused_turns - taken_turns > 1:
+            count = (taken_turns + refused_turns) // 2
+            try:
+                chat.encode_chat(self.tokenizer, messages[:count], thinking=False)
+                taken_turns = count
+            except InputError:
+                refused_turns = count
+        return ["messages", refused_turns - 1]
 
     def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
         """Return (thoughts, answer) as text; with `calls` the answer keeps call markers."""
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Return ("", text): no thoughts are split off, special tokens are left out."""
-        return "", self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        """Return ("", text): no thoughts are split off; of special tokens, what marks them stays.
+
+        So do the markers of calls. Without them a client could not find thoughts and calls.
+        """
+        kept = [token for token in tokens if token not in self._unseen]
+        return "", self.tokenizer.decode(kept)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 IGNORABLE parameters steer token-by-token sampling, or ask for something besides the answer. Without
 them the question is the same. Most clients send some, so they are ignored and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
-unless the value is neutral. REFUSED parameters and PARTS are refused whatever their value.
+unless the value is neutral. So are FOREIGN ones, whose neutral values are ignored by name, and not
+known with `--strict`. ECHOED fields of messages are ignored likewise. REFUSED parameters and PARTS are
+refused whatever their value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,6 +38,40 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
     "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
+# Fields of other servers, which some clients always send. A value that asks for nothing is ignored,
+# and refused with --strict, as any field that this server does not know; any other is refused.
+FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ignore_eos": ((False,), "an answer ends where the model ends it; set max_tokens"),
+    "min_tokens": ((0,), "an answer ends where the model ends it; hold it to guided_regex"),
+    "bad_words": (([],), f"{PENALTY} hold the answer to a form by guided_regex, or leave it out"),
+    "allowed_token_ids": (([],), f"{PENALTY} hold the answer to guided_regex, or leave it out"),
+    "logits_processors": (([],), f"{PENALTY} leave it out"),
+    "no_repeat_ngram_size": ((0,), f"{PENALTY} leave it out"),
+    "typical_p": ((1,), UNCERTAINTY),
+    "top_a": ((0,), UNCERTAINTY),
+    "use_beam_search": ((False,), "an answer has no likelihood to compare; set n, and choose"),
+    "early_stopping": ((False,), "there is no beam search; leave it out"),
+    "stop_token_ids": (([],), "set stop, with the text of these tokens"),
+    "include_stop_str_in_output": ((False,), "a stop string is cut off; add it yourself"),
+    "skip_special_tokens": ((True,), "special tokens are left out; use logprobs to see them"),
+    "spaces_between_special_tokens": ((True, False), "special tokens are left out; leave it out"),
+    "add_generation_prompt": ((True,), "the model answers next; use /v1/completions"),
+    "continue_final_message": ((False,), "use /v1/completions, or pin the beginning with pinned"),
+    "documents": (([],), "the chat template has no place for them; put them into a message"),
+    "mm_processor_kwargs": (({},), "set image_tokens, the most that each picture may take"),
+    "return_token_ids": ((False,), "set logprobs, which names the tokens"),
+    "return_tokens_as_token_ids": ((False,), "set logprobs, which names the tokens"),
+    "include_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
+    "separate_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
+    "stream_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
+    "priority": ((0,), "there is one queue; leave it out"),
+}
+# What other servers put into messages, and clients send back: it has no part in a prompt.
+ECHOED = (
+    "reasoning", "reasoning_details", "thinking_blocks", "id", "index", "cache_control",
+    "provider_specific_fields", "extra_content", "finish_reason", "stop_reason", "images",
+)  # fmt: skip
+ECHO = "the prompt has no place for it; leave it out"
 STRICT = (
     "this server runs with --strict; without it, the default, {} is ignored and named in a header"
 )
@@ -67,10 +103,19 @@ def message(name: str, reason: str) -> str:
 
 
 def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, whether refused) of each unsupported, non-neutral parameter."""
+    """Yield (name, message, whether refused) of each parameter that is ignored or refused."""
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue
         ignored = name in IGNORABLE and not strict
         why = f"{reason}; {STRICT.format(name)}" if name in IGNORABLE and strict else reason
         yield name, message(name, why), not ignored
+    for name, (neutral, reason) in FOREIGN.items():
+        if (value := given.get(name)) is not None:
+            ignored = any(value == each and type(value) is type(each) for each in neutral)
+            why = f"{reason}; {STRICT.format(name)}" if ignored and strict else reason
+            yield name, message(name, why), strict or not ignored
+    for name in ECHOED:
+        if given.get(name) is not None:
+            why = f"{ECHO}; {STRICT.format(name)}" if strict else ECHO
+            yield name, message(name, why), strict

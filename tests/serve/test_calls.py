@@ -54,10 +54,28 @@ def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> Non
         ('call:weather{l:[<|"|>a<|"|>,[],{k:null}],t:true}', {"l": ["a", [], {"k": None}], "t": True}),
         (' call:weather { "c" : "Par\\"is" , <|"|>k l<|"|>: no }\n', {"c": 'Par"is', "k l": "no"}),
         ("call:weather{day:2026-11-22,n:007,z:None}", {"day": "2026-11-22", "n": "007", "z": None}),
+        ("call:weather{x:['a, b','c']}", {"x": ["a, b", "c"]}),
+        ("call:weather{x:{'mode':'fast'}}", {"x": {"mode": "fast"}}),
+        ("call:weather{t:True,f:False,n:None}", {"t": True, "f": False, "n": None}),
+        ("call:weather{a: 'it\\'s' , b:'x:{,}]'}", {"a": "it's", "b": "x:{,}]"}),
+        (r"call:weather{a:'\x41\u20ac\n\d\\'}", {"a": "A€\n\\d\\"}),
+        ("call:weather{a:'1\n2'}", {"a": "1\n2"}),
+        ("call:weather{a:'tis late,b:it's,c:'a' or 'b'}",
+         {"a": "'tis late", "b": "it's", "c": "'a' or 'b'"}),
+        ("call:weather{'k l':'',\"m\":'\"'}", {"k l": "", "m": '"'}),
+        ("call:weather{a:[True,true,'True',\"true\"]}", {"a": [True, True, "True", "true"]}),
     ],
 )  # fmt: skip
 def test_calls_that_are_read(body: str, arguments: dict[str, Any]) -> None:
     assert read_call(body, NAMES) == Call("weather", json.dumps(arguments, ensure_ascii=False))
+
+
+@given(VALUES)
+def test_what_python_writes_is_read_back(value: Any) -> None:
+    written_by_python = repr(value)
+    call = read_call(f"call:weather{{x:{written_by_python}}}", NAMES)
+    markers = [marker for marker in MARKERS if marker in written_by_python]
+    assert markers or (call is not None and json.loads(call.arguments) == {"x": value})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +86,8 @@ def test_calls_that_are_read(body: str, arguments: dict[str, Any]) -> None:
         "call:weather{a:1,}", "call:weather{:1}",
         'call:weather{a:<|"|>x}', "call:weather{a:[1}", 'call:weather{a:"x}',
         "call:weather{a:" + "[" * 40 + "]" * 40 + "}", "call:weather{a:" + "9" * 5000 + "}",
-        "call:weather{a:1e999}", 'call:weather{a:"\\x"}',
+        "call:weather{a:1e999}", 'call:weather{a:"\\x"}', 'call:weather{a:"\\ud800"}',
+        "call:weather{a:'\\ud800'}", "call:weather{a:'\\x4'}", "call:weather{a:'\\N{no}'}",
     ],
 )  # fmt: skip
 def test_calls_that_stay_text(body: str) -> None:

@@ -4,14 +4,17 @@ Without thinking, DiffusionGemma's prompts end in an empty thought channel. With
 model opens a real one. The template comes with the checkpoint, not with this module.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import InputError
+from quantize.runtime.prompt.markup import GUARDS, markup_of, texts_of, with_guards
 
 Message = Mapping[str, Any]  # content: text, or parts of type text and image
 OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
+THOUGHTS = f"{re.escape(OPEN)}.*?{re.escape(CLOSE)}\\s*"
 HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
@@ -38,22 +41,37 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of `messages` and of the declarations of `tools`, up to the model's turn.
 
-    `thinking` lets the model think first. Raise InputError if the template refuses messages or tools.
+    `thinking` lets the model think first. Only the template's own markup becomes control tokens: what
+    looks like them in messages and tools is text (`markup`). InputError: the template refuses them.
     """
     from jinja2 import TemplateError
 
+    markup = markup_of(tokenizer)
+    chat: Any = [_without_thoughts(message) for message in messages]
+    texts, guard = texts_of([chat, tools]), None
+    if any(map(markup.in_text, texts)):
+        guard = next((each for each in GUARDS if not any(each in text for text in texts)), None)
+        if guard is None:
+            raise InputError(
+                "messages: they hold control tokens beside all characters that guard them"
+            )
+        chat, tools = with_guards([chat, tools], markup, guard)
+    settings: Any = {"add_generation_prompt": True, "enable_thinking": thinking}
+    settings |= {"return_dict": True} if guard is None else {"tokenize": False}
     try:
-        encoded = tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            add_generation_prompt=True,
-            enable_thinking=thinking,
-            return_dict=True,
-        )
+        encoded = tokenizer.apply_chat_template(chat, tools=tools, **settings)
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         # Messages and schemas of tools may have any shape; a template assumes the shapes it knows.
         raise InputError(f"messages: the chat template refuses them: {error}") from error
-    return list(encoded["input_ids"])
+    return list(encoded["input_ids"]) if guard is None else markup.encode(encoded, guard)
+
+
+def _without_thoughts(message: Message) -> Message:
+    """Return a message; if it is the model's own, without thoughts that its text still holds."""
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return message
+    return {**message, "content": re.sub(THOUGHTS, "", content, flags=re.DOTALL)}
 
 
 def split_thoughts(
@@ -64,13 +82,19 @@ def split_thoughts(
     Both omit the channel's markers and header. The answer keeps the special tokens in `keep`.
     """
     channel = set(tokenizer.convert_tokens_to_ids([OPEN, CLOSE]))
-    special = set(tokenizer.all_special_ids if keep else ()) - set(keep)
+    special = (special_ids(tokenizer) if keep else set()) - set(keep)
     inside = [*zip(tokens, in_thoughts(tokenizer, tokens), strict=True)]
     thoughts = [token for token, yes in inside if yes and token not in channel]
     answer = [token for token, yes in inside if not yes and token not in channel | special]
     thought = tokenizer.decode(thoughts, skip_special_tokens=True)
     answered = tokenizer.decode(answer, skip_special_tokens=not keep)
     return "" if HEADER.startswith(thought) else thought.removeprefix(HEADER), answered
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of all special tokens, which `decode` leaves out with skip_special_tokens."""
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    return {number for number, token in added.items() if token.special}
 
 
 def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
