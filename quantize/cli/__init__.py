@@ -38,6 +38,7 @@ Exit codes:
   3  environment: missing GPU, memory, disk, token or dataset
   4  inconclusive, or not comparable
   70 a fault of ours; the message names the file with the traceback
+  130 interrupted; the message says what goes on
 """
 
 

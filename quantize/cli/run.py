@@ -7,6 +7,7 @@ import click
 
 from quantize.cli.options import with_options
 from quantize.pipeline.stages import STAGES
+from quantize.runs.folder import RunDir
 
 
 @click.command()
@@ -49,7 +50,6 @@ def status(run: Path) -> None:
     from quantize.errors import InputError
     from quantize.host.files import read_json
     from quantize.host.locks import holder
-    from quantize.runs.folder import RunDir
 
     folder = RunDir(run)
     if not folder.lock.is_file():
@@ -59,7 +59,27 @@ def status(run: Path) -> None:
     process, done = holder(folder.lock), [s.name for s in STAGES if (run / s.result).exists()]
     click.echo(f"{run}: {f'process {process} is' if process else 'no process is'} at work")
     click.echo(f"results there: {', '.join(done) or 'none'}")
+    if not process and (commands := _going_on(folder)):
+        click.echo(f"go on with {commands}")
     if process and folder.progress_json.exists():
         found = read_json(folder.progress_json, "under_way", "said")
         for line in [*found["under_way"], *(f"last said: {each}" for each in found["said"])]:
             click.echo(line)
+
+
+def _going_on(folder: RunDir) -> str | None:
+    """Return the commands that do what a run still lacks; None if it lacks nothing, or is none."""
+    from quantize.host.files import read_json
+    from quantize.pipeline.staleness import why_stale
+    from quantize.recipe.sections import read_recipe
+
+    if not folder.manifest_json.exists():
+        return None
+    if name := read_json(folder.manifest_json).get("judged"):
+        return None if folder.report_json.exists() else f"`quantize judge {name} ... --resume`"
+    if why_stale(folder, STAGES[0]):
+        return f"`{STAGES[0].command(folder)}`"
+    recipe = read_recipe(folder.recipe_yaml)
+    needed = [stage for stage in STAGES if stage.is_needed(recipe)]
+    first = next((i for i, stage in enumerate(needed) if why_stale(folder, stage)), len(needed))
+    return " && ".join(f"`{stage.command(folder)}`" for stage in needed[first:]) or None

@@ -212,12 +212,23 @@ def advance(run: Run, until: str = STAGES[-1].name) -> int:
         try:
             code = _advance(run, stage)
         except GateError as error:
+            report_failure(run, stage)
             was_asked = run.is_bundled or stage.name == "report"
             if was_asked or not (hours := evaluation_seconds(run.recipe) / 3600):
                 raise
             saved = f"; evaluate was not begun, which saves about {hours:.1f} hours"
             raise GateError(f"{error}{saved}") from error
     return code
+
+
+def report_failure(run: Run, failed: Stage) -> None:
+    """Write the report of a run that ends at a failed check, from the stages up to this one."""
+    from quantize.stages.report.report import report
+
+    later = [each.name for each in STAGES[STAGES.index(failed) + 1 : -1]]
+    if later:
+        report(run.folder, run.recipe, run.targets, not_reached=later)
+        say(f"report: {run.folder.report_html}")
 
 
 def _advance(run: Run, stage: Stage) -> int:
@@ -241,6 +252,8 @@ def run_alone(run: Run, stage: Stage) -> int:
     """
     if not stage.is_needed(run.recipe):
         raise InputError(f"{run.folder.path}: recipe {run.recipe.name} has no {stage.name}")
+    if stage.name == STAGES[-1].name:
+        _end_at_a_failed_check(run)
     check_fresh(run.folder, run.recipe, upstream(stage))
     later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
     work(run, stage)
@@ -249,6 +262,20 @@ def run_alone(run: Run, stage: Stage) -> int:
         names, commands = (s.name for s in redo), (s.command(run.folder) for s in redo)
         say(f"{stage.name}: this made {', '.join(names)} stale; go on with {' && '.join(commands)}")
     return stage.verdict(run) if is_first() else 0
+
+
+def _end_at_a_failed_check(run: Run) -> None:
+    """Report a run again that ended at a failed check, and raise that GateError."""
+    for stage in STAGES[:-1]:
+        if not stage.is_needed(run.recipe):
+            continue
+        if why_stale(run.folder, stage):
+            return
+        try:
+            stage.verdict(run)
+        except GateError:
+            report_failure(run, stage)
+            raise
 
 
 @contextmanager

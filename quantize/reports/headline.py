@@ -57,11 +57,17 @@ def not_tested(content: Mapping[str, Any]) -> str:
         "pictures": True,
         "prompts over 1,024 tokens": not any(name.startswith("needle") for name in tasks),
         "distance from BF16 on replayed canvases": not content["fidelity"],
+        "whether that distance is small (no gate.max_kl_nats)": _has_no_limit(content["fidelity"]),
         "BF16 against itself (--noise-floor)": not content["noise_floor"],
         "a server's tokens/s (quantize bench)": not content["speeds"],
     }
     named = [what for what, is_missing in missing.items() if is_missing]
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
+
+
+def _has_no_limit(fidelity: Mapping[str, Any] | None) -> bool:
+    """Return whether canvases were replayed in no activation mode that has a limit on its KL."""
+    return bool(fidelity) and not fidelity["max_kl_nats"].keys() & fidelity["activations"].keys()
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:

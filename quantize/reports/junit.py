@@ -8,23 +8,37 @@ from quantize.reports.table import cell
 OUTCOME_TAGS = {"FAIL": "failure", "INCONCLUSIVE": "skipped", "NOT COMPARABLE": "error"}
 
 
+NOT_JUDGED = "replayed, and not judged: the recipe has no gate.max_kl_nats of a replayed mode"
+
+
+def _fidelity(content: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Return the test case of the replay: passed and failed only where the distance has a limit."""
+    found = content["fidelity"]
+    if not found:
+        return "fidelity", "INCONCLUSIVE", [f"not reached: {content['verdict']['reason']}"]
+    if found["faults"]:
+        return "fidelity", "FAIL", found["faults"]
+    judged = found["max_kl_nats"].keys() & found["activations"].keys()
+    return ("fidelity", "PASS", []) if judged else ("fidelity", "INCONCLUSIVE", [NOT_JUDGED])
+
+
 def junit(content: dict[str, Any]) -> str:
     """Return junit.xml: a test case for each static check and gated task, for fidelity and the gate."""
-    verdict = content["verdict"]
+    verdict, not_reached = content["verdict"], ""
+    if content.get("not_reached"):
+        not_reached = f"not reached: {verdict['reason']}"
     cases = [
         (f"verification: {check['name']}", "PASS" if check["passed"] else "FAIL", check["faults"])
         for check in content["verification"]["checks"]
     ]
-    if content["fidelity"]:
-        faults = content["fidelity"]["faults"]
-        cases.append(("fidelity", "FAIL" if faults else "PASS", faults))
+    cases += [_fidelity(content)] if content["fidelity"] or not_reached else []
     for task in (task for task in content["tasks"] if task["gated"]):
         outcome = task["outcome"] or "NOT COMPARABLE"
         text = task["not_comparable"] or (
             f"{cell(task, 'difference_pp', '+.2f', ' pp')}, margin {task['margin_pp']:g} pp"
         )
         cases.append((f"task {task['task']}", outcome, [text]))
-    certain = "not asked: the verdict was certain before"
+    certain = not_reached or "not asked: the verdict was certain before"
     cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
     # The time of a single check is not known: a stage makes several.

@@ -34,12 +34,16 @@ DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
 
 
-def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
+def report(
+    run: RunDir, recipe: Recipe, targets: list[Target], *, not_reached: Sequence[str] = ()
+) -> Verdict:
     """Judge a run, write report.json, report.md, report.html and junit.xml, and return the verdict.
 
-    Raise InputError if a stage that the report needs has not been run, or scores were changed.
+    `not_reached` names the stages that a failed check kept from running: their results of earlier
+    tries, if any, are not read. Raise InputError if another stage that the report needs has not been
+    run, or scores were changed.
     """
-    judged, verdict = judge_run(run, recipe)
+    judged, verdict = judge_run(run, recipe, not_reached)
     for sentence in judged.get("not_read", []):
         say(sentence)
     manifest = _needed(run.manifest_json, "run")
@@ -52,6 +56,7 @@ def report(run: RunDir, recipe: Recipe, targets: list[Target]) -> Verdict:
         "format": 2,
         "not_read": [],
         "judged_settings": None,
+        "not_reached": [],
         **judged,
         "sizes": {
             "bf16_bytes": before,
@@ -90,15 +95,21 @@ def check_report(run: RunDir, recipe: Recipe) -> None:
             )
 
 
-def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
+def judge_run(
+    run: RunDir, recipe: Recipe, not_reached: Sequence[str] = ()
+) -> tuple[dict[str, Any], Verdict]:
     """Return the part of report.json that judging or publishing needs, and the verdict.
+
+    `not_reached` names the stages that a failed check kept from running.
 
     Raise InputError if baseline or candidate were scored on other weights than the run has now. Rows
     of further models are then not read; sentences under the key `not_read`, if any, name them.
     """
     verification = _needed(run.verification_json, "verify")
     manifest = _needed(run.manifest_json, "run")
-    done = _needed(run.evaluation / "done.json", "evaluate")
+    is_scored = "evaluate" not in not_reached
+    unscored: dict[str, Any] = {"tasks": [], "looks": {}}
+    done = _needed(run.evaluation / "done.json", "evaluate") if is_scored else unscored
     scores = Scores(run, recipe, as_served="judged" in manifest)
     # Task -> the candidate's comparison; None if the verdict was certain before the task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
@@ -114,7 +125,8 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
             tasks.append(about | {"outcome": alone} | entry)
             if name == CANDIDATE and comparison is not None:
                 comparisons[task] = comparison
-    fidelity = read_json(run.fidelity_json, *FIDELITY) if run.fidelity_json.exists() else None
+    was_replayed = run.fidelity_json.exists() and "fidelity" not in not_reached
+    fidelity = read_json(run.fidelity_json, *FIDELITY) if was_replayed else None
     verdict = _verdict(verification, fidelity, tasks, comparisons)
     speeds = scores.speeds([BASELINE, CANDIDATE, *(AT_POINT + name for name in points)])
     at_points = judged_points(points, tasks, recipe, verdict, speeds)
@@ -138,7 +150,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
         "noise_floor": [  # BF16 against itself under another seed: the effect of noise only
             {"task": task} | scores.entry(task, BASELINE_AGAIN)[0]
             for task in recipe.evaluation.tasks
-            if scores.has(BASELINE_AGAIN, task)
+            if is_scored and scores.has(BASELINE_AGAIN, task)
         ],
         "speeds": speeds,
         "operating_points": at_points,
@@ -149,6 +161,7 @@ def judge_run(run: RunDir, recipe: Recipe) -> tuple[dict[str, Any], Verdict]:
     }
     # Keys that a report of an earlier version lacks, where it has nothing to say of them.
     judged |= {"not_read": scores.not_read} if scores.not_read else {}
+    judged |= {"not_reached": list(not_reached)} if not_reached else {}
     judged |= {"judged_settings": settings_judged(tasks, scores)} if scores.as_served else {}
     return judged, verdict
 

@@ -1,0 +1,207 @@
+"""Twelve ways in which a CI job's run ends: exit code, junit.xml, report and job summary of each.
+
+docs/ci.md says what a run leaves. A run that ends with 0, 1 or 4 leaves all of it, made from what
+there is: each check has passed, failed, or was not reached.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from quick_run import TASK, Done, Quick, made_up_replay, made_up_scores
+
+from quantize.host.files import read_json, write_json
+from quantize.recovery.rows import Row
+from quantize.reports.scores import read_scoring, write_scoring
+from quantize.runs.folder import RunDir
+from quantize.stages.convert.convert import convert
+
+SUMMARY = "summary.md"
+
+
+def scored(change: Callable[[Row], Row], run: RunDir, *more: Any, **options: Any) -> Any:
+    """Stand in for evaluate: the quantized model's rows are changed."""
+    found = made_up_scores(run, *more, **options)
+    scoring = read_scoring(run.evaluation / "quantized", TASK)
+    changed = replace(scoring, rows=[change(row) for row in scoring.rows])
+    write_scoring(run.evaluation / "quantized", changed)
+    return found
+
+
+def far_away(*arguments: Any, **options: Any) -> None:
+    """Stand in for fidelity: the distance is above its limit."""
+    out: Path = arguments[3]
+    made_up_replay(*arguments, **options)
+    fault = "KL from BF16 is 0.2 nats (activations none), above max_kl_nats 0.1"
+    write_json(out, read_json(out) | {"faults": [fault], "max_kl_nats": {"none": 0.1}})
+
+
+def asked(quick: Quick, stage: str, stand_in: Any, result: Path) -> Done:
+    """Run again with a stand-in for one stage, whose old result is removed."""
+    shutil.rmtree(result) if result.is_dir() else result.unlink()
+    quick.monkeypatch.setattr(f"quantize.stages.{stage}.{stage}.{stage}", stand_in)
+    return quick.run("--resume")
+
+
+def by_scores(change: Callable[[Row], Row]) -> Callable[[Quick], Done]:
+    return lambda quick: asked(quick, "evaluate", partial(scored, change), quick.folder.evaluation)
+
+
+def by_loss(lost: int, **more: Any) -> Callable[[Quick], Done]:
+    stand_in = partial(made_up_scores, lost=lost, **more)
+    return lambda quick: asked(quick, "evaluate", stand_in, quick.folder.evaluation)
+
+
+def flipped(checkpoint: Path) -> None:
+    """Change the last byte of a checkpoint's last shard."""
+    shard = sorted(checkpoint.glob("*.safetensors"))[-1]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 255
+    shard.write_bytes(content)
+
+
+def damaged(quick: Quick) -> Done:
+    """A disk changes a byte behind convert."""
+
+    def onto_a_bad_disk(source: Any, targets: Any, out: Path, **options: Any) -> None:
+        convert(source, targets, out, **options)
+        flipped(out)
+
+    return asked(quick, "convert", onto_a_bad_disk, quick.folder.checkpoint)
+
+
+def judged(quick: Quick, *, damage: bool = False) -> Done:
+    theirs = quick.out.parent / "theirs"
+    shutil.copytree(quick.folder.checkpoint, theirs)
+    if damage:
+        flipped(theirs)
+    return quick(
+        "judge", theirs, "--against", quick.model, "--recipe", quick.recipe, "--out", quick.out
+    )
+
+
+def bad_input(quick: Quick) -> Done:
+    quick.recipe.write_text(quick.recipe.read_text() + "unknown: 1\n")
+    return quick.run()
+
+
+def interrupted(quick: Quick) -> Done:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    return asked(quick, "evaluate", stop, quick.folder.evaluation)
+
+
+@dataclass
+class Ending:
+    """A way to end, and what must be left: the outcome of named test cases, None if no report."""
+
+    end: Callable[[Quick], Done]
+    code: int
+    outcome: str | None = None
+    cases: tuple[tuple[str, str], ...] = ()  # test case -> tag, "" where it passed
+    folder: str = "quick-*"
+
+
+REACHED = (("fidelity", "skipped"), (f"task {TASK}", "skipped"), ("gate", "failure"))
+ENDINGS = {
+    "PASS": Ending(by_loss(0), 0, "PASS", (("gate", ""), (f"task {TASK}", ""))),
+    "FAIL by accuracy": Ending(
+        by_loss(55), 1, "FAIL", ((f"task {TASK}", "failure"), ("gate", "failure"))
+    ),
+    "FAIL by KL": Ending(
+        lambda quick: asked(quick, "fidelity", far_away, quick.folder.fidelity_json), 1, "FAIL",
+        (("fidelity", "failure"), (f"task {TASK}", "skipped"), ("gate", "failure")),
+    ),
+    "FAIL by verification": Ending(damaged, 1, "FAIL", REACHED),
+    "FAIL by health": Ending(
+        by_scores(lambda row: replace(row, signs=["empty"])), 1, "FAIL", (("gate", "failure"),)
+    ),
+    "FAIL by steps": Ending(
+        by_scores(lambda row: replace(row, denoising_steps=[9])), 1, "FAIL", (("gate", "failure"),)
+    ),
+    "INCONCLUSIVE": Ending(by_loss(16), 4, "INCONCLUSIVE", (("gate", "skipped"),)),
+    "NOT COMPARABLE": Ending(
+        by_loss(0, dtype="torch.bfloat16"), 4, "NOT COMPARABLE",
+        ((f"task {TASK}", "error"), ("gate", "error")),
+    ),
+    "bad input": Ending(bad_input, 2),
+    "interrupted": Ending(interrupted, 130),
+    "judge of a sound checkpoint": Ending(judged, 0, "PASS", (("gate", ""),), "judge-*"),
+    "judge of a damaged checkpoint": Ending(
+        partial(judged, damage=True), 1, "FAIL", REACHED, "judge-*"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_every_ending_leaves_what_the_page_promises(
+    name: str, quick: Quick, tmp_path: Path
+) -> None:
+    ending, summary = ENDINGS[name], tmp_path / SUMMARY
+    for path in (quick.folder.report_json, quick.folder.report_md, quick.folder.junit_xml):
+        path.unlink()  # of the run before
+    quick.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    done = ending.end(quick)
+    assert done.code == ending.code, done.err
+    if ending.outcome is None:
+        assert not summary.exists()
+        assert not quick.folder.junit_xml.exists()
+        return
+    (path,) = quick.out.glob(ending.folder)
+    run = RunDir(path)
+    report = read_json(run.report_json)
+    assert report["verdict"]["outcome"] == ending.outcome
+    assert report["verdict"]["exit_code"] == ending.code
+    assert summary.read_text() == run.report_md.read_text()
+    assert run.report_md.read_text().startswith(f"# {ending.outcome}: ")
+    assert ending.outcome in run.report_html.read_text()
+    suite = ElementTree.parse(run.junit_xml).getroot()
+    for case, tag in ending.cases:
+        found = suite.find(f"testcase[@name='{case}']")
+        assert found is not None, case
+        assert [child.tag for child in found] == ([tag] if tag else []), case
+    failed = suite.findall("testcase/failure")
+    assert bool(failed) == (ending.outcome == "FAIL")
+    assert all(case.get("message") for case in failed)
+
+
+def test_a_report_of_a_run_that_a_check_ended_says_so_again(quick: Quick) -> None:
+    asked(quick, "fidelity", far_away, quick.folder.fidelity_json)
+    quick.folder.report_json.unlink()
+    done = quick("report", quick.folder.path)
+    assert done.code == 1
+    assert "above max_kl_nats" in done.last
+    report = read_json(quick.folder.report_json)
+    assert (report["not_reached"], report["tasks"]) == (["evaluate"], [])
+    assert report["not_asked"] == [TASK]
+    quick.monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", made_up_replay)
+    quick.folder.fidelity_json.unlink()
+    assert quick.run("--resume").code == 0
+    assert read_json(quick.folder.report_json)["not_reached"] == []
+
+
+def test_a_check_without_a_limit_is_not_green(quick: Quick) -> None:
+    assert asked(quick, "fidelity", made_up_replay, quick.folder.fidelity_json).code == 0
+    case = ElementTree.parse(quick.folder.junit_xml).getroot().find("testcase[@name='fidelity']")
+    assert case is not None
+    assert [child.tag for child in case] == ["skipped"]
+    assert (
+        "whether that distance is small (no gate.max_kl_nats)" in quick.folder.report_md.read_text()
+    )
+
+
+def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
+    """After an interruption, and nothing of a run that is complete."""
+    where = quick.folder.path
+    assert "go on" not in quick("status", where).out
+    interrupted(quick)
+    commands = f"go on with `quantize evaluate {where}` && `quantize report {where}`"
+    assert commands in quick("status", where).out
+    quick.monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", made_up_scores)
+    assert [quick(stage, where).code for stage in ("evaluate", "report")] == [0, 0]
