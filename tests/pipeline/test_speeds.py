@@ -23,9 +23,11 @@ POINTS = {"ten": OperatingPoint(max_denoising_steps=10), "w4a8": OperatingPoint(
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
+    write_json(run.manifest_json, {"source": {"fingerprint": "bf16"}})
     models = ("bf16", "quantized", "quantized-at-ten", "quantized-at-w4a8")
     for answers, name in enumerate(models, start=1):  # of two steps each
-        scoring = Scoring(TASK, rows([1.0] * answers), {"task": TASK}, {})
+        made_with = {"model": {"weights": "scored"}}
+        scoring = Scoring(TASK, rows([1.0] * answers), {"task": TASK}, made_with)
         write_scoring(run.evaluation / name, scoring)
     write_json(run.evaluation / "done.json", {"tasks": [TASK, "not_asked_yet"]})
     return run
@@ -58,17 +60,24 @@ def test_each_model_runs_once_a_mode_under_the_steps_of_its_own_answers(
         (run.checkpoint, "fp8", 1024, {"quantized-at-w4a8": [2, 2, 2, 2]}),
     ]
     told = read_json(run.evaluation / "speeds.json")
-    assert told["device"] == "a GPU"
+    assert (told["device"], told["weights"]) == ("a GPU", "scored")
     assert set(told["tokens_a_second"].values()) == {1234.6}
 
 
-@pytest.mark.parametrize(("gpu", "kept"), [("a GPU", True), ("another GPU", False)])
+@pytest.mark.parametrize(
+    ("gpu", "weights", "kept"),
+    [("a GPU", "scored", True), ("another GPU", "scored", False), ("a GPU", "others", False)],
+)
 def test_rates_of_other_points_stay_only_where_they_were_measured_on_this_gpu(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, gpu: str, *, kept: bool
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, gpu: str, weights: str, *, kept: bool
 ) -> None:
+    """And of these weights, whose answers took so many steps."""
     asked(monkeypatch, "a GPU", 100.0)
     speeds.measure_speeds(run, CHECKPOINT, POINTS, Placement("cpu"))
     asked(monkeypatch, gpu, 200.0)
+    made_with = {"model": {"weights": weights}}
+    scoring = Scoring(TASK, rows([1.0, 1.0]), {"task": TASK}, made_with)
+    write_scoring(run.evaluation / "quantized", scoring)
     speeds.measure_speeds(run, CHECKPOINT, {}, Placement("cpu"))
     rates = read_json(run.evaluation / "speeds.json")["tokens_a_second"]
     assert rates["bf16"] == rates["quantized"] == 200
