@@ -10,6 +10,7 @@ from typing import Any
 
 from quantize.host.files import read_json
 from quantize.recovery.rows import Row, Scoring
+from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 
@@ -72,8 +73,11 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
     if not all(file.exists() for file in files):
         return {}, []
     ours, theirs = (read_json(file, "vocabulary", "samples") for file in files)
-    if "of" not in ours or "of" not in theirs:
-        return {}, []  # an older version's recordings do not name their answers
+    scores = [run.evaluation / side / f"{task}.jsonl" for side in (BASELINE, CANDIDATE)]
+    for recorded, path in zip((ours, theirs), scores, strict=True):
+        # An older version's recordings do not name their answers; others may be of earlier scores.
+        if recorded.get("of", {}).get("scores") != sha256_of(path)[:16]:
+            return {}, []
     vocabulary = ours["vocabulary"] | theirs["vocabulary"]
     others = {(each["question"], each["repeat"]): each for each in theirs["samples"]}
     problems = [

@@ -26,6 +26,7 @@ from quantize.pipeline.staleness import input_digests, remember
 from quantize.recipe.sections import shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages import denoising
+from quantize.stages.calibrate import calibrate as calibrate_stage
 from quantize.stages.evaluate import recording
 from quantize.stages.evaluate.tasks import open_tasks
 
@@ -100,6 +101,48 @@ def test_a_run_ends_with_a_verdict_and_a_recovery_table(finished: Path) -> None:
     text = (finished / "report.md").read_text()
     assert "not Google's" in text
     assert "| word_problems |" in text
+
+
+@pytest.mark.slow
+def test_operating_points_of_other_weights_are_neither_shown_nor_adopted(
+    finished: Path, small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored at 10 steps; then calibrated otherwise, converted, and gone on with: as a user may."""
+    monkeypatch.setattr(denoising, "HELD_OUT", 2)
+    monkeypatch.setattr(recording, "RECORDED", 1)
+    out = tmp_path / "outputs"
+    shutil.copytree(finished.parent, out)
+    folder = only_run(out)
+
+    def do(*words: object) -> Any:
+        return command(monkeypatch, *words)
+
+    assert do("evaluate", folder, "--steps", 10).code == 0
+    assert do("report", folder).code in (0, 4)
+    (point,) = read_json(folder / "report.json")["operating_points"]
+    assert point["name"] == "t10"
+    weights = read_json(folder / "verification.json")["artifact"]
+    calibrate = calibrate_stage.calibrate
+
+    def wider(source: Path, recipe: Any, into: Path, *more: Any, **named: Any) -> None:
+        calibrate(source, recipe, into, *more, **named)
+        path = into / "input_scales.safetensors"
+        save_file({name: scale * 0.98 for name, scale in load_file(path).items()}, path)
+
+    monkeypatch.setattr(calibrate_stage, "calibrate", wider)
+    assert do("calibrate", folder).code == 0
+    resumed = do(*arguments(small_recipe, out, "--resume"))
+    assert resumed.code in (0, 4), resumed.err
+    assert read_json(folder / "verification.json")["artifact"] != weights
+    report = read_json(folder / "report.json")
+    assert report["operating_points"] == []
+    (said,) = report["not_read"]
+    assert "quantized-at-t10/word_problems.jsonl is not read: scored on other weights" in said
+    assert said in " ".join(resumed.err.split())
+    named = {task["made_with"]["model"]["weights"] for task in report["tasks"]}
+    assert named == {read_json(folder / "verification.json")["scored_as"]}
+    refused = do("adopt", folder, "t10")
+    assert (refused.code, "no operating point" in refused.last) == (2, True)
 
 
 def test_planned_bytes_are_the_bytes_written(finished: Path) -> None:

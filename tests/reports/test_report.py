@@ -461,6 +461,11 @@ def test_an_own_task_that_became_private_shows_nothing_of_an_earlier_run(
     open_, canvases = questions_and_canvases(run, {"gsm8k": (sides[0], sides[1])})
     assert canvases
     assert all(entry["text"] and entry["target"] for entry in open_["gsm8k"]["differ"])
+    path = run.evaluation / "quantized" / "gsm8k.jsonl"
+    scored = path.read_bytes()
+    path.write_bytes(scored + b"\n")  # the canvases are of the answers before
+    assert questions_and_canvases(run, {"gsm8k": (sides[0], sides[1])})[1] is None
+    path.write_bytes(scored)
     closed = [replace(side, conditions=side.conditions | {"private": True}) for side in sides]
     found, canvases = questions_and_canvases(run, {"gsm8k": (closed[0], closed[1])})
     assert canvases is None

@@ -19,6 +19,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
 from quantize.recovery.samples import Completion, Finished, Request
+from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
 from quantize.stages.evaluate import compared_models, evaluate
@@ -139,9 +140,10 @@ def add_optional_parts(run: RunDir) -> None:
             {"canvas": 0, "ids": "0 0", "accepted": "01"},
             {"canvas": 0, "ids": second, "accepted": "11"},
         ]
+        scores = sha256_of(run.evaluation / side / "gsm8k.jsonl")
         asked = {"question": 0, "repeat": 0, "prompt": HOSTILE, "text": ""}
         recorded = {
-            "of": {"answers": [[0, 0]], "scores": ""},
+            "of": {"answers": [[0, 0]], "scores": scores[:16]},
             "vocabulary": {"0": HOSTILE, "1": "b"},
             "samples": [asked | {"steps": steps}],
         }
