@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
 KERNELS = (
     "kernels", "denoising", "look", "attention", "residual", "simulated", "gptq_kernels", "w4a4",
-    "sparse",
+    "sparse", "selftest",
 )  # fmt: skip
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant.launch import dispatch, targets
-from fused_dequant.tune import cases, launches, selftest
+from fused_dequant.tune import cases, launches, selftest, steptest
 from fused_dequant.tune.candidates import Product
 from fused_dequant.weights import layout_for, tuning
 from fused_dequant.weights.tuning import Config
@@ -47,6 +47,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretend:
             return "are wrong: a relative error of 1.4e+00" if scheme in broken else None
 
         monkeypatch.setattr(selftest, "fault", fault)
+        monkeypatch.setattr(steptest, "fault", lambda _: None)
         return tested
 
     return there
@@ -129,7 +130,7 @@ def test_other_versions_and_damaged_files_are_tested_again(
     tested = pretend(H200)
     trust.trust({"fp8"}, None, CUDA)
     (path,) = trust.REMEMBERED.glob("*.json")
-    assert json.loads(path.read_text())["faults"] == {"bf16": None, "fp8": None}
+    assert json.loads(path.read_text())["faults"] == dict.fromkeys(("bf16", "fp8", trust.STEP))
     path.write_text("{")
     trust.trust({"fp8"}, None, CUDA)
     monkeypatch.setattr(trust, "_sources", lambda: "others")
@@ -170,10 +171,25 @@ def test_what_was_tuned_is_tested_before_it_runs(
     assert launched[1:] == [(Product("experts_down", "int8", 64, 2816, 704), new)]
 
 
+def test_a_kernel_between_products_has_no_plainer_one(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a Triton cannot compile it: one line, in this process and the next."""
+    pretend(H200)
+    why = "rows of attention in full layers do not run with triton 3.8.0: CompilationError: at 1"
+    runs: list[int] = []
+    monkeypatch.setattr(steptest, "fault", lambda _: runs.append(1) or why)
+    for _ in range(2):
+        with pytest.raises(ResourceError, match=f"^NVIDIA H200: {why}; please report"):
+            trust.trust({"fp8"}, None, CUDA)
+    assert runs == [1]
+
+
 def test_a_process_whose_gpu_is_gone_ends_and_the_next_one_knows(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(B200, "nvfp4_e2m1")
+    trust.trust({"bf16"}, None, CUDA)
 
     def gone(*_: object) -> None:
         if dispatch.distrusted or "nvfp4_e2m1" in next(trust.REMEMBERED.glob("*")).read_text():

@@ -5,6 +5,7 @@ Shapes are the real model's for one canvas, so a later run launches the kernels 
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -42,7 +43,7 @@ def relative_error(scheme: str, device: torch.device) -> float:
 
 def fault(scheme: str, device: torch.device) -> str | None:
     """Return what is wrong with products of `scheme` on a GPU, as a predicate; None if nothing is."""
-    return _fault(partial(relative_error, scheme, device))
+    return describe(partial(relative_error, scheme, device))
 
 
 def launch_fault(layout: str, device: torch.device) -> str | None:
@@ -58,15 +59,24 @@ def launch_fault(layout: str, device: torch.device) -> str | None:
         from fused_dequant.tune import launches  # triton comes with it
 
         product = product_of(key, M)
-        if why := _fault(partial(launches.relative_error, product, config, device)):
+        if why := describe(partial(launches.relative_error, product, config, device)):
             return f"{key} M={M} {config}: products {why}"
     return None
 
 
-def _fault(relative_error: Callable[[], float]) -> str | None:
+def describe(relative_error: Callable[[], float]) -> str | None:
+    """Return how what has this error fails, as a predicate of a sentence; None if it does not."""
     try:
         error = relative_error()
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used
         reason = (str(failure).strip() or "?").splitlines()[0][:200]
-        return f"do not run here: {type(failure).__name__}: {reason}"
+        return f"do not run with {_triton()}: {type(failure).__name__}: {reason}"
     return None if error <= LARGEST_ERROR else f"are wrong: a relative error of {error:.1e}"
+
+
+def _triton() -> str:
+    """Return the name and version of the package that compiles kernels."""
+    try:
+        return f"triton {version('triton')}"
+    except PackageNotFoundError:
+        return "no triton"

@@ -6,13 +6,15 @@
     W4A8 (the mode `fp8`)            the kernel for FP8 is used
     any other kernel                 the GPU is refused
 
-Results stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
+A kernel that the installed Triton cannot compile for the GPU counts as one with wrong results. Results
+stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch import dispatch
 from fused_dequant.launch.targets import capability, name_of
-from fused_dequant.tune import selftest
+from fused_dequant.tune import selftest, steptest
 from fused_dequant.weights import tuning
 from fused_dequant.weights.choose import layout_for, plainer, target_of
 
@@ -36,6 +38,7 @@ from quantize.schemes.modes import ActivationMode
 REMEMBERED = TUNED.with_name("selftest")
 REPORT = "please report this, with what `quantize doctor` says"
 INSTEAD = "a plainer kernel is taken"
+STEP = "between products"  # under which the test of all other kernels is remembered
 
 
 def trust(schemes: Iterable[str], activations: ActivationMode | None, device: torch.device) -> bool:
@@ -43,7 +46,7 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
 
     `schemes` are the weights' `Scheme.kernel`s, `activations` is their activation mode. Return whether
     NVFP4 products run on FP4 units, which needs the mode `per_layer`. On a CPU, return False, untested.
-    Raise ResourceError if the GPU cannot run a scheme, or even its plain kernel computes wrong numbers.
+    Raise ResourceError if the GPU cannot run a scheme, or a kernel without a plainer one is wrong.
     """
     if device.type != "cuda":
         return False
@@ -54,6 +57,10 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
         if activations != "fp8":  # the rows of some products stay BF16 in every other mode
             _settle(scheme, None, results)
         _settle(scheme, activations, results)
+    if why := results.step_fault():
+        raise ResourceError(
+            f"{results.name}: {why}; {REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
+        )
     return "nvfp4" in wanted and results.layout("nvfp4", activations) == FOUR_BIT
 
 
@@ -117,31 +124,44 @@ class _Results:
 
     def fault(self, layout: str) -> str | None:
         """Return what is wrong with products of `layout`, tested now or earlier; None if nothing is."""
+
+        def test() -> str | None:
+            why = selftest.fault(layout, self.device)
+            if why is None and (tuned := selftest.launch_fault(layout, self.device)):
+                raise ResourceError(
+                    f"{self.name}: of the launches tuned in {TUNED}, {tuned}; remove the file or run "
+                    f"`quantize tune` again; {REPORT}"
+                )
+            return why
+
+        return self._known(layout, layout, f"products of {layout}", test)
+
+    def step_fault(self) -> str | None:
+        """Return what is wrong with the kernels between products; None if nothing is."""
+        test = partial(steptest.fault, self.device)
+        return self._known(STEP, "bf16", "all other kernels", test)
+
+    def _known(
+        self, name: str, layout: str, tested: str, test: Callable[[], str | None]
+    ) -> str | None:
+        """Return the fault that is remembered under `name`, or that `test` finds now.
+
+        It is remembered for as long as launches with weights of `layout` keep their configurations.
+        """
         configurations = json.dumps(tuning.of_layout(layout, self.device), sort_keys=True)
         launches = hashlib.sha256(configurations.encode()).hexdigest()[:16]
-        if layout not in self.faults or self.launches.get(layout) != launches:
-            say(f"testing products of {layout} on {self.name}, once")
-            self.faults[layout] = selftest.fault(layout, self.device)
-            if self.faults[layout] is None:
-                self._check_tuned(layout)
-            self.launches[layout] = launches
+        if name not in self.faults or self.launches.get(name) != launches:
+            say(f"testing {tested} on {self.name}, once")
+            self.faults[name], self.launches[name] = test(), launches
             write_json(
                 self.path, {"about": self.about, "faults": self.faults, "launches": self.launches}
             )
             try:
                 torch.cuda.synchronize(self.device)
             except RuntimeError:  # the GPU no longer answers; the next process knows the fault
-                why = self.faults[layout]
+                why = self.faults[name]
                 raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
-        return self.faults[layout]
-
-    def _check_tuned(self, layout: str) -> None:
-        """Raise ResourceError if a configuration that `quantize tune` wrote is wrong for a layout."""
-        if why := selftest.launch_fault(layout, self.device):
-            raise ResourceError(
-                f"{self.name}: of the launches tuned in {TUNED}, {why}; remove the file or run "
-                f"`quantize tune` again; {REPORT}"
-            )
+        return self.faults[name]
 
 
 def _sources() -> str:
