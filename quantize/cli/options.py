@@ -7,6 +7,7 @@ from typing import Any
 import click
 from click.decorators import FC
 
+from quantize.host.known_gpus import KNOWN_GPUS
 from quantize.recipe.controls import bounds_of
 from quantize.schemes.modes import ACTIVATION_MODES
 
@@ -37,9 +38,8 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "gpu": click.option(
         "--gpu", metavar="NAME",
-        help="GPU to estimate for: a100, a6000, rtx3090, l40s, rtx4090, rtx4080, h100, h100pcie, h200, "
-        "gh200, b200, b300, gb300, dgxstation, rtxpro6000, rtx5090, rtx5080 or spark, or sm_NN with "
-        "--gpu-memory. By default this machine's GPU.",
+        help=f"GPU to estimate for: {', '.join(KNOWN_GPUS)}, or sm_NN with --gpu-memory. By default "
+        "this machine's GPU.",
     ),
     "gpu-memory": click.option(
         "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",

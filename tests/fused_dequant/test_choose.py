@@ -45,6 +45,7 @@ def _blank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(w4a4, "to_tiles", lambda scales: scales)
     monkeypatch.setattr(trust, "REMEMBERED", tmp_path / "selftest")
     monkeypatch.setattr(gpus, "TUNED", tmp_path / "tuned")
+    monkeypatch.setattr(trust._Results, "step_fault", lambda _: None)
     monkeypatch.setattr(dispatch, "distrusted", set())
     monkeypatch.delenv("QUANTIZE_TARGET", raising=False)
     yield

@@ -47,6 +47,8 @@ class Kernel:
     decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]
     # f32 [N, K] -> arguments of `weights.build`; None if `build` converts another scheme to this.
     rounded: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+    # Tensors of NVFP4 on disk: codes, block scales, factor f32 [E, 2] -> tensors of a weight.
+    lay_out: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None
     spans: tuple[int, int] = (1, 1)  # rows and columns per index of data's axes 1 and 2
     alone: bool = False  # whether no other capability has the instructions
     fp4: bool = False  # whether it needs FP4 units, which not every newer capability has
@@ -80,6 +82,22 @@ def _tiles(N: int, K: int) -> tuple[Spec, ...]:
 def _fragments(N: int, K: int) -> tuple[Spec, ...]:
     tiles = N // w4a16.FRAGMENT, K // w4a16.FRAGMENT
     return (torch.int32, (*tiles, 512)), (torch.int32, (*tiles, 64)), (torch.float32, (2,))
+
+
+def _in_fragments(data: Tensor, blocks: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    from fused_dequant.weights.fragments import to_fragments  # triton comes with it
+
+    return *to_fragments(data, blocks), factor.contiguous()
+
+
+def _in_fragments_for_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    return *w4a8.to_fragments(data, blocks), (factor / 16).contiguous()
+
+
+def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> tuple[Tensor, ...]:
+    runs = (factor / 16).repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
+    rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
+    return formats.nvfp4_as_e4m3(data, blocks), rows.contiguous()
 
 
 def _decode_rows(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,7 +134,7 @@ KERNELS = {
     ),
     "fp8": Kernel(
         "matmul", (8, 9), partial(_rows, FP8), _decode_rows,
-        partial(formats.quantize_rows, dtype=FP8),
+        partial(formats.quantize_rows, dtype=FP8), _in_fp8,
     ),
     "nvfp4": Kernel(
         "nvfp4", (8, 0), partial(_groups, FP8, GROUP), _decode_groups, _rounded_groups,
@@ -126,11 +144,14 @@ KERNELS = {
         "nvfp4", (8, 0), partial(_groups, torch.uint8, MX_GROUP), formats.dequantize_mxfp4,
         formats.quantize_mxfp4, spans=(1, 2),
     ),
-    "nvfp4_fragments": _FRAGMENTS(lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2])),
+    "nvfp4_fragments": _FRAGMENTS(
+        lambda *parts: w4a16.decode_fragments(*parts[:2]).to(parts[2]), lay_out=_in_fragments
+    ),
     "nvfp4_e2m1": Kernel(
         "nvfp4_blackwell", (10, 0), _tiles, _decode_tiles, spans=(1, 2), fp4=True
     ),
     "nvfp4_e4m3": _FRAGMENTS(
-        lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2]), experts_only=True
+        lambda *parts: w4a8.decode_fragments(*parts[:2]).to(parts[2]),
+        lay_out=_in_fragments_for_fp8, experts_only=True,
     ),
 }  # fmt: skip

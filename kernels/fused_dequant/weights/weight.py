@@ -17,7 +17,7 @@ from fused_dequant.formats import EIGHT_BIT, FOUR_BIT, Activation
 from fused_dequant.inputs.activations import quantize_rows, values
 from fused_dequant.launch.dispatch import launched_as, launches, sequence_rows
 from fused_dequant.launch.targets import capability
-from fused_dequant.weights import tuning, w4a4, w4a8, w4a16
+from fused_dequant.weights import tuning, w4a4, w4a16
 from fused_dequant.weights.choose import layout_for, target_of
 from fused_dequant.weights.kept import kept
 from fused_dequant.weights.layouts import KERNELS
@@ -140,31 +140,9 @@ def build(
     layout = layout_for(scheme, mode, target, dense=dense, whole=whole)
     if layout == scheme:
         return Weight(scheme, data, blocks, factor.contiguous())
-    return LAID_OUT[layout](data, blocks, factor)
-
-
-def _in_fragments(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
-    from fused_dequant.weights.fragments import to_fragments
-
-    return Weight("nvfp4_fragments", *to_fragments(data, blocks), factor.contiguous())
-
-
-def _in_fragments_for_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
-    return Weight("nvfp4_e4m3", *w4a8.to_fragments(data, blocks), (factor / 16).contiguous())
-
-
-def _in_fp8(data: Tensor, blocks: Tensor, factor: Tensor) -> Weight:
-    runs = (factor / 16).repeat_interleave(formats.GATE_UP_RUN, 1)  # gate and up rows alternate
-    rows = runs.repeat(1, -(-data.shape[1] // runs.shape[1]))[:, : data.shape[1]]
-    return build("fp8", formats.nvfp4_as_e4m3(data, blocks), rows)
-
-
-# What lays NVFP4 weights out: (codes [E, N, K/2], block scales, factor f32 [E, 2]) -> a weight.
-LAID_OUT: dict[str, Callable[[Tensor, Tensor, Tensor], Weight]] = {
-    "nvfp4_fragments": _in_fragments,
-    "nvfp4_e4m3": _in_fragments_for_fp8,
-    "fp8": _in_fp8,
-}
+    lay_out = KERNELS[layout].lay_out
+    assert lay_out is not None, layout
+    return Weight(layout, *lay_out(data, blocks, factor))
 
 
 def bf16(weight: Tensor) -> Weight:

@@ -22,6 +22,7 @@ from fused_dequant.weights.layouts import KERNELS
 from platformdirs import user_cache_dir
 
 from quantize.errors import InputError, ResourceError
+from quantize.host.known_gpus import KNOWN_GPUS
 from quantize.runtime.gpu.rates import Rates
 
 TUNED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "tuning"
@@ -53,39 +54,15 @@ class Gpu:
         return self.capability in TARGETS and TARGETS[self.capability].fp4
 
 
-def _gpu(
-    name: str, capability: Capability, gb: float, tb: float, bf16: float, eight: float, link: float
-) -> Gpu:
-    """Make a GPU from GB of memory, TB/s, TFLOP/s in bf16 and in 8 bits, and GB/s of its link."""
-    rates = Rates(tb * 1e12, bf16 * 1e12, eight * 1e12, FP4.get(name, 0) * 1e12)
-    return Gpu(name, capability, gb * 1e9, rates, link * 1e9)
-
-
-# TFLOP/s of dense products in NVFP4 (W4A4); not looked up for other GPUs.
-FP4 = {"B200": 9000, "RTX PRO 6000": 2015, "RTX 5090": 1676, "DGX Spark": 500}
-PCIE4, PCIE5, C2C = 31.5, 63.0, 450.0  # GB/s one way, of 16 lanes; NVLink between Grace and its GPU
-# Where each figure was looked up: docs/gpus.md, What makers state.
 GPUS = {
-    "a100": _gpu("A100", (8, 0), 80, 2.039, 312, 624, PCIE4),
-    "a6000": _gpu("RTX A6000", (8, 6), 48, 0.768, 154.8, 309.7, PCIE4),
-    "rtx3090": _gpu("RTX 3090", (8, 6), 24, 0.936, 71, 284, PCIE4),
-    "l40s": _gpu("L40S", (8, 9), 48, 0.864, 362, 733, PCIE4),
-    "rtx4090": _gpu("RTX 4090", (8, 9), 24, 1.008, 165, 330, PCIE4),
-    "rtx4080": _gpu("RTX 4080", (8, 9), 16, 0.717, 97, 195, PCIE4),
-    "h100": _gpu("H100", (9, 0), 80, 3.35, 989, 1979, PCIE5),
-    "h100pcie": _gpu("H100 PCIe", (9, 0), 80, 2.0, 756, 1513, PCIE5),
-    "h200": _gpu("H200", (9, 0), 141, 4.8, 989, 1979, PCIE5),
-    "gh200": _gpu("GH200", (9, 0), 96, 4.0, 989, 1979, C2C),
-    "b200": _gpu("B200", (10, 0), 180, 8.0, 2250, 4500, PCIE5),
-    "b300": _gpu("B300", (10, 3), 288, 8.0, 2250, 4500, PCIE5),
-    "gb300": _gpu("GB300", (10, 3), 288, 8.0, 2250, 4500, C2C),
-    "dgxstation": _gpu("DGX Station", (10, 3), 288, 8.0, 2250, 4500, C2C),
-    "rtxpro6000": _gpu("RTX PRO 6000", (12, 0), 96, 1.792, 504, 1007, PCIE5),
-    "rtx5090": _gpu("RTX 5090", (12, 0), 32, 1.792, 209, 419, PCIE5),
-    "rtx5080": _gpu("RTX 5080", (12, 0), 16, 0.96, 112, 225, PCIE5),
-    # Its maker states 31 TFLOP/s in float32; the rates of products follow by the RTX 5090's ratio.
-    # Host and GPU share their memory, so streaming reads from it and writes to it.
-    "spark": _gpu("DGX Spark", (12, 1), 128, 0.273, 62, 124, 136),
+    key: Gpu(
+        known.name,
+        known.capability,
+        known.memory * 1e9,
+        Rates(known.copy * 1e12, known.bf16 * 1e12, known.eight * 1e12, known.fp4 * 1e12),
+        known.link * 1e9,
+    )
+    for key, known in KNOWN_GPUS.items()
 }
 
 
