@@ -49,7 +49,7 @@ def test_every_other_figure_of_readme_is_derived_too() -> None:
     tables = {*quality_rows(), *speed_rows()}
     text = "\n".join(line for line in text.splitlines() if line not in tables)
     text = "\n".join(line for line in text.splitlines() if not line.startswith("| NVFP4, W4A4"))
-    names = r"(?:26B-A4B|26B|GSM8K|NVFP4|MXFP4|FP8|INT8|W8A8|W4A4|BF16|float32|H200|H100|FP4)"
+    names = r"(?:26B-A4B|26B|26b|GSM8K|NVFP4|MXFP4|FP8|INT8|W8A8|W4A4|BF16|float32|H200|H100|FP4)"
     found = {*re.findall(r"\d[\d,.]*\d[A-Z]?|\d[A-Z]?\b", re.sub(names, " ", text))}
     before, fp8 = sizes("fp8_dynamic", REAL)
     nvfp4 = sizes("nvfp4", REAL)[1]
