@@ -15,8 +15,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.recovery.pairing import in_common
+from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import nominal_levels
 from quantize.recovery.terms import Terms
 from quantize.reports.questions import differing, question_counts, question_row
@@ -24,6 +26,7 @@ from quantize.reports.scores import pair, read_scoring, scored_tasks
 from quantize.reports.table import cell
 from quantize.runs.folder import RunDir
 from quantize.runs.models import CANDIDATE
+from quantize.runs.weights import Weights
 
 CONFIDENCE = 0.95
 
@@ -41,7 +44,10 @@ class RunComparison:
 
 
 def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
-    """Return a comparison of two runs' candidates; InputError: a run has no finished scores."""
+    """Return a comparison of two runs' candidates.
+
+    Raise InputError if a run has no finished scores, or scores of other weights than it verified.
+    """
     tasks_of = [sorted(scored_tasks(run)) for run in (a, b)]
     figures = [_figures(run) for run in (a, b)]
     names = figures[0] | figures[1]
@@ -52,7 +58,7 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     entries: dict[str, dict[str, Any]] = {}
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
-        ours, theirs = (read_scoring(run.evaluation / CANDIDATE, task) for run in (a, b))
+        ours, theirs = (_scoring(run, task) for run in (a, b))
         fractions, level = [look.fraction for look in in_common(ours, theirs)[2]], 1 - CONFIDENCE
         if fractions not in ([], [1.0]):
             level = 2 * nominal_levels(tuple(fractions), level / 2)[-1]
@@ -61,6 +67,15 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
     reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
     return RunComparison(entries, questions, facts, next(reasons, None))
+
+
+def _scoring(run: RunDir, task: str) -> Scoring:
+    """Return the candidate's scores; those of weights that a run had before compare nothing."""
+    scoring = read_scoring(run.evaluation / CANDIDATE, task)
+    is_verified = run.verification_json.exists()  # evaluate runs without verify too
+    if is_verified and (why := Weights.of(run).fault(CANDIDATE, scoring.made_with)):
+        raise InputError(f"{run.path}: {task}: {why}; `quantize evaluate {run.path}`")
+    return scoring
 
 
 def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:

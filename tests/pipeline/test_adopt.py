@@ -181,6 +181,19 @@ def test_a_report_of_scores_on_other_weights_is_refused(model: str, quick: Quick
     assert f"`quantize evaluate {run.path}` scores it again" in refused.last
 
 
+def test_runs_are_not_compared_by_scores_of_weights_that_they_had(quick: Quick) -> None:
+    run = quick.folder
+    quick.monkeypatch.setattr("quantize.stages.calibrate.calibrate.calibrate", wider_ranges)
+    assert quick("compare", run.path, run.path).code == 0
+    for stage in ("calibrate", "convert", "verify"):
+        assert quick(stage, run.path).code == 0
+    refused = quick("compare", run.path, run.path)
+    assert refused.code == 2
+    assert f"{TASK}: scored on other weights" in refused.last
+    run.verification_json.unlink()  # nothing says which weights the run has
+    assert quick("compare", run.path, run.path).code == 0
+
+
 def test_a_noise_floor_of_another_bf16_model_is_not_read(quick: Quick) -> None:
     run = quick.folder
     assert quick("evaluate", run.path, "--noise-floor").code == 0

@@ -17,7 +17,9 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_bytes, write_json
 from quantize.pipeline.stages import STAGES, Stage, stage
 from quantize.pipeline.staleness import (
+    change_for,
     check_fresh,
+    forget,
     input_digests,
     reading,
     remember,
@@ -109,6 +111,32 @@ def test_a_changed_output_is_fresh_to_no_reader(maker: Stage, run: Any) -> None:
                     pytest.fail("it was read")
         path.write_bytes(whole)
     assert why_stale(run.folder, maker) is None
+
+
+def test_the_card_and_unfinished_files_are_no_part_of_a_result(run: Any) -> None:
+    """`quantize card` writes into the checkpoint, which stays the one that was verified."""
+    folder = run.folder.checkpoint
+    for name in ("README.md", ".eval_results/scores.yaml", "shard.partial", "one.partial.json"):
+        write_bytes(folder / name, b"x")
+    assert why_stale(run.folder, stage("convert")) is None
+    write_bytes(folder / "more.json", b"x")
+    assert "changed after it was made" in str(why_stale(run.folder, stage("convert")))
+
+
+def test_a_changed_result_leaves_those_fresh_whom_it_does_not_concern(run: Any) -> None:
+    change(run.folder.conversion_json)
+    change_for(run.folder, stage("convert"), ("fidelity", "never done"))
+    why = {each.name: why_stale(run.folder, each) for each in STAGES}
+    stale = {name for name, reason in why.items() if reason}
+    assert stale == {each.name for each in STAGES if "convert" in each.inputs} - {"fidelity"}
+
+
+def test_what_a_failed_try_would_leave_is_removed_unless_it_adds(run: Any) -> None:
+    for each in STAGES:
+        forget(run.folder, each)
+        files = [path for path in files_of(run.folder, each) if path.parent == run.folder.path]
+        assert all(path.exists() == each.adds for path in files)
+        assert (each.name in read_json(run.folder.stages_json)) == each.adds
 
 
 @pytest.mark.parametrize("maker", READ, ids=lambda maker: maker.name)
