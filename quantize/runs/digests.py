@@ -115,12 +115,6 @@ def remember(digests: Mapping[Path, str]) -> None:
     _remember({i: digests[path] for path, i in found.items() if _is_settled(path, i, now)})
 
 
-def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return each file's (name, bytes, time of change in ns), to see cheaply if one was changed."""
-    found = [(file.name, file.stat()) for file in files]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
-
-
 def identities(files: Iterable[Path]) -> list[str]:
     """Return a text for each file that changes when the file is written, replaced or moved here."""
     return [_identity(path) for path in files]

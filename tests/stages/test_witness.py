@@ -25,7 +25,7 @@ from quantize.stages.verify import verify_weights
 from quantize.stages.verify import witness as witness_module
 from quantize.stages.verify.decompression import Decompressor
 from quantize.stages.verify.verify import Verification, verify
-from quantize.stages.verify.witness import BEHIND_CONVERT, Witness
+from quantize.stages.verify.witness import BEHIND_CONVERT, Witness, recall
 
 LAYER = "model.decoder.layers.2."
 EXPERT = f"{LAYER}experts.1."
@@ -380,11 +380,16 @@ def change_recipe(run: Run, patch: pytest.MonkeyPatch) -> str:
     return "is of another recipe"
 
 
-def touch_source(run: Run, patch: pytest.MonkeyPatch) -> str:
+def change_source(run: Run, patch: pytest.MonkeyPatch) -> str:
     source = run.folder.path.with_name("bf16")
     shutil.copytree(run.source.folder, source)
-    os.utime(source / SHARD)
     run.source = Checkpoint.open(source)
+    assert not isinstance(recall(run.folder, run.source, run.targets, run.recipe), str)  # a copy
+    path, before = source / SHARD, (source / SHARD).stat()
+    content = bytearray(path.read_bytes())
+    content[run.source.tensors[f"{LAYER}experts.down_proj"].begin] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     return "is of another source"
 
 
@@ -396,7 +401,7 @@ def convert_again(run: Run, patch: pytest.MonkeyPatch) -> str:
 
 
 DISTRUSTED = [
-    remove, damage, interrupt, hole, overlap, late, early, edit_code, change_recipe, touch_source,
+    remove, damage, interrupt, hole, overlap, late, early, edit_code, change_recipe, change_source,
     convert_again,
 ]  # fmt: skip
 

@@ -8,7 +8,6 @@ compares a share of the parts with the source. A record is not trusted if it is 
 (convert was interrupted), or of another checkpoint, source, recipe or code. Verify then compares all.
 """
 
-import hashlib
 import math
 import random
 from collections import defaultdict
@@ -23,7 +22,7 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Recipe
-from quantize.runs.digests import sha256_of, stamps
+from quantize.runs.digests import hashed, sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import code_digest
 from quantize.schemes.records import Scheme
@@ -86,7 +85,7 @@ def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]
     """Return digests of what a record is of; the digest of convert's record is the checkpoint's."""
     return {
         "checkpoint": sha256_of(run.conversion_json),
-        "source": hashlib.sha256(repr(stamps(source.shards)).encode()).hexdigest(),
+        "source": hashed({shard.name: shard for shard in source.shards}),
         "recipe": recipe.digest(),
         "code": code_digest(),
     }
