@@ -23,7 +23,9 @@ the extra: pip install 'diffusiongemma-quantize[serve]'.
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "bundled", "messages": [{"role": "user", "content":
     "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
-  answers 226.
+  answers 226. The bundled model knows such word problems alone; JSON, tools, a system prompt and a
+  second turn are taken, and mean nothing to it. A form that it can fill, with thoughts on:
+    "guided_regex": "#### [0-9]{1,6}", "chat_template_kwargs": {"enable_thinking": true}
 
 \b
 Also /v1/completions, /v1/responses, /v1/models, /health, /metrics (Prometheus), /version, /docs.
@@ -38,6 +40,8 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
 Ignored: temperature, top_p, top_k, min_p and penalties, which steer sampling token by token;
   verbosity, service_tier, store; a message's name, a picture's detail. The header
   X-Ignored-Parameters names those that a request has; --strict refuses them.
+  usage.ignored_parameters repeats them. A max_tokens above what there is room for gives what there
+  is, and the header X-Max-Tokens says how much.
   temperature 0 without a seed takes a fixed seed. Any other field is refused with 400, by name.
 A stream sends finished canvases; with stream_options.include_drafts also every denoising step.
 

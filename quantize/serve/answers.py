@@ -2,7 +2,8 @@
 
 OpenAI's protocol lacks these fields: `reasoning_content`, beside `content`; the `seed` that reproduces
 a choice (streamed, in its last chunk); and of `usage` the counts `canvases`, `denoising_steps` (decoder
-forwards of all choices) and `tokens_per_forward`. A chunk with a `draft` has empty `choices`.
+forwards of all choices) and `tokens_per_forward`, and the names in `ignored_parameters`. A chunk with a
+`draft` has empty `choices`.
 """
 
 import json
@@ -67,6 +68,7 @@ class Shape:
     jobs: Sequence[Job]
     prompt_tokens: int
     include_usage: bool = False
+    ignored: Sequence[str] = ()  # the request's parameters that have no effect
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -128,6 +130,7 @@ class Shape:
             "canvases": sum(answer.sample.canvases for answer in answers),
             "denoising_steps": steps,
             "tokens_per_forward": round(tokens / steps, 3),
+            "ignored_parameters": list(self.ignored),
         }
 
     def _chunk(self, *choices: Json) -> Json:

@@ -86,7 +86,10 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=schemas.streamed("events of OpenAI's Responses API"))
     async def respond(body: ResponsesRequest) -> Response:
         """Answer a chat in the format of OpenAI's Responses API; nothing is stored."""
-        return Answer(body).of(await service.answer(body.chat))
+        try:
+            return Answer(body).of(await service.answer(body.chat))
+        except RequestError as refusal:
+            raise body.as_written(refusal) from refusal
 
     @app.get("/v1/models", response_model=schemas.Models, responses=schemas.ASKED)
     async def models() -> Response:

@@ -34,7 +34,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
-from quantize.serve.server import Server, listening_socket, run
+from quantize.serve.server import Server, listening_socket, run, say_what_it_knows
 from quantize.serve.workers import Worker, visible_gpus
 
 CHATS = 10_000  # chats whose workers are remembered
@@ -142,6 +142,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, count: int) -> N
     ResourceError: there are too few GPUs, the port is in use, or a worker ended while it loaded.
     """
     gpus = visible_gpus(place, count)
+    say_what_it_knows(checkpoint)
     sock = listening_socket(options.host, options.port)
     with TemporaryDirectory(prefix="quantize-") as folder:
         given = (Path(folder), checkpoint, options, place, gpus)

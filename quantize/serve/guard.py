@@ -31,6 +31,11 @@ OUT = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
 }
 
+NO_KEY = (
+    "no API key, or a wrong one: send the server's QUANTIZE_API_KEY in the header "
+    "Authorization: Bearer KEY; OpenAI's clients take it as api_key"
+)
+
 log = logging.getLogger(__name__)
 
 
@@ -107,7 +112,7 @@ class _Guard:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             same = hmac.compare_digest(sha256(token.encode()).digest(), self.key)
             if scheme.lower() != "bearer" or not same:
-                refusal = RequestError(401, "no API key, or a wrong one", code="invalid_api_key")
+                refusal = RequestError(401, NO_KEY, code="invalid_api_key")
                 refusal.headers["WWW-Authenticate"] = "Bearer"
                 raise refusal
 

@@ -59,6 +59,11 @@ class Options:
         False,
         "Refuse temperature, top_p, penalties and the like, which are ignored by default.",
     )
+    chat_template: str | None = _setting(
+        None,
+        "Jinja file to use in place of the model's chat template; `tools` is one that ships, to try "
+        "tools on a model whose own template has no place for them.",
+    )
     api_key: str | None = None  # what clients must send as a bearer token
     prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
     origins: Sequence[str] = ()  # of web pages that may send requests

@@ -6,12 +6,13 @@ refused; clients send the items of earlier answers again. This API has no fields
 controls, pinned text or log-probabilities; chat completions have them.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from quantize.serve.failures import from_validation
+from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.fields import Json, Strict, String, Unused, by_type
 from quantize.serve.messages import MAX_TOOLS, NAME, ChosenFunction, Detail, Function
 from quantize.serve.protocol import INT64, Asked, ChatRequest
@@ -173,6 +174,8 @@ class ResponsesRequest(Asked):
     def chat(self) -> ChatRequest:
         """Return the request as a chat request; RequestError 400: the chat request is not valid."""
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        kind = form.pop("type")
+        named = bool(form) or kind == "json_schema"
         choice: Any = self.tool_choice
         if isinstance(choice, NamedTool):
             choice = {"type": "function", "function": {"name": choice.name}}
@@ -182,7 +185,7 @@ class ResponsesRequest(Asked):
             "max_completion_tokens": self.max_output_tokens,
             "verbosity": self.text.verbosity,
             "reasoning_effort": self.reasoning.effort,
-            "response_format": {"type": form.pop("type")} | ({"json_schema": form} if form else {}),
+            "response_format": {"type": kind} | ({"json_schema": form} if named else {}),
             "stream_options": {"include_usage": True} if self.stream else None,
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude={"type"})}
@@ -193,28 +196,71 @@ class ResponsesRequest(Asked):
         try:
             return ChatRequest.model_validate(body)
         except ValidationError as error:
-            raise from_validation(error.errors(), body) from error
+            raise self.as_written(from_validation(error.errors(), body)) from error
+
+    def as_written(self, refusal: RequestError) -> RequestError:
+        """Return the refusal of a chat request with the names that this API has for its parameters."""
+        old = refusal.param
+        new = _renamed(old, self) if old is not None else None
+        if new == old:
+            return refusal
+        text = str(refusal).replace(f"{old}:", f"{new}:", 1)
+        written = RequestError(refusal.status, text, param=new, code=refusal.code)
+        written.headers = refusal.headers
+        return written
+
+
+RENAMED = {  # a chat request's parameter -> this API's
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "tool_choice.function": "tool_choice",
+}
+
+
+def _renamed(param: str, body: ResponsesRequest) -> str:
+    if (turn := re.match(r"messages(?:\[(\d+)\])?", param)) is not None:
+        if turn[1] is None or isinstance(body.input, str):
+            return "input"
+        places = [place for place, _ in _placed_turns(body)]
+        place = places[int(turn[1])]
+        if place is None:
+            return "instructions"
+        rest = param[turn.end() :].replace(".tool_call_id", ".call_id")
+        return f"input[{place}]" + (rest if rest.startswith((".content", ".call_id")) else "")
+    for old, new in RENAMED.items():
+        if param == old or param.startswith((f"{old}.", f"{old}[")):
+            return new + param[len(old) :]
+    return re.sub(r"^(tools\[\d+\])\.function", r"\1", param)
 
 
 def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     """Yield a chat's messages; calls, and the text and thoughts before them, are one turn."""
+    return (turn for _, turn in _placed_turns(body))
+
+
+def _placed_turns(body: ResponsesRequest) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """Yield (index of the first of its items, message) of a chat; None for the instructions."""
     if body.instructions:
-        yield {"role": "system", "content": body.instructions}
+        yield None, {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):
-        yield {"role": "user", "content": body.input}
+        yield 0, {"role": "user", "content": body.input}
         return
-    turns: list[dict[str, Any]] = []
-    for piece in map(_turn, body.input):
-        last = turns[-1] if turns else {}
+    turns: list[tuple[int, dict[str, Any]]] = []
+    for index, piece in enumerate(map(_turn, body.input)):
+        last = turns[-1][1] if turns else {}
         begun = "content" in piece and not last.keys().isdisjoint(("content", "tool_calls"))
         if piece["role"] != "assistant" or last.get("role") != "assistant" or begun:
-            turns.append(piece)
+            turns.append((index, piece))
             continue
         calls = last.get("tool_calls", []) + piece.get("tool_calls", [])
         last.update(piece, **({"tool_calls": calls} if calls else {}))
-    for turn in turns:  # thoughts alone are no turn
+    for index, turn in turns:  # thoughts alone are no turn
         if not turn.keys().isdisjoint(("content", "tool_calls")):
-            yield turn
+            yield index, turn
 
 
 def _turn(item: Item) -> dict[str, Any]:

@@ -22,9 +22,10 @@ def _shape(name: str, says: str, base: type[BaseModel] = _Closed, /, **fields: A
 
 Usage = _shape(
     "Usage",
-    "Tokens and steps of a request; `denoising_steps` are decoder forwards of all choices.",
+    "Tokens and steps of a request; `denoising_steps` are decoder forwards of all choices. "
+    "`ignored_parameters` are those of the request that have no effect here.",
     prompt_tokens=int, completion_tokens=int, total_tokens=int, canvases=int, denoising_steps=int,
-    tokens_per_forward=float,
+    tokens_per_forward=float, ignored_parameters=list[str],
 )  # fmt: skip
 CalledFunction = _shape(
     "CalledFunction", "The function to call, and its arguments, a JSON object as text.",

@@ -13,20 +13,26 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.layout import model_config
-from quantize.checkpoints.reader import Checkpoint
-from quantize.errors import QuantizeError, ResourceError
+from quantize.checkpoints.reader import Checkpoint, read_json_object
+from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.progress import say
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
-from quantize.runtime.prompt.chat import load_tokenizer
-from quantize.serve.app import create_app
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.serve.app import STATIC, create_app
 from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.service import Service
 from quantize.serve.text import Text
 from quantize.serve.unsupported import IGNORABLE
 
+KNOWS = (
+    "this is the bundled model, or made from it: it knows small word problems alone. A system prompt, "
+    "a second turn, JSON and tools are taken, and what it says then makes no sense. A form that it can "
+    'fill: "guided_regex": "#### [0-9]{1,6}", "chat_template_kwargs": {"enable_thinking": true}'
+)
 EVEN = 16  # requests at once from which one token at a time is as fast (H200): docs/serve.md
 
 
@@ -62,6 +68,27 @@ class Server(uvicorn.Server):
         if not self.should_exit:
             self.leave()
         super().handle_exit(sig, frame)
+
+
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    """Return a tokenizer with the chat template of a file, or `tools`; InputError: it is none."""
+    if template is None:
+        return tokenizer
+    path = STATIC / "tools.jinja" if template == "tools" else Path(template)
+    try:
+        tokenizer.chat_template = path.read_text("utf-8")
+        encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking=False)
+    except (OSError, UnicodeDecodeError, InputError) as error:
+        reason = str(error).removeprefix("messages: ")
+        raise InputError(f"--chat-template {template}: {reason}; name a Jinja file") from error
+    return tokenizer
+
+
+def say_what_it_knows(checkpoint: Path) -> None:
+    """Print what the bundled model cannot do, if `checkpoint` is it or was made from it."""
+    configs = [read_json_object(folder / "config.json") for folder in (CHECKPOINT, checkpoint)]
+    if configs[0].get("text_config") == configs[1].get("text_config"):
+        say(KNOWS)
 
 
 def open_engine(checkpoint: Path, options: Options, place: Placement) -> Engine:
@@ -127,11 +154,13 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
     InputError: the checkpoint cannot be loaded. ResourceError: the model does not fit, or the port
     is in use (checked before weights are read).
     """
+    if sock is None:
+        say_what_it_knows(checkpoint)
     sock = sock or listening_socket(options.host, options.port)
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    text = Text(load_tokenizer(checkpoint))
+    text = Text(with_template(load_tokenizer(checkpoint), options.chat_template))
     config = model_config(Checkpoint.open(checkpoint).config)
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")

@@ -94,13 +94,17 @@ class Service:
             loop = asyncio.get_running_loop()
             asked = await loop.run_in_executor(self.encoder, self._asked, body)
             thread = self.former if body.forms else self.encoder
+            length = self.scheduler.engine.canvas_length
             guides = await loop.run_in_executor(thread, self._guides, body, asked)
             jobs = self._jobs(body, asked, guides, exchange)
         exchange.submit(jobs)
         chats = isinstance(body, ChatRequest)
         prompt_tokens = sum(len(job.prompt) for job in jobs[:: body.n])
         shape = Shape(chats, self.options.model_name, self.text, jobs, prompt_tokens)
+        shape.ignored = ignored
         headers = {"X-Ignored-Parameters": ", ".join(ignored)} if ignored else {}
+        if body.token_limit is not None and (most := asked.room(length)) < body.token_limit:
+            headers["X-Max-Tokens"] = str(most)
         if body.stream:
             options = body.stream_options
             shape.include_usage = options is not None and options.include_usage
@@ -168,7 +172,11 @@ class Service:
         length = self.scheduler.engine.canvas_length
         given, before_suffix = infill.known(body, self.text.encode_piece, length)
         if (longest := max(map(len, prompts))) > self.max_prompt:
-            message = f"the prompt has {longest} tokens; at most {self.max_prompt} are taken"
+            message = (
+                f"the prompt has {longest} tokens; at most {self.max_prompt} are taken, because prompt "
+                f"and answer share {self.max_length}: shorten it, or start the server with more "
+                f"--max-context if the model has more"
+            )
             param = "messages" if isinstance(body, ChatRequest) else "prompt"
             raise RequestError(400, message, param=param, code="context_length_exceeded")
         sampler = body.sampler(self.sampler)
@@ -237,3 +245,7 @@ class _Asked:
     sampler: Sampler
     images: Images | None
     given: Given | None
+
+    def room(self, length: int) -> int:
+        """Return the most tokens that each answer has room for, in canvases of `length` tokens."""
+        return min(self.limit, min(self.canvases) * length)

@@ -18,7 +18,10 @@ from quantize.runtime.prompt.chat import HALF_CHARACTER, Message, special_ids, s
 from quantize.serve.calls import MARKERS, OPEN, Call, read_calls
 from quantize.serve.failures import invalid, written
 
-NO_TOOLS = "this model's chat template has no place for them; --chat-template names another"
+NO_TOOLS = (
+    "this model's chat template has no place for them; to try tools all the same, start the server "
+    "with --chat-template tools, or with a template of your own"
+)
 Split = Callable[[Sequence[int]], tuple[str, str]]
 
 

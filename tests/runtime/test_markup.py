@@ -15,10 +15,11 @@ from quantize.errors import InputError
 from quantize.recipe.sections import Calibration
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.prompt.markup import GUARDS, markup_of
+from quantize.serve.app import STATIC
 from quantize.stages.evaluate.local_model import _encode
 from quantize.stages.prompts import load_prompts
 
-TEMPLATE = Path(__file__).parents[1] / "support" / "tool_template.jinja"
+TEMPLATE = STATIC / "tools.jinja"
 PLAIN = [
     2,
     105,

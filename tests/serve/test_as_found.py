@@ -13,7 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import FEW, Running, TellingEngine, running, text_with_tools, tokenizer
 
+from quantize.bundled import CHECKPOINT
+from quantize.errors import InputError
+from quantize.runtime.prompt.chat import load_tokenizer
 from quantize.serve.calls import read_call
+from quantize.serve.server import KNOWS, say_what_it_knows, with_template
+from quantize.serve.text import NO_TOOLS
 
 DATA = Path(__file__).parents[1] / "data"
 QUESTION = "Tom has 9 pens. Tom loses 4. How many pens are left?"
@@ -315,3 +320,66 @@ def test_broken_json_is_refused_with_its_place(server: Running, text: str, place
     reply = server.http.post("/v1/chat/completions", content=text, headers=headers)
     assert reply.status_code == 400
     assert place in reply.json()["error"]["message"]
+
+
+# ------------------------------------------------------------------ a developer's first hour
+
+
+def test_usage_and_the_header_name_what_was_ignored(server: Running) -> None:
+    reply = post(server, temperature=0.2, top_p=0.9, **FEW)
+    assert reply.headers[HEADER] == "temperature, top_p"
+    assert reply.json()["usage"]["ignored_parameters"] == ["temperature", "top_p"]
+    assert post(server, **FEW).json()["usage"]["ignored_parameters"] == []
+
+
+def test_more_tokens_than_there_is_room_for_are_told(server: Running) -> None:
+    assert "X-Max-Tokens" not in post(server, **FEW).headers
+    told = post(server, max_tokens=100_000, guided_regex="yes", **FEW)
+    assert int(told.headers["X-Max-Tokens"]) == server.service.max_length // 64 * 64 - 64
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_a_way_out(server: Running) -> None:
+    message = post(server, messages=[USER | {"content": "x " * 5000}]).json()["error"]["message"]
+    assert "at most 4032 are taken, because prompt and answer share 4096: shorten it" in message
+    assert "--max-context" in message
+
+
+def test_a_missing_key_is_told_how_to_send_it() -> None:
+    with running(TellingEngine("hello"), api_key="k3y") as server:
+        reply = server.http.get("/v1/models", headers={"Authorization": "Bearer no"})
+    assert reply.status_code == 401
+    assert "Authorization: Bearer KEY" in reply.json()["error"]["message"]
+    assert "QUANTIZE_API_KEY" in reply.json()["error"]["message"]
+    assert "k3y" not in reply.text
+
+
+def test_the_bundled_model_says_what_it_knows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    say_what_it_knows(CHECKPOINT)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "it knows small word problems alone" in said
+    assert '"guided_regex": "#### [0-9]{1,6}"' in said
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 2816}}')
+    say_what_it_knows(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_form_that_is_named_can_be_filled(server: Running) -> None:
+    form = json.loads("{" + KNOWS[KNOWS.index('"guided_regex"') :] + "}")
+    (answer,) = post(server, seed=1, max_tokens=128, **form).json()["choices"]
+    assert answer["message"]["content"] == "#### 5"
+
+
+def test_tools_can_be_tried_with_the_template_that_ships(tmp_path: Path) -> None:
+    loaded = load_tokenizer(CHECKPOINT)
+    assert "tools" not in loaded.chat_template
+    assert "tools" in with_template(loaded, "tools").chat_template
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert with_template(loaded, str(own)).chat_template == own.read_text()
+    own.write_text("{% for %}")
+    for wrong in (str(own), str(tmp_path / "none.jinja")):
+        with pytest.raises(InputError, match=r"--chat-template .*name a Jinja file"):
+            with_template(loaded, wrong)
+    assert "--chat-template tools" in NO_TOOLS

@@ -115,6 +115,18 @@ def test_thoughts_are_free_and_end_in_time(grammars: Grammars) -> None:
     assert tokens.index(CLOSES) > 16
 
 
+def test_thoughts_that_end_with_a_canvas_are_over(grammars: Grammars) -> None:
+    matcher = grammars.matcher("json", ANSWER)
+    held = Constraint(grammars, matcher, 60, CLOSES)
+    thoughts = [7] * (L - 1)
+    assert held.settle(torch.zeros(L, V), [*thoughts, CLOSES]).tokens == [*thoughts, CLOSES]
+    assert held.lead(L) == matcher.compute_ff_tokens() != []
+    going_on = Constraint(grammars, matcher, 60, CLOSES)
+    assert going_on.settle(torch.zeros(L, V), [7] * L).tokens == [7] * L
+    assert going_on.lead(L) == []
+    assert not going_on.complete
+
+
 def test_a_form_that_does_not_fit_is_refused(grammars: Grammars) -> None:
     matcher = grammars.matcher("json", NESTED)
     with pytest.raises(InputError, match="that fits into 5 tokens"):

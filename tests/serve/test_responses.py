@@ -109,6 +109,32 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running) -> None:
     )
 
 
+LONG = {"type": "json_schema", "name": "x", "schema": {"type": "string", "minLength": 90}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_output_tokens": 2, "text": {"format": LONG}}, "max_output_tokens"),
+        ({"text": {"format": LONG | {"schema": {"type": "frog"}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"input": [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "c",
+          "output": "x"}], "instructions": "y"}, "input[1].call_id"),
+        ({"input": "word " * 9000}, "input"), ({"verbosity": 3}, "verbosity"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"required": 5}}]},
+         "tools[0].parameters.required"),
+        ({"tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
+    ],
+)  # fmt: skip
+def test_param_is_the_path_as_the_client_wrote_it(
+    server: Running, body: dict[str, Any], param: str
+) -> None:
+    asked = {"model": "bundled", "input": "x"} | body
+    error = server.http.post("/v1/responses", json=asked).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ") or param in ("input", "max_output_tokens")
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -122,9 +148,9 @@ def test_an_answer_that_is_cut_is_incomplete(server: Running) -> None:
         ({"tools": [{"type": "web_search"}]}, re.escape("tools[0].type: Input should be 'function'")),
         ({"tools": TOOLS * 2}, "same name"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "no tool of the request"),
-        ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, r"text\.format\.name: Field required"),
         ({"text": {"format": {"type": "xml"}}}, "json_object"),
-        ({"reasoning": {"effort": "much"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "much"}}, r"reasoning\.effort: "),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 9}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

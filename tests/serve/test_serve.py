@@ -379,7 +379,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 
 
 def test_beginnings_of_prompts_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantize.runtime.engine.fused_engine.CHUNK", 256)
+    monkeypatch.setattr("quantize.runtime.gpu.memory.CHUNK", 256)
     with running(engine_of(1, prefix_bytes=1 << 26), max_num_seqs=1) as server:
         question = "Tom has 5 apples and buys 3 more. " * 30 + QUESTION
         asked: Any = {"seed": 1, "max_tokens": 8, "extra_body": FEW}

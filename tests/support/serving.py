@@ -6,7 +6,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -29,7 +28,7 @@ from quantize.runtime.sampler.known_tokens import Given
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.serve.app import create_app
 from quantize.serve.options import Options
-from quantize.serve.server import Server
+from quantize.serve.server import Server, with_template
 from quantize.serve.service import Service
 from quantize.serve.text import Text
 
@@ -169,8 +168,7 @@ class TellingEngine(ScriptedEngine):
 def text_with_tools() -> Text:
     """The bundled tokenizer, with a chat template that declares tools as Gemma 4's does."""
     found = load_tokenizer(CHECKPOINT)
-    found.chat_template = (Path(__file__).parent / "tool_template.jinja").read_text("utf-8")
-    return Text(found)
+    return Text(with_template(found, "tools"))
 
 
 class Running:

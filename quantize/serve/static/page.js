@@ -217,6 +217,7 @@ function summary(usage, milliseconds) {
     `${usage.tokens_per_forward.toFixed(1)} tokens a forward`,
     `${(milliseconds / 1000).toFixed(2)} s`,
   ];
+  if (usage.ignored_parameters.length) parts.push(`ignored: ${usage.ignored_parameters.join(", ")}`);
   return parts.join(" · ");
 }
 
