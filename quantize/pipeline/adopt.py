@@ -15,6 +15,7 @@ from quantize.host.files import read_json, write_bytes, write_json
 from quantize.pipeline.run import advance, opened
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.pipeline.staleness import change_for, check_fresh
+from quantize.reports.headline import fastest_point
 from quantize.runs.manifest import checksums
 from quantize.runs.models import AT_POINT
 from quantize.runs.weights import Weights
@@ -39,19 +40,21 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
 
 
 def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
-    report = read_json(run.folder.report_json, "operating_points", "tasks")
+    report = read_json(run.folder.report_json, "operating_points", "tasks", "speeds")
     points = report["operating_points"]
     if not points:
         raise InputError(
             f"{run.folder.report_json}: no operating points were judged; `quantize evaluate "
             f"{run.folder.path} --steps T` judges one"
         )
-    found = [p for p in points if (p["passes"] if name is None else p["name"] == name)]
+    fastest = fastest_point(report)
+    found = [p for p in points if (p is fastest if name is None else p["name"] == name)]
     if name is not None and not found:
         judged = ", ".join(point["name"] for point in points)
         raise InputError(f"no operating point {name!r} was judged; there are: {judged}")
     if not found or not found[0]["passes"]:
-        what = f"operating point {name} does not pass" if name else "no operating point passes"
+        none = "no operating point passes and is faster than the model's own settings"
+        what = f"operating point {name} does not pass" if name else none
         raise GateError(f"{run.folder.report_json}: {what}")
     candidate = next(task["made_with"] for task in report["tasks"] if task["gated"])
     if why := Weights.of(run.folder).fault(

@@ -139,10 +139,12 @@ def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe
     folder = existing_run(path)
     with working_in(folder):
         if name := read_json(folder.manifest_json).get("judged"):
-            raise InputError(
-                f"{path}: a judgement of {name}, not a run of ours; `quantize judge ... --resume` goes "
-                f"on with it"
-            )
+            rest = "`quantize judge ... --resume` goes on with it"
+            if folder.report_json.exists():
+                rest = (
+                    f"nothing is left to do or to publish, and {folder.report_html} has the verdict"
+                )
+            raise InputError(f"{path}: a judgement of {name}, not a run of ours; {rest}")
         recipe = read_recipe(folder.recipe_yaml)
         check_fresh(folder, recipe, stages)
         yield folder, recipe

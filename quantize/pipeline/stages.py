@@ -259,6 +259,7 @@ def _lacks_samples(run: Run) -> str | None:
     if run.options.get("noise_floor") and not is_scored(run.folder, BASELINE_AGAIN):
         return "the noise floor is not scored"
     if run.options.get("operating_points"):
+        _refuse_no_points(run.recipe)
         for name in run.recipe.evaluation.operating_points:
             if not is_scored(run.folder, AT_POINT + name):
                 return f"operating point {name} is not scored"
@@ -267,6 +268,13 @@ def _lacks_samples(run: Run) -> str | None:
     if run.options.get("go_on") and (ended or done["not_asked"]):
         return "it ended when the verdict was certain"
     return None
+
+
+def _refuse_no_points(recipe: "Recipe") -> None:
+    if not recipe.evaluation.operating_points:
+        raise InputError(
+            f"recipe {recipe.name}: no evaluation.operating_points; write some, or use --steps"
+        )
 
 
 def evaluate_more(
@@ -287,10 +295,8 @@ def evaluate_more(
 
     settings = run.recipe.evaluation
     points = dict(settings.operating_points) if operating_points else {}
-    if operating_points and not points:
-        raise InputError(
-            f"recipe {run.recipe.name}: no evaluation.operating_points; write some, or use --steps"
-        )
+    if operating_points:
+        _refuse_no_points(run.recipe)
     for count in steps:
         points[f"t{count}"] = OperatingPoint.model_validate({"max_denoising_steps": count})
     if batch_size is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
+from quantize.reports.provenance import without_places
 from quantize.runs.folder import RunDir
 
 TAKEN = (
@@ -43,6 +44,7 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
             text = json.dumps(shareable(read_json(path)), indent=2) + "\n"
         else:
             text = path.read_text("utf-8", "replace")
+            text = without_places(text) if name.endswith(".yaml") else text
         text = _frames(text) if path == run.log else text
         for place, word in ((run.path.resolve(), "RUN"), (run.path, "RUN"), (Path.home(), "~")):
             if len(place.parts) > 1:

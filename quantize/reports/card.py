@@ -20,12 +20,13 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from quantize.checkpoints.reader import read_header
+from quantize.checkpoints.reader import GENERATION, read_header
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
+from quantize.recipe.controls import CONTROLS
 from quantize.recipe.sections import Recipe
 from quantize.reports.headline import chosen_point
-from quantize.reports.provenance import baseline_lines
+from quantize.reports.provenance import baseline_lines, without_places
 from quantize.reports.render import markdown_table
 from quantize.reports.sections import JUDGED, Section, fidelity_section, looks_lines
 from quantize.reports.table import interval_text, score_table
@@ -62,25 +63,37 @@ class Override:
     reason: str
 
 
-def serve_command(repo: str, canvas: int) -> str:
-    """Return the vLLM command for `repo`, one flag per line; `canvas` is the length of a canvas."""
-    return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas)])
+def serve_command(repo: str, canvas: int, steps: int | None = None) -> str:
+    """Return the vLLM command for `repo`, one flag per line; `canvas` is the length of a canvas.
+
+    `steps` is the most denoising steps of a canvas, None for vLLM's own number: it reads this setting
+    from the flag alone.
+    """
+    return " \\\n  ".join([f"vllm serve {repo}", *_flags(canvas, steps)])
 
 
-def docker_command(repo: str, canvas: int) -> str:
+def docker_command(repo: str, canvas: int, steps: int | None = None) -> str:
     """Return the docker command that serves `repo` with vLLM; a private `repo` needs HF_TOKEN."""
     start = "docker run --gpus all --ipc=host -p 8000:8000 -e HF_TOKEN"
     cache = "-e HF_HOME=/models -v ~/.cache/huggingface:/models"
     plugin = f'-v "$PWD/{SERVING["plugin"]}:/plugin" --entrypoint sh {SERVING["image"]}'
     serve = """-c 'cp -r /plugin /tmp && pip install -q /tmp/plugin && exec vllm serve "$@"'"""
-    return " \\\n  ".join([start, cache, plugin, serve, f"vllm {repo}", *_flags(canvas)])
+    return " \\\n  ".join([start, cache, plugin, serve, f"vllm {repo}", *_flags(canvas, steps)])
 
 
-def _flags(canvas: int) -> list[str]:
+def _flags(canvas: int, steps: int | None) -> list[str]:
+    more = f'{canvas}, "max_denoising_steps": {steps}' if steps else str(canvas)
     return [
-        f"{entry['flag']} {shlex.quote(entry['value'].replace('{canvas}', str(canvas)))}"
+        f"{entry['flag']} {shlex.quote(entry['value'].replace('{canvas}', more))}"
         for entry in SERVING["flags"]
     ]
+
+
+def _steps_served(checkpoint: Path) -> int | None:
+    """Return the most steps that a checkpoint states, None if they are the usual ones."""
+    path = checkpoint / GENERATION
+    stated = read_json(path).get("max_denoising_steps") if path.is_file() else None
+    return None if stated == CONTROLS["max_denoising_steps"].default else stated
 
 
 def card(
@@ -93,6 +106,7 @@ def card(
     """
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     canvas = int(read_json(run.checkpoint / "config.json")["canvas_length"])
+    steps = _steps_served(run.checkpoint)
     uses_gptq = recipe.quantization.rounding == "gptq"
     calibrated = ["input scales"] * recipe.needs_calibration + ["GPTQ's Hessians"] * uses_gptq
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
@@ -104,6 +118,7 @@ def card(
         scores=markdown_table(Section("", *scores)),
         fidelity=report["fidelity"] and markdown_table(fidelity_section(report["fidelity"])),
         repo=repo,
+        place=repo if "/" in repo else ".",
         base=base,
         report=report,
         looks=[*looks_lines(report), *baseline_lines(report)],
@@ -112,14 +127,14 @@ def card(
         calibrated=calibrated if recipe.calibration else [],
         pictures=_pictures(run, recipe),
         schemes=list(recipe.quantization.targets_by_scheme()),
-        recipe_yaml=recipe.to_yaml().strip(),
+        recipe_yaml=without_places(recipe.to_yaml()).strip(),
         source=manifest["source"],
         commit=manifest["source"].get("commit"),  # None: the base model came from a folder
         groups=_groups(run.targets_csv),
         override=override,
         serving=SERVING,
-        serve=serve_command(repo, canvas),
-        docker=docker_command(repo, canvas),
+        serve=serve_command(repo, canvas, steps),
+        docker=docker_command(repo, canvas, steps),
         attributions=sorted(
             path.name for name in ("LICENSE*", "NOTICE*") for path in run.checkpoint.glob(name)
         ),

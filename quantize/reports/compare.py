@@ -120,7 +120,10 @@ def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
 
 def _figures(run: RunDir) -> dict[str, float]:
     figures: dict[str, float] = {}
-    if run.checkpoint.is_dir():
+    if run.report_json.exists():  # as the report says: all tensors, without the files' headers
+        nbytes = read_json(run.report_json, "sizes")["sizes"]["quantized_bytes"]
+        figures["checkpoint, MB"] = nbytes / 1e6
+    elif run.checkpoint.is_dir():
         shards = run.checkpoint.glob("*.safetensors")
         figures["checkpoint, MB"] = sum(file.stat().st_size for file in shards) / 1e6
     if run.fidelity_json.exists():

@@ -3,7 +3,7 @@
 The argument `content` is report.json. report.md and report.html show the same sentences and rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -86,15 +86,42 @@ def point_rows(content: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def fastest_point(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the fastest operating point that passes and is faster than the own settings; or None."""
+    speeds, gated = content["speeds"], [task for task in content["tasks"] if task["gated"]]
+    if speeds:
+        own, key = speeds["tokens_a_second"]["quantized"], "tokens_a_second"
+    else:
+        own, key = (
+            tokens_a_forward([task["quantized_counts"] for task in gated]),
+            "tokens_per_forward",
+        )
+    passing = (point for point in content["operating_points"] if point["passes"])
+    return next((point for point in passing if own is None or point[key] > own), None)
+
+
+def tokens_a_forward(counts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the tokens per forward over several tasks' counts, None if a count does not tell it."""
+    if not counts or any(not count["tokens_per_forward"] for count in counts):
+        return None
+    tokens = [count["tokens_per_sample"] * count["samples"] for count in counts]
+    forwards = (n / count["tokens_per_forward"] for n, count in zip(tokens, counts, strict=True))
+    return sum(tokens) / sum(forwards)
+
+
 def chosen_point(content: Mapping[str, Any]) -> str:
     """Return a sentence: the fastest point that passes, or that none passes, or none was judged."""
     points = content["operating_points"]
     if not points:
         return "Operating points were not judged: the model's own sampler settings hold."
-    best = next((point for point in points if point["passes"]), None)
+    best = fastest_point(content)
     if best is None:
+        some = any(point["passes"] for point in points)
+        what = "that passes is faster than" if some else "passes: keep"
+        served = content.get("served_at")
+        has = f" generation_config.json has the settings of {served}." if served else ""
         return (
-            f"None of {len(points)} operating points passes: keep the model's own sampler settings."
+            f"None of {len(points)} operating points {what} the model's own sampler settings.{has}"
         )
     speed = f"{best['tokens_per_forward']:.1f} tokens a forward"
     if speeds := content["speeds"]:

@@ -1,7 +1,10 @@
 """Says when, by which code and at what cost a run was made: report.json's key `made`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from quantize.host.resources import now
 from quantize.host.units import size
@@ -103,3 +106,19 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
             sizes = ("-" if count is None else size(count) for count in peaks)
             found.append((name, *times, *sizes, facts["gpu"] or "-", facts["ended"]))
     return found
+
+
+def without_places(recipe: str) -> str:
+    """Return a recipe's YAML with the names of files in place of their paths on this machine."""
+    return yaml.safe_dump(_named(yaml.safe_load(recipe)), sort_keys=False)
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _named(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each) for each in value]
+    is_place = (
+        isinstance(value, str) and "\n" not in value and Path(value).expanduser().is_absolute()
+    )
+    return Path(value).name if is_place else value

@@ -14,6 +14,7 @@ from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 
+EXAMPLES = 3  # answers without a final value that a report shows of each model
 QUESTION_COLUMNS = ("question", "outcome", "target", "BF16", "quantized", "steps")
 
 
@@ -34,6 +35,19 @@ def differing(base: Scoring, other: Scoring) -> list[dict[str, Any]]:
         _entry(rows, hidden=base.private)
         for _, rows in sorted(pairs.items())
         if any(_differ(*pair) for pair in rows)
+    ]
+
+
+def unread(scoring: Scoring) -> list[str]:
+    """Return the first EXAMPLES answers in which no final value was found, each with its question.
+
+    Of a private task's answer only hashes of the document are given, of another the answer's end.
+    """
+    rows = [row for row in scoring.rows if not row.answered][:EXAMPLES]
+    ends = ["" if scoring.private else " ".join(row.text[-200:].split()) for row in rows]
+    return [
+        f"question {row.doc_id} ({row.doc_hash[:12]})" + (f": {end}" if end else "")
+        for row, end in zip(rows, ends, strict=True)
     ]
 
 

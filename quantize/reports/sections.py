@@ -72,6 +72,11 @@ def sections(content: Content) -> list[Section]:
             health_rows(tasks),
         ),
         Section(
+            "Answers without a final value",
+            ("task", "model", "answers", "share", "examples"),
+            unread_rows(content),
+        ),
+        Section(
             "Published figures beside these",
             ("published", "by", "BF16", "FP8", "NVFP4", "BF16 here", "quantized here",
              "published BF16"),
@@ -117,6 +122,25 @@ def question_sections(questions: Content) -> list[Section]:
     return found
 
 
+def unread_rows(content: Content) -> list[list[str]]:
+    """Return one row per gated task and model: how many answers have no final value, and examples.
+
+    There is none for a task in which both models always have one.
+    """
+    rows: list[list[str]] = []
+    for task in (task for task in content["tasks"] if task["gated"]):
+        examples = content.get("no_answer", {}).get(task["task"], {})
+        counts = {"bf16": task["bf16_counts"], "quantized": task["quantized_counts"]}
+        if not any(count["no_answer"] for count in counts.values()):
+            continue
+        for model, count in counts.items():
+            share = f"{100 * count['no_answer'] / count['samples']:.1f} %"
+            number = f"{count['no_answer']:,} of {count['samples']:,}"
+            shown = "; ".join(examples.get(model, [])) or "-"
+            rows.append([task["task"], {"bf16": "BF16"}.get(model, model), number, share, shown])
+    return rows
+
+
 def looks_lines(content: Content) -> list[str]:
     """Return sentences on tasks that ended early or were not asked, and on unjudged steps."""
     lines = [
@@ -129,6 +153,18 @@ def looks_lines(content: Content) -> list[str]:
         f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
     ]
     lines += [f"{sentence}." for sentence in content.get("not_read", [])]
+    gated = [task for task in content["tasks"] if task["gated"] and not task["not_comparable"]]
+    if gated:
+        lines.append(
+            f"The verdict rests on a one-sided {gated[0]['confidence']:.0%} bound of the loss, the "
+            f"table's intervals are two-sided: beside a PASS one may reach past the margin."
+        )
+    lines += [
+        f"{task['task']}: BF16 answers everything correctly, so the task is saturated: it shows large "
+        f"losses only."
+        for task in gated
+        if task["base"] == 1
+    ]
     limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
     if limits and not any(limits):
         lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
@@ -156,6 +192,12 @@ def fidelity_section(fidelity: Content) -> Section:
         f"{name}, KL by kind of prompt: {kinds}."
         for name, found, _ in replays
         if (kinds := kinds_text(found.get("by_kind", [])))
+    ]
+    notes += [
+        f"{name}, share of BF16's experts that the router chooses too, by layer: "
+        f"{', '.join(f'{share:.3f}' for share in found['routing_overlap'])}."
+        for name, found, _ in replays
+        if found.get("routing_overlap")
     ]
     notes += ranges_lines(fidelity)
     columns = ("activations", *FIDELITY.values(), "KL limit")

@@ -57,7 +57,7 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
                 SIGNS[name],
                 *(f"{100 * sign[model]:.1f} %" for model in ("base", "quantized")),
                 f"{sign['difference_pp']:+.1f} pp {interval_text(sign, '+.1f')}",
-                "-" if limit is None else f"{limit:+g} pp",
+                "-" if limit is None else f"{limit:+.2f} pp",
                 "not judged" if limit is None else "within" if passed else "not excluded",
             ])  # fmt: skip
         if task["length"]:

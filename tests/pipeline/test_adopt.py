@@ -1,5 +1,7 @@
 """A point's settings in generation_config.json: verified, reported, published only if they passed."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from quantize.pipeline.adopt import _write
 from quantize.pipeline.run import opened
 from quantize.recipe.sections import Recipe
 from quantize.reports.headline import chosen_point
+from quantize.reports.provenance import without_places
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.manifest import checksums, fingerprint
 from quantize.runtime import Sampler
@@ -224,3 +227,47 @@ def test_a_checkpoint_that_changed_is_not_adopted(quick: Quick) -> None:
     assert refused.code == 2
     assert "convert is stale, checkpoint or conversion.json changed" in refused.last
     assert (run.checkpoint / GENERATION).read_bytes() == before
+
+
+def test_a_point_that_is_not_faster_is_not_recommended(quick: Quick) -> None:
+    """Both points answered with as many tokens a forward as the model's own settings."""
+    report = read_json(quick.folder.report_json)
+    assert [point["passes"] for point in report["operating_points"]] == [True, True]
+    assert chosen_point(report).startswith("None of 2 operating points that passes is faster")
+    done = quick("adopt", quick.folder.path)
+    assert (done.code, "no operating point passes and is faster" in done.last) == (1, True)
+    report["operating_points"][1]["tokens_per_forward"] += 1
+    assert "Fastest of 2 operating points" in chosen_point(report)
+
+
+def test_the_cards_commands_serve_the_adopted_steps(quick: Quick) -> None:
+    run = quick.folder
+    (quick.model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    for point, stated in (("t10", 10), ("--own", None)):
+        assert quick("adopt", run.path, point).code == 0
+        assert quick("card", run.path).code == 0
+        text = (run.checkpoint / "README.md").read_text()
+        configs = re.findall(r"--diffusion-config '(\{.*?\})'", text)
+        assert len(configs) == 2  # vLLM's command, and docker's
+        assert [json.loads(each).get("max_denoising_steps") for each in configs] == [stated] * 2
+    (quick.model / "README.md").unlink()
+
+
+def test_the_cards_own_command_finds_the_folder_that_it_stands_in(quick: Quick) -> None:
+    (quick.model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert quick("card", quick.folder.path).code == 0
+    text = (quick.folder.checkpoint / "README.md").read_text()
+    assert "quantize generate . " in text
+    assert 'folder = Path(".")' in text
+    assert quick("card", quick.folder.path, "--repo", "a/b").code == 0
+    text = (quick.folder.checkpoint / "README.md").read_text()
+    assert "quantize generate a/b " in text
+    assert 'snapshot_download("a/b")' in text
+    (quick.model / "README.md").unlink()
+
+
+def test_neither_bundle_nor_card_name_a_place_of_this_machine(tmp_path: Path) -> None:
+    data = tmp_path / "secret" / "mine.jsonl"
+    recipe = f"name: x\nevaluation: {{own_tasks: {{mine: {{data: {data}, prompt: q}}}}}}\n"
+    assert str(tmp_path) not in without_places(recipe)
+    assert "data: mine.jsonl" in without_places(recipe)

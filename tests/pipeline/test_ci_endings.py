@@ -205,3 +205,74 @@ def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
     assert commands in quick("status", where).out
     quick.monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", made_up_scores)
     assert [quick(stage, where).code for stage in ("evaluate", "report")] == [0, 0]
+
+
+def test_a_finished_judgement_says_that_nothing_is_left(quick: Quick) -> None:
+    assert judged(quick).code == 0
+    (path,) = quick.out.glob("judge-*")
+    done = quick("card", path)
+    assert done.code == 2
+    assert "--resume" not in done.last
+    assert (
+        f"nothing is left to do or to publish, and {path / 'report.html'} has the verdict"
+        in done.last
+    )
+
+
+def test_points_that_a_recipe_lacks_are_missed_on_resume_too(quick: Quick) -> None:
+    theirs = quick.folder.checkpoint
+    words = (
+        "judge",
+        theirs,
+        "--against",
+        quick.model,
+        "--recipe",
+        quick.recipe,
+        "--out",
+        quick.out,
+    )
+    assert quick(*words).code == 0
+    done = quick(*words, "--resume", "--operating-points")
+    assert (done.code, "no evaluation.operating_points" in done.last) == (2, True)
+    done = quick.run("--resume", "--operating-points")
+    assert (done.code, "no evaluation.operating_points" in done.last) == (2, True)
+
+
+def test_both_models_answers_without_a_value_are_counted_and_shown(quick: Quick) -> None:
+    """The same faults of both sides give the same counts, whichever side they are on."""
+    shares: list[tuple[str, str]] = []
+    for side in ("bf16", "quantized"):
+
+        def evaluated(run: RunDir, *more: Any, side: str = side, **options: Any) -> Any:
+            found = made_up_scores(run, *more, **options)
+            scoring = read_scoring(run.evaluation / side, TASK)
+            empty = [
+                replace(row, answer="[invalid]", text=f"It is number {row.doc_id}, or so")
+                if row.doc_id < 4 else row
+                for row in scoring.rows
+            ]  # fmt: skip
+            write_scoring(run.evaluation / side, replace(scoring, rows=empty))
+            return found
+
+        asked(quick, "evaluate", evaluated, quick.folder.evaluation)
+        text = quick.folder.report_md.read_text()
+        assert "## Answers without a final value" in text
+        assert "question 2 (d2): It is number 2, or so" in text
+        assert "number 3, or so" not in text  # three examples
+        lines = [line for line in text.splitlines() if line.startswith(f"| {TASK} | ")]
+        counted = {
+            cells[1]: cells[2]
+            for line in lines
+            if (cells := line.strip("| ").split(" | "))[1] != "x"
+        }
+        shares.append((counted["BF16"], counted["quantized"]))
+    assert shares == [("4 of 60", "0 of 60"), ("0 of 60", "4 of 60")]
+
+
+def test_a_report_says_which_bound_it_judged_and_what_is_saturated(quick: Quick) -> None:
+    assert by_loss(0)(quick).code == 0
+    text = quick.folder.report_md.read_text()
+    assert "one-sided 95% bound of the loss" in text
+    assert f"{TASK}: BF16 answers everything correctly, so the task is saturated" in text
+    assert "by layer: 1.000." in text  # routing
+    assert "33333" not in text

@@ -22,7 +22,7 @@ from quantize.recovery.gate import Verdict, judge, judge_task
 from quantize.recovery.statistics import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made
-from quantize.reports.questions import questions_and_canvases
+from quantize.reports.questions import questions_and_canvases, unread
 from quantize.reports.render import html, markdown
 from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
@@ -50,7 +50,8 @@ def report(
     verification = _needed(run.verification_json, "verify")
     comparable = (t["task"] for t in judged["tasks"] if t["gated"] and not t["not_comparable"])
     scores = Scores(run, recipe)
-    questions, canvases = questions_and_canvases(run, {t: scores.both(t) for t in comparable})
+    pairs = {task: scores.both(task) for task in comparable}
+    questions, canvases = questions_and_canvases(run, pairs)
     before, after = sum_bytes(targets)
     content = {
         "format": 2,
@@ -70,6 +71,10 @@ def report(
         "coverage": _coverage(run),
         "questions": questions,
         "canvases": canvases,
+        "no_answer": {
+            task: {BASELINE: unread(base), CANDIDATE: unread(other)}
+            for task, (base, other) in pairs.items()
+        },
         "made": made(manifest),
         "stages": manifest["stages"],
     }
