@@ -87,7 +87,7 @@ def reading(run: Run, stage: Stage) -> Generator[dict[str, str | None]]:
     """
     inputs, records = input_digests(run.folder, stage), _records(run.folder)
     for name, digest in inputs.items():
-        if digest is not None and name in records and records[name]["result"] != digest:
+        if name in records and records[name]["result"] != digest:
             (maker,) = (other for other in STAGES if other.name == name)
             raise InputError(
                 f"{run.folder.path / maker.result}: not what {name} wrote; "

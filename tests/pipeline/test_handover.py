@@ -152,6 +152,42 @@ def test_an_output_that_changes_while_it_is_read_is_refused(maker: Stage, run: A
             os.utime(path)
 
 
+def test_a_refusal_says_what_is_wrong_and_what_to_do(run: Any) -> None:
+    folder = run.folder.path
+    change(run.folder.fidelity_json)
+    with pytest.raises(InputError) as error:
+        check_fresh(run.folder, RECIPE, STAGES)
+    assert str(error.value) == (
+        f"{folder}: fidelity is stale, fidelity.json changed after it was made; "
+        f"`quantize fidelity {folder}` makes it again"
+    )
+    with pytest.raises(InputError) as error, reading(run, stage("report")):
+        pass
+    assert str(error.value) == (
+        f"{folder}/fidelity.json: not what fidelity wrote; `quantize fidelity {folder}` makes it again"
+    )
+    with pytest.raises(InputError) as error, reading(run, stage("verify")):
+        change(run.folder.conversion_json)
+    assert str(error.value) == (f"{folder}: what verify reads changed while it ran; run it again")
+    records = read_json(run.folder.stages_json)
+    del records["verify"]
+    write_json(run.folder.stages_json, records)
+    assert why_stale(run.folder, stage("verify")) == "nothing says what its result was made from"
+
+
+def test_a_result_that_is_gone_is_refused_unless_the_recipe_has_no_such_stage(run: Any) -> None:
+    shutil.rmtree(run.folder.rounding)
+    assert why_stale(run.folder, stage("round")) == "there is no result"
+    said = "rounding: not what round wrote"
+    with pytest.raises(InputError, match=said), reading(run, stage("convert")):
+        pytest.fail("it was read")
+    records = read_json(run.folder.stages_json)
+    del records["round"]
+    write_json(run.folder.stages_json, records)
+    with reading(run, stage("convert")) as inputs:
+        assert inputs["round"] is None
+
+
 @pytest.mark.parametrize("maker", READ, ids=lambda maker: maker.name)
 def test_what_is_made_otherwise_makes_its_readers_stale(maker: Stage, run: Any) -> None:
     make(run.folder, maker, seed=1)
