@@ -228,7 +228,7 @@ def report_failure(run: Run, failed: Stage) -> None:
     from quantize.stages.report.report import report
 
     later = [each.name for each in STAGES[STAGES.index(failed) + 1 : -1]]
-    if later:
+    if later and (run.folder.path / failed.result).exists():  # it found a fault, and wrote so
         report(run.folder, run.recipe, run.targets, not_reached=later)
         say(f"report: {run.folder.report_html}")
 

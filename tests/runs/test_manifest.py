@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,8 @@ def test_a_new_manifest(model: Path) -> None:
     made = new_manifest(source, "digest", "nvfp4", "org/model")
     about = {"model": "org/model", "bundled": False, "commit": None, "folder": str(model.resolve())}
     assert made["source"] == about | {"fingerprint": "digest", "bytes": source.nbytes}
-    assert (made["recipe"], made["stages"]) == ("nvfp4", {})
+    assert (made["recipe"], made["stages"], made["tool"]) == ("nvfp4", {}, tool())
+    assert made["began"]
     assert made["versions"] == {"python": manifest.platform.python_version()} | package_versions()
     assert {"torch", "transformers", "safetensors"} < made["versions"].keys()
     assert set(made["hardware"]) == {"cpu", "cores", "memory_bytes", "gpus"}
@@ -73,6 +75,15 @@ def test_an_installation_names_the_commit_that_pip_noted(
     installed = SimpleNamespace(read_text=lambda _: text)
     monkeypatch.setattr(manifest, "distribution", lambda _: installed)
     assert tool() == {"version": manifest.__version__, "commit": commit, "modified": None}
+
+
+def test_git_is_asked_about_the_folder(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    here = manifest._git(tmp_path, "rev-parse", "--show-toplevel")
+    assert here == str(tmp_path.resolve())
+    (tmp_path / "new").write_text("x")
+    assert manifest._git(tmp_path, "status", "--porcelain") == "?? new"
+    assert manifest._git(tmp_path, "no-such-command") is None
 
 
 def test_git_that_fails_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
