@@ -17,6 +17,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
+from quantize.serve.failures import invalid
 from quantize.serve.fields import IGNORED, Json, Strict, String, Unused
 from quantize.serve.messages import (
     MAX_TOOLS,
@@ -162,11 +163,13 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOR
         return self.max_tokens
 
     def sampler(self, base: Sampler) -> Sampler:
-        """Return `base` with the request's controls; InputError: they contradict each other."""
+        """Return `base` with the request's controls; RequestError 400: they contradict each other."""
+        given = self.model_dump(include={*CONTROLS}, exclude_none=True)
         try:
-            return replace(base, **self.model_dump(include={*CONTROLS}, exclude_none=True))
+            return replace(base, **given)
         except InputError as error:
-            raise InputError(str(error).removeprefix("generation config: ")) from error
+            reason = str(error).removeprefix("generation config: ")
+            raise invalid(next(iter(given), "sampler"), reason) from error
 
 
 class TemplateOptions(Strict):

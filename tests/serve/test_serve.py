@@ -351,7 +351,7 @@ def test_the_model_is_listed(server: Running) -> None:
         ({"seed": 2**63}, "seed", "less"),
         ({"stop": [""]}, "stop", "none of them empty"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
-        ({"extra_body": {"t_min": 0.9}}, None, "t_max > t_min"),
+        ({"extra_body": {"t_min": 0.9}}, "t_min", "t_max > t_min"),
         ({"extra_body": {"num_inference_steps": 10**9}}, "num_inference_steps", "256"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "system"),
