@@ -51,6 +51,7 @@ def create_app(service: Service) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        service.forms.warm_up()
         service.scheduler.start()
         yield
         service.scheduler.stop()

@@ -12,6 +12,7 @@ grammar has a few rules for each field, so that it is never larger than a few ti
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +45,11 @@ class Forms:
     def grammars(self) -> Grammars:
         """The `Grammars` of the tokenizer, which make matchers; built on first use."""
         return Grammars(self._tokenizer, self._ends)
+
+    def warm_up(self) -> None:
+        """Build the grammars before any canvas can wait for it: seconds for a large vocabulary."""
+        with suppress(ValueError):  # the tokenizer is not fast: forms are refused, one by one
+            assert self.grammars
 
     def close(self) -> None:
         """End the process that tries forms, if one runs."""

@@ -272,6 +272,10 @@ def post(server: Running, **options: Any) -> Any:
     return server.http.post("/v1/chat/completions", json=asked)
 
 
+def test_grammars_are_built_before_any_canvas(server: Running) -> None:
+    assert "grammars" in server.service.forms.__dict__
+
+
 def test_other_requests_do_not_wait_for_a_form(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
