@@ -365,6 +365,17 @@ class Recipe(Section):
                     raise ValueError(f"{where}{key}: {why}")
         return self
 
+    def unused_on_bundled(self) -> list[str]:
+        """Return the keys, as `gate.margin_pp`, that `bundled` replaces by other values."""
+        replaced = self.for_bundled_model()
+        return [
+            f"{section}.{key}"
+            for section in ("calibration", "evaluation", "gate")
+            if (ours := getattr(self, section)) and (theirs := getattr(replaced, section))
+            for key in sorted(ours.model_fields_set)
+            if getattr(ours, key) != getattr(theirs, key)
+        ]
+
     def for_bundled_model(self) -> "Recipe":
         """Return the recipe with its `bundled` sections; `calibration` is replaced, never added."""
         found = {key: own for key, own in self.bundled if own is not None}

@@ -1,0 +1,58 @@
+"""What `quantize plan` and `run` say of a gate before any answer: out of reach, or not used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from quantize.cli import cli
+from quantize.pipeline.run import started
+from quantize.recipe.sections import load_recipe, shipped_recipes
+
+
+def recipe_file(folder: Path, **changes: Any) -> Path:
+    fields = yaml.safe_load(shipped_recipes()["fp8_dynamic"])
+    for section, keys in changes.items():
+        fields[section] |= keys
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return path
+
+
+def plan(*words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(cli, ["plan", *map(str, words)], standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done.return_value, done.output
+
+
+def test_a_plan_whose_gate_cannot_pass_ends_with_4(tmp_path: Path) -> None:
+    assert plan("--recipe", "fp8_dynamic")[0] == 0
+    path = recipe_file(tmp_path)
+    assert plan("--recipe", path)[0] == 0
+    code, _ = plan("--recipe", path, "--limit", 20)
+    assert code == 4
+
+
+def test_a_plan_of_the_real_model_says_what_judging_takes() -> None:
+    code, told = plan("--recipe", "nvfp4", "--model", "google/diffusiongemma-26B-A4B-it")
+    told = " ".join(told.split())
+    assert code == 0
+    assert "passes all six in 85 % of runs" in told
+    assert "asks only its own model: BF16's answers stay" in told
+
+
+def test_keys_that_the_bundled_section_replaces_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_file(tmp_path, gate={"max_step_inflation": 0.3})
+    assert "gate.max_step_inflation" in load_recipe(str(path)).unused_on_bundled()
+    with started(str(path), None, tmp_path / "out", resume=False):
+        pass
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning:" in said
+    assert "gate.max_step_inflation" in said
+    with started("fp8_dynamic", None, tmp_path / "shipped", resume=False):
+        pass
+    assert "warning" not in capsys.readouterr().err
