@@ -17,7 +17,7 @@ import torch
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch.targets import TARGETS, Capability, capability, name_of
 from fused_dequant.weights import tuning
-from fused_dequant.weights.choose import layout_for
+from fused_dequant.weights.choose import layout_for, preferred
 from fused_dequant.weights.layouts import KERNELS
 from platformdirs import user_cache_dir
 
@@ -127,6 +127,11 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
     if scheme == FOUR_BIT:
         note += "; W4A4 on FP4 units"
     return Verdict(scheme, kernels, note)
+
+
+def on_units(scheme: str) -> str:
+    """Return the layout of a scheme's calibrated weights where FP4 units multiply them."""
+    return preferred(scheme, "per_layer")[0]
 
 
 def launches_of(device: torch.device) -> list[Any]:

@@ -28,7 +28,7 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
 
 
 def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return class -> weight format in the kernels; if `units`, "nvfp4_e2m1" for calibrated NVFP4."""
+    """Return class -> weight format in the kernels; if `units`, FP4 units' for calibrated NVFP4."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
@@ -37,7 +37,9 @@ def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[st
 
 
 def _kernel(scheme: Scheme, units: bool) -> str:
-    return "nvfp4_e2m1" if units and scheme.calibrated else scheme.kernel
+    from quantize.runtime.gpu.gpus import on_units
+
+    return on_units(scheme.kernel) if units and scheme.calibrated else scheme.kernel
 
 
 def floor(
