@@ -11,6 +11,7 @@ in the server. The child lives on until a form ends it; the next form starts ano
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -40,7 +41,7 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> tuple[Any, str | None]:
     fault = " ".join(matcher.get_error().split()).removesuffix("<non-verbose/>").strip()
     if fault.startswith("panic"):  # of the library, at a size that it does not check
         fault = "it is too large"
-    return matcher, fault[:300]
+    return matcher, re.split(r": \((?=[A-Z])", fault)[0][:300]  # and no tree of its own
 
 
 class Trial:

@@ -105,10 +105,21 @@ def test_a_form_that_would_take_all_memory_or_time_is_refused_in_time(
     assert grammars.matcher("regex", "yes|no")  # in the next one
 
 
-def test_no_message_tells_of_the_library() -> None:
-    with pytest.raises(InputError) as caught:
-        Grammars(tokenizer(), EOS).matcher("json", {"uniqueItems": True})
-    for word in ("panic", "backtrace", "verbose", "<unknown>"):
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"uniqueItems": True}, "Unimplemented keys"),
+        ({"allOf": [alternatives(12, name) for name in "abcd"]}, "too large|takes more than"),
+        ({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnop"]},
+         "cannot be compiled"),
+    ],
+)  # fmt: skip
+def test_no_message_tells_of_the_library(
+    grammars: Grammars, schema: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        grammars.matcher("json", schema)
+    for word in ("panic", "backtrace", "verbose", "<unknown>", "(And", "SearchRegex"):
         assert word not in str(caught.value)
 
 
