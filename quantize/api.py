@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoints.load import load as load
-from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json
-from quantize.pipeline.run import advance, opened, run_alone, started
+from quantize.pipeline.run import advance, bf16_model, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.pipeline.staleness import why_stale
 from quantize.recipe.sections import errors_of, load_recipe
@@ -91,7 +90,7 @@ def convert(
     loaded = load_recipe(recipe)
     if loaded.quantization.rounding == "gptq":
         raise InputError(f"recipe {recipe}: rounding by GPTQ takes a whole run; call quantize.run")
-    source = Checkpoint.open(resolve(None if model is None else str(model), revision))
+    source = bf16_model(None if model is None else str(model), revision)
     with errors_of(recipe):
         targets = plan_targets(source.tensors, loaded.quantization)
     scales = None if input_scales is None else Path(input_scales)

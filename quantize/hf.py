@@ -20,7 +20,8 @@ import torch
 from quantize.checkpoints.from_transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
-from quantize.errors import InputError
+from quantize.errors import InputError, ResourceError
+from quantize.host.doctor import NEEDED, packages
 
 # What says which files of a Hub model are meant, and where they are.
 WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token"}
@@ -46,13 +47,16 @@ def from_pretrained(
     Raises:
         InputError: the folder is incomplete or has another layout; an option would be ignored; or
             `name` is a quantized model on the Hub, which has to be downloaded first.
+        ResourceError: the installed transformers is none that this package is made for.
     """
     if name is None or not _is_quantized(Path(name), str(name), options):
         return _transformers(name, *args, **options)
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     device = options.pop("device_map", None) or "cpu"
     device = device.get("") if isinstance(device, dict) else device
-    if unknown := [*sorted(options.keys() - HARMLESS), *args]:
+    _check_transformers()
+    given = {key for key, value in options.items() if value is not None}  # Auto classes add some
+    if unknown := [*sorted(given - HARMLESS), *args]:
         raise InputError(
             f"{name}: {unknown[0]!r} is not taken for a quantized folder; leave it out"
         )
@@ -62,6 +66,15 @@ def from_pretrained(
     if not isinstance(kept, torch.dtype):
         raise InputError(f"{name}: dtype {dtype!r} is none of torch's, such as 'bfloat16'")
     return load(Path(name), dtype=kept, device=str(torch.device(device)))
+
+
+def _check_transformers() -> None:
+    for finding in packages():
+        if finding.level == NEEDED and finding.what.startswith("transformers"):
+            raise ResourceError(
+                f"transformers {finding.found} is installed, and quantize.hf is made for "
+                f"{finding.what}: {finding.advice}"
+            )
 
 
 def _is_quantized(folder: Path, name: str, options: Mapping[str, Any]) -> bool:

@@ -1,23 +1,12 @@
 """Computes the names and shapes of a DiffusionGemma's tensors from its config only.
 
 The result equals that of transformers, which needs 6 s of one core to build its model; a test compares
-every tensor. If a config is unusual or lacks a field that shapes depend on, `layout` uses transformers.
+every tensor. If the vision tower is not as in Google's release, `layout` uses transformers.
 """
 
 from typing import Any
 
 from quantize.checkpoints.reader import TensorSpec
-
-TEXT_SIZES = (
-    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_attention_heads",
-    "num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim",
-    "num_hidden_layers", "vocab_size",
-)  # fmt: skip
-VISION_SIZES = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "num_hidden_layers", "patch_size", "position_embedding_size",
-)  # fmt: skip
-LARGEST = 1 << 24  # sizes of at least this are left to transformers, which may refuse them
 
 # Names, each followed by its shape, one letter per dimension: H hidden size, V vocabulary, F width of
 # a dense MLP, E experts, I width of an expert, U = 2 I (its gate and up), Q all queries, K all keys, D
@@ -53,10 +42,8 @@ TOWER_LAYER = """
 
 def spelled_out(config: dict[str, Any]) -> dict[str, TensorSpec] | None:
     """Return on-disk name -> spec of each BF16 tensor; None if transformers must build the model."""
-    text, vision = config.get("text_config"), config.get("vision_config")
-    if not (
-        isinstance(text, dict) and isinstance(vision, dict) and _says_all(config, text, vision)
-    ):
+    text, vision = config["text_config"], config["vision_config"]
+    if vision["standardize"] is not True or vision["use_clipped_linears"] is not False:
         return None
     sizes = {"1": 1, "H": text["hidden_size"], "V": text["vocab_size"], "E": text["num_experts"]}
     sizes |= {"F": text["intermediate_size"], "I": text["moe_intermediate_size"]}
@@ -91,22 +78,3 @@ def _specs(root: str, table: str, sizes: dict[str, int]) -> dict[str, TensorSpec
         f"{root}.{name}": TensorSpec("BF16", tuple(sizes[letter] for letter in letters))
         for name, letters in zip(words[::2], words[1::2], strict=True)
     }
-
-
-def _says_all(config: dict[str, Any], text: dict[str, Any], vision: dict[str, Any]) -> bool:
-    sizes = [text.get(key) for key in TEXT_SIZES] + [vision.get(key) for key in VISION_SIZES]
-    kinds = text.get("layer_types")
-    return (
-        all(type(size) is int and 0 < size < LARGEST for size in sizes)
-        and isinstance(kinds, list)
-        and len(kinds) == text["num_hidden_layers"]
-        and kinds[-1] == "full_attention"
-        and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
-        and text.get("attention_bias") is False
-        and "per_layer_config" not in text
-        and "attention_k_eq_v" not in text
-        and config.get("tie_word_embeddings") is True
-        and vision.get("model_type") == "gemma4_vision"
-        and vision.get("standardize") is True
-        and vision.get("use_clipped_linears") is False
-    )

@@ -104,9 +104,10 @@ class Inspection:
         return sum(row.count for row in self.rows if row.quantized)
 
 
-def inspect(folder: Path) -> Inspection:
+def inspect(folder: Path, looks: Sequence[Callable[[Path], object]] = ()) -> Inspection:
     """Return what a DiffusionGemma checkpoint holds and what is wrong with it.
 
+    `looks` are further checks of the folder; the InputError of one that raises it is a problem too.
     Raise InputError if it is another model, a file is missing or damaged, or index and headers differ.
     """
     checkpoint = Checkpoint.open(folder)
@@ -118,7 +119,7 @@ def inspect(folder: Path) -> Inspection:
         shards=len(checkpoint.shards),
         nbytes=checkpoint.nbytes,
         rows=_rows(modules),
-        problems=[*_problems(checkpoint, modules)],
+        problems=list(dict.fromkeys(_problems(checkpoint, modules, looks))),
     )
 
 
@@ -163,11 +164,14 @@ def _format(checkpoint: Checkpoint, modules: list[Module]) -> str:
     return f"not quantized, {'fused experts' if fused else 'one Linear an expert'}"
 
 
-def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
+def _problems(
+    checkpoint: Checkpoint, modules: list[Module], more: Sequence[Callable[[Path], object]]
+) -> Iterator[str]:
     """Yield problems, grave ones first, one line for each kind: its first fault, and how many more."""
     quantized = [module for module in modules if module.quantized]
     kept = [m.name for m in quantized if m.kind not in QUANTIZABLE]
-    twice = [name for name, count in owners(checkpoint).items() if count > 1]
+    # In BF16 the copies are compared with their originals (`ties`).
+    twice = [name for name, count in owners(checkpoint).items() if count > 1 and quantized]
     incomplete = [m.name for m in quantized if m.scheme == "incomplete"]
     yield from _first(kept, ": quantized, but servers read it in BF16")
     yield from _first(twice, ": has two tensors once servers merge both trees")
@@ -180,7 +184,8 @@ def _problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[str]:
     for check in (positive, complete, shared):
         yield from _first([fault for ok, fault in check(scales) if not ok])
     looks: list[Callable[[], object]] = [
-        partial(check_total_size, checkpoint), partial(check_tokenizer, checkpoint.folder)
+        partial(check_total_size, checkpoint), partial(check_tokenizer, checkpoint.folder),
+        *(partial(look, checkpoint.folder) for look in more),
     ]  # fmt: skip
     config = checkpoint.config.get("quantization_config") or {}
     if not config or config.get("quant_method") in ("compressed-tensors", "modelopt"):

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -19,12 +19,20 @@ from typing import Any
 from quantize.checkpoints.architecture import spelled_out
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
-from quantize.checkpoints.targets import DROPPED, linear_modules, linear_shape, named_by, specs
+from quantize.checkpoints.targets import (
+    DROPPED,
+    linear_modules,
+    linear_shape,
+    named_by,
+    specs,
+)
+from quantize.checkpoints.ties import check_ties, tied_to
 from quantize.errors import InputError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SUFFIXES, OnDisk, Scheme, refusal, scheme_of_group
 
-MAX_LAYERS = 1000
+VISION = re.compile(r"model\.encoder\.(vision_tower|embed_vision)\.")
+WIDER = ("F16", "F32", "F64")  # dtypes that a BF16 model may have been saved in
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
 
@@ -33,15 +41,16 @@ def model_config(config: dict[str, Any]) -> Any:
     from quantize.checkpoints.from_transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return DiffusionGemmaConfig(**plain)
+    return DiffusionGemmaConfig(
+        **plain | {"tie_word_embeddings": True}
+    )  # `check_layout` has looked
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     """Return on-disk name -> spec of each tensor of the BF16 model that `config` describes.
 
-    Raise InputError if a number of layers is not 1 to 1000, or transformers cannot build the model.
+    Raise InputError if transformers cannot build the model.
     """
-    _check_depth(config)
     return spelled_out(config) or built(config)
 
 
@@ -71,20 +80,6 @@ def _built(config: str) -> dict[str, TensorSpec]:
         for name, tensor in model.state_dict().items()
         if not DROPPED.fullmatch(name)
     }
-
-
-def _check_depth(config: dict[str, Any]) -> None:
-    """Refuse a number of layers so large that transformers would build the model without end."""
-    for section in ("text_config", "vision_config"):
-        fields = config.get(section)
-        if not isinstance(fields, dict):  # releases of transformers differ in what they put there
-            raise InputError(f"config.json: {section} is {fields!r}, not an object; {FIX}")
-        layers = fields.get("num_hidden_layers", 1)
-        if type(layers) is not int or not 1 <= layers <= MAX_LAYERS:
-            raise InputError(
-                f"config.json: {section}.num_hidden_layers is {layers!r}, "
-                f"not a number of layers from 1 to {MAX_LAYERS}; {FIX}"
-            )
 
 
 def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
@@ -118,19 +113,22 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Check a checkpoint's tensors; return the layout (name -> spec) that its config.json calls for.
 
-    Tied copies in a BF16 checkpoint and scales of ModelOpt's KV cache are ignored. Raise InputError if
-    the config or the index's total_size is wrong, or if a tensor is missing, unexpected, or of a wrong
-    dtype or shape. The message names the first missing or unexpected tensor and counts all.
+    Tied copies in a BF16 checkpoint are compared with their originals (`ties`); scales of ModelOpt's
+    KV cache are ignored. Raise InputError if the index's total_size is wrong, a tied copy differs, or a
+    tensor is missing, unexpected, or of a wrong dtype or shape. The message names the first missing or
+    unexpected tensor and counts all.
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
-    passed_over = DROPPED if schemes is None else schemes.passed_over
     found = checkpoint.tensors
-    if passed_over is not None:
-        found = {name: info for name, info in found.items() if not passed_over.fullmatch(name)}
+    if schemes is None:
+        found = {name: info for name, info in found.items() if tied_to(name) not in wanted}
+    elif schemes.passed_over is not None:
+        found = {n: info for n, info in found.items() if not schemes.passed_over.fullmatch(n)}
     if missing := sorted(wanted.keys() - found.keys()):
         raise InputError(
-            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); {FIX}"
+            f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); "
+            f"{_remedy(missing, checkpoint.tensors)}"
         )
     if extra := sorted(found.keys() - wanted.keys()):
         raise InputError(
@@ -141,12 +139,30 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         info = found[name]
         row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
         dtypes = (spec.dtype, "F32") if row_scale else (spec.dtype,)  # other tools write FP32
-        if info.shape != spec.shape or info.dtype not in dtypes:
+        if info.shape == spec.shape and info.dtype in dtypes:
+            continue
+        if info.shape == spec.shape and (info.dtype in WIDER and spec.dtype == "BF16"):
             raise InputError(
-                f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
-                f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
+                f"{info.file}: tensor {name!r} is {info.dtype}; only BF16 weights are read: cast the "
+                f"model to bfloat16, and save it again"
             )
+        raise InputError(
+            f"{info.file}: tensor {name!r} is {info.dtype} {list(info.shape)} and config.json "
+            f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
+        )
+    check_ties(checkpoint, bf16_layout(checkpoint.config))
     return wanted
+
+
+def _remedy(missing: Sequence[str], there: Container[str]) -> str:
+    """Return what to do about missing tensors, which may be `there` under another name."""
+    if all(map(VISION.match, missing)):
+        return "a text-only export? Export the whole model, vision tower too"
+    if missing[0].removeprefix("model.") in there:
+        return "they are there without `model.`: save the whole model, not its attribute `model`"
+    if missing[0].replace("model.decoder.", "model.encoder.language_model.", 1) in there:
+        return "it is there under the encoder's name: let transformers load the model and save it again"
+    return FIX
 
 
 def module_tensors(checkpoint: Checkpoint, module: str) -> list[str]:

@@ -9,7 +9,6 @@ are read. If index, headers and file sizes disagree, an error is raised before a
 """
 
 import importlib.resources
-import json
 import math
 import os
 import re
@@ -23,12 +22,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quantize.checkpoints.config_form import FIX as FIX
+from quantize.checkpoints.config_form import google_form
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"  # where older ModelOpt exports say what is quantized
 MODEL_TYPE = "diffusion_gemma"
@@ -39,8 +41,8 @@ TOKENIZER_FILES = (
 # Files that can change an answer, besides config.json and weights.
 GENERATION = "generation_config.json"
 SETTINGS = (GENERATION, *TOKENIZER_FILES, "*processor*.json")
+BLOCK = 1 << 24  # bytes that are compared at once
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
-FIX = "download or write the checkpoint again"
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
@@ -112,7 +114,7 @@ class Checkpoint:
     """A checkpoint folder whose index, headers and file sizes agree."""
 
     folder: Path
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # config.json in Google's form (`config_form`)
     tensors: dict[str, TensorInfo]  # every tensor's name -> its place, in shard and file order
 
     @classmethod
@@ -152,6 +154,21 @@ class Checkpoint:
         part = replace(info, begin=begin, end=begin + len(data))
         _fill(bytes_of(data), info.file, [[part]])
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
+
+    def holds_the_same(self, name: str, other: str) -> bool:
+        """Return whether two tensors have the same dtype, shape and bytes; they are read in blocks."""
+        one, two = self._info(name), self._info(other)
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        rooms = [torch.empty(min(BLOCK, one.nbytes), dtype=torch.uint8) for _ in range(2)]
+        for start in range(0, one.nbytes, BLOCK):
+            length = min(BLOCK, one.nbytes - start)
+            for room, info in zip(rooms, (one, two), strict=True):
+                part = replace(info, begin=info.begin + start, end=info.begin + start + length)
+                _fill(bytes_of(room[:length]), info.file, [[part]])
+            if not torch.equal(rooms[0][:length], rooms[1][:length]):
+                return False
+        return True
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
         """Return tensors stacked: [len(names), *shape]; raise InputError if dtypes or shapes differ."""
@@ -215,21 +232,17 @@ def bytes_of(data: torch.Tensor) -> memoryview:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json; if it has no quantization_config, hf_quant_config.json may supply one.
+    """Return config.json in Google's form; hf_quant_config.json may supply its quantization_config.
 
-    Raise InputError if config.json is missing or another model's, or if either file is damaged.
+    Raise InputError if config.json is missing or another model's, if a key that decides something is
+    missing or wrong, or if either file is damaged.
     """
     path = folder / CONFIG
     if not path.is_file():
         raise InputError(
             f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
         )
-    config = read_json_object(path)
-    if config.get("model_type") != MODEL_TYPE:
-        raise InputError(
-            f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
-            f"quantizes DiffusionGemma only"
-        )
+    config = config_from(path)
     apart = folder / MODELOPT
     if "quantization_config" not in config and apart.is_file():
         stated = read_json_object(apart).get("quantization")
@@ -239,8 +252,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def config_from(path: Path) -> dict[str, Any]:
+    """Return one config.json in Google's form; InputError: another model's, or as `google_form`."""
+    config = read_json_object(path)
+    if config.get("model_type") != MODEL_TYPE:
+        raise InputError(
+            f"{path}: model_type is {config.get('model_type')!r}, not {MODEL_TYPE!r}: this tool "
+            f"quantizes DiffusionGemma only, and the whole model"
+        )
+    return google_form(config, str(path))
+
+
 def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX
+    if adapters := sorted(path.name for path in folder.glob("adapter_*")):
+        raise InputError(
+            f"{folder}: {adapters[0]} is there: transformers would load this adapter on top of the "
+            f"weights, and nothing else here would; merge it into the weights, or move it away"
+        )
+    if index.is_file() and (folder / SINGLE).is_file():
+        raise InputError(
+            f"{folder}: two sets of weights, {SINGLE} and the shards of {INDEX}; transformers reads "
+            f"the former, other tools the latter: move one of them away"
+        )
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
@@ -295,11 +329,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise InputError if tokenizer.json is missing, or if it or tokenizer_config.json is not JSON."""
+    """Raise InputError if tokenizer or chat template is missing, or a tokenizer's file is not JSON."""
     if not (folder / TOKENIZER).is_file():
         raise InputError(f"{folder / TOKENIZER}: is missing, so no text can become tokens; {FIX}")
-    for file in (folder / TOKENIZER, *folder.glob("tokenizer_config.json")):
-        read_json_object(file)
+    files = (folder / TOKENIZER, *folder.glob("tokenizer_config.json"))
+    stated = [read_json_object(file) for file in files]
+    if not (folder / TEMPLATE).is_file() and not stated[-1].get("chat_template"):
+        raise InputError(f"{folder / TEMPLATE}: is missing, so no chat can become tokens; {FIX}")
 
 
 def check_total_size(checkpoint: Checkpoint) -> None:
@@ -311,7 +347,8 @@ def check_total_size(checkpoint: Checkpoint) -> None:
     total = metadata.get("total_size", checkpoint.nbytes)
     if total != checkpoint.nbytes:
         raise InputError(
-            f"{path}: total_size is {total}, the tensors have {checkpoint.nbytes} bytes; {FIX}"
+            f"{path}: total_size is {total}, and the tensors, which are all there, have "
+            f"{checkpoint.nbytes} bytes; write this number there, or remove total_size"
         )
 
 
@@ -319,7 +356,7 @@ def known_config(model: str) -> dict[str, Any] | None:
     """Return the config.json that ships with quantize for a published model; None if none ships."""
     name = model.replace("/", "--") + ".json"
     path = importlib.resources.files("quantize.checkpoints").joinpath("known_models", name)
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+    return config_from(Path(str(path))) if path.is_file() else None
 
 
 def resolve(model: str | None, revision: str | None = None) -> Path:

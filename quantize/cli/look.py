@@ -81,7 +81,7 @@ def _data(task: Mapping[str, Any]) -> str:
 def inspect(checkpoint: str) -> int:
     """Show what is in a checkpoint, quantized or not, and what is wrong.
 
-    Reads all weights' headers and, of values, only scales of whole matrices. CHECKPOINT is a
+    Reads all weights' headers and, of values, scales of whole matrices and tied copies. CHECKPOINT is a
     folder or a Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
     """
     from rich.console import Console
@@ -90,8 +90,9 @@ def inspect(checkpoint: str) -> int:
     from quantize.checkpoints.inspect import inspection_table
     from quantize.checkpoints.reader import resolve
     from quantize.host.progress import say
+    from quantize.runtime.weights.beside import LOOKS
 
-    found = inspect_checkpoint(resolve(checkpoint))
+    found = inspect_checkpoint(resolve(checkpoint), LOOKS)
     Console().print(inspection_table(found))
     for problem in found.problems:
         say(f"problem: {problem}")

@@ -42,7 +42,7 @@ def findings(out: Path, version: str) -> Iterator[Finding]:
     """Yield findings about this machine; `out` is the folder of runs, `version` is quantize's."""
     yield Finding("quantize", f"{version} in {Path(__file__).parents[1]}")
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
-    yield from _packages()
+    yield from packages()
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
     advice = "install a C compiler (Debian: apt install gcc): Triton needs one"
     yield Finding("C compiler", compiler or "none", None if compiler else advice)
@@ -57,7 +57,7 @@ def findings(out: Path, version: str) -> Iterator[Finding]:
     yield from _caches()
 
 
-def _packages() -> Iterator[Finding]:
+def packages() -> Iterator[Finding]:
     """Yield a finding for each package that is missing or misversioned, and one for the rest."""
     from packaging.requirements import Requirement
 

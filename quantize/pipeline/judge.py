@@ -20,11 +20,12 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.host.processes import best_device
-from quantize.pipeline.run import begin, working_in
+from quantize.pipeline.run import begin, check_source, working_in
 from quantize.pipeline.stages import Run, Task
 from quantize.recipe.sections import resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
+from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.verify.against_source import compare
 
 # The entry for the report if weights are not compared.
@@ -53,11 +54,12 @@ def judging(
             f"{checkpoint.folder} against {source.folder}: a quantized checkpoint is judged against a "
             f"BF16 one"
         )
+    check_source(source)
     recipe = resolved(recipe_name, bundled=against is None, tasks=tasks, limit=limit)
     digest, judged = fingerprint(source), fingerprint(checkpoint)
     more = ["fine-tuned"] if fine_tuned else []
     folder = RunDir(out / f"judge-{recipe.digest(digest, judged, *more)}")
-    found = inspect(checkpoint.folder)
+    found = inspect(checkpoint.folder, LOOKS)
     targets = _targets(found, inspect(source.folder))
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}
     instead["convert"] = partial(_link, checkpoint)

@@ -34,6 +34,7 @@ from quantize.recipe.sections import Recipe, resolved
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.gpu.placement import budget_of
 from quantize.runtime.gpu.rates import link_rate
+from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.memory_needs import HELD_OUT
 from quantize.stages.plan.estimate import Machine, cannot_pass, planned
 from quantize.stages.plan.gpu_support import gpu_of
@@ -96,7 +97,7 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
     """Return name -> check made before the first stage; it checks what the whole run needs."""
 
     def weights() -> str:
-        found = inspect(run.source.folder)
+        found = inspect(run.source.folder, LOOKS)
         if found.problems:
             raise GateError(found.problems[0])
         return f"{found.tensors:,} tensors, {size(run.source.nbytes)}"

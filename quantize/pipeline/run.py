@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError, InputError, ResourceError, unexpected_in
@@ -44,6 +45,7 @@ from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_mani
 from quantize.runtime.gpu.memory import Plan
 from quantize.runtime.gpu.memory import plan as fit
 from quantize.runtime.gpu.placement import budget_of, target_of
+from quantize.runtime.weights.beside import check_beside
 from quantize.stages.memory_needs import needs
 from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
 from quantize.stages.plan.plan import plan_table
@@ -102,12 +104,19 @@ def _warn_of_unused(recipe: str) -> None:
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:
     """Return the BF16 checkpoint `model`, a folder or Hub id; None means the bundled model.
 
-    Raise InputError if there is no such model, or if it is quantized.
+    Raise InputError if there is no such model, if it is quantized, or if a stage would refuse it later.
     """
     source = Checkpoint.open(resolve(model, revision))
     if source.is_quantized:
         raise InputError(f"{source.folder}: already quantized; name the BF16 model")
+    check_source(source)
     return source
+
+
+def check_source(source: Checkpoint) -> None:
+    """Raise InputError, before any work, if a stage would refuse a BF16 checkpoint or its settings."""
+    check_layout(source)
+    check_beside(source.folder)
 
 
 def begin(run: Run, digest: str, model: str | None, *, resume: bool, **more: str) -> None:

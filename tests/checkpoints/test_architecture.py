@@ -6,22 +6,22 @@ import pytest
 from tiny import tiny_config
 
 from quantize.bundled import CHECKPOINT
-from quantize.checkpoints.architecture import TEXT_SIZES, VISION_SIZES, spelled_out
+from quantize.checkpoints.architecture import spelled_out
+from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.layout import bf16_layout, built
 from quantize.checkpoints.reader import known_config, read_json_object
 
+SHAPELESS = {"top_k_experts", "sliding_window", "max_position_embeddings", "pooling_kernel_size"}
 CHANGES = [
-    *(("text_config", key) for key in TEXT_SIZES if key != "num_hidden_layers"),
-    *(("vision_config", key) for key in VISION_SIZES),
+    (section, key)
+    for section in ("text_config", "vision_config")
+    for key in SIZES[section]
+    if key not in SHAPELESS and (section, key) != ("text_config", "num_hidden_layers")
 ]
 
 
 def tiny() -> dict[str, Any]:
-    """The tiny config with every size said, as Google's says them."""
-    config = tiny_config().to_dict()
-    config["text_config"] |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
-    del config["text_config"]["per_layer_config"]
-    return config
+    return google_form(tiny_config().to_dict())
 
 
 @pytest.mark.parametrize("config", [tiny(), read_json_object(CHECKPOINT / "config.json")])
@@ -59,9 +59,6 @@ def test_fewer_layers() -> None:
 @pytest.mark.parametrize(
     ("section", "fields"),
     [
-        ("text_config", {"num_global_key_value_heads": None}),
-        ("text_config", {"attention_bias": True}),
-        ("text_config", {"layer_types": ["full_attention"] * 5 + ["sliding_attention"]}),
         ("vision_config", {"standardize": False}),
         ("vision_config", {"use_clipped_linears": True}),
     ],

@@ -323,7 +323,7 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "total_size of another model": (
         sharded(json_file(INDEX, lambda v: v["metadata"].update(total_size=7))),
-        "total_size is 7, the tensors have ",
+        "total_size is 7, and the tensors, which are all there, have ",
     ),
     "index not JSON": (sharded(data(lambda b: b[:50], INDEX)), "not readable as JSON"),
     "index of 100,000 brackets": (sharded(data(lambda b: b"[" * 100_000, INDEX)), "as JSON"),

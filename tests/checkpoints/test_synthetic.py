@@ -17,6 +17,7 @@ from synthetic import (
 from tiny import tiny_config
 from transformers import AutoTokenizer
 
+from quantize.checkpoints.config_form import google_form
 from quantize.checkpoints.layout import bf16_layout
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
@@ -27,7 +28,7 @@ REAL = {"tensors": 1047, "bytes": 51_647_562_456, "shards": 11}  # google/diffus
 
 
 def small_config() -> dict[str, Any]:
-    config = tiny_config().to_dict()
+    config = google_form(tiny_config().to_dict())
     config["text_config"]["vocab_size"] = 1024
     return config | {"image_token_id": 1023, "boi_token_id": 1022, "eoi_token_id": 1021}
 

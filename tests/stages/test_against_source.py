@@ -39,6 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 tensor.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 

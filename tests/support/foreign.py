@@ -62,6 +62,7 @@ class Foreign:
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "tokenizer.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text("{{ messages }}")
         header: dict[str, Any] = {}
         end = 0
         for name, (dtype, shape, data) in self.tensors.items():

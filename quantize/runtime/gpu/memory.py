@@ -224,7 +224,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     V, H = text["vocab_size"], text["hidden_size"]
     rows, pieces = need.batch * max(L, min(SHORT, need.context)), min(need.batch, CANVASES_A_PIECE)
     passed = max(2 * rows, min(max(CHUNK, L), need.context))  # a step may encode as many canvases
-    heads = text["num_attention_heads"] * (text.get("global_head_dim") or text["head_dim"])
+    heads = text["num_attention_heads"] * text["global_head_dim"]
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
     each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
     layers = layer_cache_bytes(config, need.context)
@@ -270,8 +270,7 @@ def _position_bytes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
     """Return, by layer, the bytes of a position's keys and values, and whether the layer slides."""
     text = config["text_config"]
     own = text["num_key_value_heads"] * text["head_dim"]
-    heads = text.get("num_global_key_value_heads") or text["num_key_value_heads"]
-    other = heads * (text.get("global_head_dim") or text["head_dim"])
+    other = text["num_global_key_value_heads"] * text["global_head_dim"]
     sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
     return [(4 * (own if slides else other), slides) for slides in sliding]
 

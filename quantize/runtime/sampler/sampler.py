@@ -41,6 +41,15 @@ WITHOUT_EFFECT = frozenset(
         "_from_model_config",
     }
 )
+# Fields that are whole numbers; the others are any numbers.
+WHOLE = (
+    "max_denoising_steps",
+    "stability_threshold",
+    "max_new_tokens",
+    "max_length",
+    "pad_token_id",
+)
+NUMBER = (int, float)
 # Kinds of lower bounds of settings: name -> (test, words for the error).
 LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
 
@@ -87,11 +96,19 @@ class Sampler(Controls):
                 f"supported (transformers' static cache is wrong past the sliding window); remove it"
             )
         eos = fields.pop("eos_token_id", ())
-        fields["eos_token_ids"] = (eos,) if isinstance(eos, int) else tuple(eos)
+        several: Sequence[Any] = eos if type(eos) in (list, tuple) else [eos]
+        if odd := [token for token in several if type(token) is not int]:
+            raise InputError(f"generation config: eos_token_id {odd[0]!r} is no token id")
+        fields["eos_token_ids"] = tuple(several)
         fields |= _entropy_bound(fields.pop("sampler_config", None))
         unknown = fields.keys() - cls.__dataclass_fields__.keys()
         if unknown:
             raise InputError(f"generation config: {sorted(unknown)[0]!r} is not supported here")
+        for name, value in fields.items():
+            if name != "eos_token_ids" and type(value) not in ((int,) if name in WHOLE else NUMBER):
+                raise InputError(
+                    f"generation config: {name} is {value!r}, which is no number for it"
+                )
         return cls(**fields)
 
     @classmethod
@@ -142,6 +159,8 @@ def _entropy_bound(config: Any) -> dict[str, Any]:
     """Read `sampler_config`, which transformers stores with the name of its class."""
     if config is None:
         return {}
+    if not isinstance(config, Mapping):
+        raise InputError(f"generation config: sampler_config is {config!r}, not an object")
     known = {"_cls_name", "entropy_bound"}
     name = config.get("_cls_name", "EntropyBoundSamplerConfig")
     if name != "EntropyBoundSamplerConfig" or not config.keys() <= known:

@@ -200,4 +200,4 @@ def quantized_config(
         "ignore": ignore_for_config(targets),
         "version": importlib.metadata.version("compressed-tensors"),
     }
-    return {**config, "quantization_config": fields}
+    return {**config, "tie_word_embeddings": True, "quantization_config": fields}

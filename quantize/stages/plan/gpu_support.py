@@ -75,9 +75,9 @@ def floor(
     for kind in text["layer_types"]:
         sliding = kind == "sliding_attention"
         seen = (min(context, text["sliding_window"] - 1) if sliding else context) + L
-        dim = text["head_dim"] if sliding else text.get("global_head_dim") or text["head_dim"]
-        narrow = "num_key_value_heads" if sliding else "num_global_key_value_heads"
-        cells = 4 * batch * seen * (text.get(narrow) or text["num_key_value_heads"]) * dim
+        dim = text["head_dim" if sliding else "global_head_dim"]
+        heads = text["num_key_value_heads" if sliding else "num_global_key_value_heads"]
+        cells = 4 * batch * seen * heads * dim
         flop = 4 * rows * seen * text["num_attention_heads"] * dim
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     # lm_head, then the soft embedding

@@ -12,14 +12,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
-from quantize.checkpoints.layout import bf16_layout
-from quantize.checkpoints.reader import (
-    Checkpoint,
-    TensorInfo,
-    known_config,
-    read_json_object,
-    resolve,
-)
+from quantize.checkpoints.layout import bf16_layout, check_layout
+from quantize.checkpoints.reader import Checkpoint, TensorInfo, config_from, known_config, resolve
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.host.files import write_text
 from quantize.host.units import size
@@ -51,10 +45,11 @@ def described(
     """
     if model and revision is None and not Path(model).is_dir():
         is_file = model.endswith(".json")
-        config = read_json_object(Path(model)) if is_file else known_config(model)
+        config = config_from(Path(model)) if is_file else known_config(model)
         if config is not None:
             return config, tensors_from_config(config)
     source = Checkpoint.open(resolve(model, revision))
+    check_layout(source)
     return source.config, source.tensors
 
 

@@ -1,0 +1,180 @@
+"""Turns the config.json of any transformers version into one form: that of Google's release.
+
+transformers 5.11 to 5.14 state the sizes of full-attention layers as `global_head_dim` and
+`num_global_key_value_heads`, as Google does. From 5.15 on `per_layer_config` states them, by layer;
+from 5.17 on the vision tower's `rope_type` is "axial". Google's form is read by all of them, and by
+vLLM 0.26 to 0.33; `per_layer_config` is not (docs/folders.md). So all code reads Google's form, and
+all that is written has it. Nothing is assumed: a missing key, or a value that the kernels do not
+compute, is an error that names the key. transformers would fill in the sizes of some other model.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from quantize.errors import InputError
+
+FIX = "download or write the checkpoint again"
+SIZES = {  # section -> its sizes, numbers above 0
+    "": ("canvas_length",),
+    "text_config": (
+        "hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "top_k_experts",
+        "num_attention_heads", "num_key_value_heads", "num_global_key_value_heads", "head_dim",
+        "global_head_dim", "num_hidden_layers", "vocab_size", "sliding_window",
+        "max_position_embeddings",
+    ),
+    "vision_config": (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "num_hidden_layers", "patch_size", "pooling_kernel_size", "position_embedding_size",
+    ),
+}  # fmt: skip
+LARGEST = (1 << 24) - 1  # of a size
+MAX_LAYERS, MAX_EXPERTS = 1000, 4096
+NUMBERS = ("rms_norm_eps", "final_logit_softcapping")  # of the text, above 0
+COMPUTED = {  # key of the text -> the only value that the kernels compute
+    "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "use_bidirectional_attention": "vision",
+    "rope_parameters.sliding_attention.rope_type": "default",
+    "rope_parameters.full_attention.rope_type": "proportional",
+}
+ROPES = ("rope_parameters.sliding_attention.rope_theta", "rope_parameters.full_attention.rope_theta",
+         "rope_parameters.full_attention.partial_rotary_factor")  # fmt: skip
+KINDS = ("sliding_attention", "full_attention")
+PER_LAYER = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+    """Return a DiffusionGemma's config.json in Google's form; `where` begins the messages of errors.
+
+    Raise InputError, which names the key, if a key that decides something is missing, is of a wrong
+    type, contradicts another, or describes a model that this package does not compute.
+    """
+    form = {key: value for key, value in config.items() if key != "quantization_config"}
+    if (quantization := config.get("quantization_config")) is not None:  # null says: not quantized
+        form["quantization_config"] = _object(quantization, where, "quantization_config")
+    text = dict(_object(config.get("text_config"), where, "text_config"))
+    if config.get("vision_config") is None:
+        raise InputError(
+            f"{where}: vision_config is missing, as in a text-only export: DiffusionGemma has a vision "
+            f"tower, without which transformers builds no model; export the whole model"
+        )
+    vision = dict(_object(config["vision_config"], where, "vision_config"))
+    form |= {"text_config": text, "vision_config": vision}
+    _name_full_layers(text, where)
+    for section, keys in SIZES.items():
+        _check_sizes(form[section] if section else form, keys, where, section)
+    _check_text(text, where)
+    _check_vision(vision, where)
+    if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
+        _refuse(where, "tie_word_embeddings", tied, "true or false")
+    return form
+
+
+def _object(value: Any, where: str, key: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        _refuse(where, key, value, "an object")
+    return value
+
+
+def _refuse(where: str, key: str, value: Any, wanted: str) -> NoReturn:
+    what = "is missing" if value is None else f"is {str(value)[:60]!r}"
+    raise InputError(f"{where}: {key} {what}, and {wanted} is needed; {FIX}")
+
+
+def _check_sizes(section: Mapping[str, Any], keys: Iterable[str], where: str, name: str) -> None:
+    most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
+    for key in keys:
+        largest, value = most.get(key, LARGEST), section.get(key)
+        if type(value) is not int or not 0 < value <= largest:
+            wanted = f"a whole number from 1 to {largest:,}"
+            _refuse(where, f"{name}.{key}".lstrip("."), value, wanted)
+
+
+def _check_text(text: Mapping[str, Any], where: str) -> None:
+    kinds = text.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != text["num_hidden_layers"]:
+        _refuse(
+            where, "text_config.layer_types", kinds, "the kind of each of num_hidden_layers layers"
+        )
+    if odd := [kind for kind in kinds if kind not in KINDS]:
+        _refuse(where, "text_config.layer_types", odd[0], f"{' or '.join(KINDS)} for each layer")
+    if kinds[-1] != "full_attention":
+        _refuse(
+            where, "text_config.layer_types[-1]", kinds[-1], "full_attention for the last layer"
+        )
+    if text["top_k_experts"] > text["num_experts"]:
+        most = f"at most num_experts, {text['num_experts']},"
+        _refuse(where, "text_config.top_k_experts", text["top_k_experts"], most)
+    for key in (*NUMBERS, *ROPES):
+        if type(value := _at(text, key)) not in (int, float) or not 0 < value < float("inf"):
+            _refuse(where, f"text_config.{key}", value, "a number above 0")
+    for key, computed in COMPUTED.items():
+        value = _at(text, key)
+        if value != computed or type(value) is not type(computed):
+            what = "is missing" if value is None else f"is {str(value)[:60]!r}"
+            raise InputError(
+                f"{where}: text_config.{key} {what}; only {computed!r} is computed here"
+            )
+
+
+def _at(section: Any, path: str) -> Any:
+    for key in path.split("."):
+        section = section.get(key) if isinstance(section, Mapping) else None
+    return section
+
+
+def _check_vision(vision: dict[str, Any], where: str) -> None:
+    """Check the tower's config, and call its rotary embedding as Google does."""
+    if (kind := vision.get("model_type")) != "gemma4_vision":
+        _refuse(where, "vision_config.model_type", kind, "'gemma4_vision'")
+    for key in ("standardize", "use_clipped_linears"):
+        if type(value := vision.get(key)) is not bool:
+            _refuse(where, f"vision_config.{key}", value, "true or false")
+    rope = dict[str, Any](
+        _object(vision.get("rope_parameters"), where, "vision_config.rope_parameters")
+    )
+    if rope.get("rope_type") not in ("default", "axial"):
+        kind = rope.get("rope_type")
+        _refuse(where, "vision_config.rope_parameters.rope_type", kind, "'default' (or 'axial')")
+    theta: Any = rope.get("rope_theta")
+    if type(theta) not in (int, float) or not 0 < theta < float("inf"):
+        _refuse(where, "vision_config.rope_parameters.rope_theta", theta, "a number above 0")
+    vision["rope_parameters"] = {**rope, "rope_type": "default"}
+
+
+def _name_full_layers(text: dict[str, Any], where: str) -> None:
+    """Replace `per_layer_config` in `text` by the two keys that state the sizes of all full layers."""
+    overrides = text.pop("per_layer_config", None)
+    if overrides is None:
+        if "num_global_key_value_heads" in text and text["num_global_key_value_heads"] is None:
+            text["num_global_key_value_heads"] = text.get("num_key_value_heads")  # as transformers
+        return
+    key = "text_config.per_layer_config"
+    stated: Mapping[Any, Any] = _object(overrides, where, key)
+    layers = {int(i) if str(i).isdecimal() else -1: layer for i, layer in stated.items()}
+    kinds = text.get("layer_types")
+    if not isinstance(kinds, list):
+        _refuse(where, "text_config.layer_types", kinds, "the kind of each layer")
+    for index, layer in layers.items():
+        if (
+            not 0 <= index < len(kinds)
+            or not isinstance(layer, Mapping)
+            or layer.keys() - PER_LAYER
+        ):
+            _refuse(where, f"{key}[{index}]", layer, f"only {' and '.join(PER_LAYER)} of a layer")
+    for name, whole in PER_LAYER.items():
+        found = [(layers.get(i) or {}).get(name, text.get(name)) for i in range(len(kinds))]
+        full = {
+            repr(v): v for v, kind in zip(found, kinds, strict=True) if kind == "full_attention"
+        }
+        others = [v for v, kind in zip(found, kinds, strict=True) if kind != "full_attention"]
+        if len(full) != 1 or any(value != text.get(name) for value in others):
+            _refuse(
+                where, f"{key}: {name}", overrides, "one value for all full layers and no other"
+            )
+        (value,) = full.values()
+        if text.setdefault(whole, value) not in (value, None):
+            _refuse(
+                where, f"text_config.{whole}", text[whole], f"{value}, as per_layer_config says,"
+            )
+        text[whole] = value

@@ -1,0 +1,23 @@
+"""Checks the files beside a model's weights for what a later stage would refuse."""
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+from quantize.checkpoints.reader import SETTINGS, check_tokenizer, read_json_object
+from quantize.runtime.sampler.sampler import Sampler
+
+
+def check_carried(folder: Path) -> None:
+    """Raise InputError if a JSON file that every quantized checkpoint carries is damaged."""
+    for file in sorted(folder.glob("*.json")):
+        if any(fnmatch(file.name, pattern) for pattern in SETTINGS):
+            read_json_object(file)
+
+
+LOOKS = (check_tokenizer, check_carried, Sampler.from_checkpoint)
+
+
+def check_beside(folder: Path) -> None:
+    """Raise the first InputError of LOOKS: tokenizer and template, JSON files, generation settings."""
+    for look in LOOKS:
+        look(folder)

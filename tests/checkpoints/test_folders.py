@@ -1,0 +1,318 @@
+"""Folders as people have them: read as transformers' own class reads them, or refused with a name.
+
+`tests/support/saved_by.py` makes VARIANTS with any version of transformers. Here the installed one
+makes them, and each version's config.json stands beside them.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from conversions import recipe_for, run
+from safetensors.torch import load_file, save_file
+from saved_by import SINGLE, VARIANTS, logits
+from transformers import DiffusionGemmaForBlockDiffusion
+
+from quantize.checkpoints.config_form import SIZES, google_form
+from quantize.checkpoints.inspect import inspect
+from quantize.checkpoints.load import load
+from quantize.checkpoints.reader import Checkpoint, known_config
+from quantize.cli import cli
+from quantize.errors import InputError
+from quantize.pipeline.run import check_source
+from quantize.runtime.weights.beside import LOOKS
+
+SAVED = Path(__file__).parents[1] / "data" / "saved_configs"
+VERSIONS = ("5.11.0", "5.13.0", "5.15.0", "5.17.0", "5.20.0", "5.24.0")
+REAL: dict[str, Any] = known_config("google/diffusiongemma-26B-A4B-it") or {}
+TIED = "model.encoder.language_model.layers.1.self_attn.q_proj.weight"
+READ = ("single", "sharded", "as many full heads", "all layers alike", "copies",
+        "copies, said to be untied", "quantization null")  # fmt: skip
+REFUSED = {
+    "fp32": "tensor 'model.decoder.embed_tokens.weight' is F32; only BF16 weights are read: cast",
+    "fp16": "tensor 'model.decoder.embed_tokens.weight' is F16; only BF16 weights are read: cast",
+    "seen by all": "text_config.use_bidirectional_attention is 'all'; only 'vision' is computed here",
+    "said to be untied": "`tie_word_embeddings: false`, and tensor 'lm_head.weight' is missing (128",
+    "merged into the decoder": f"tensor {TIED!r} differs from 'model.decoder.layers.1.self_attn",
+    "merged into the encoder": f"tensor {TIED!r} differs from 'model.decoder.layers.1.self_attn",
+    "merged, said to be untied": f"tensor {TIED!r} differs from 'model.decoder.layers.1.self_attn",
+    "own head": "tensor 'lm_head.weight' differs from 'model.decoder.embed_tokens.weight'",
+    "own head, said to be untied": "tensor 'model.encoder.language_model.embed_tokens.weight' is miss",
+    "under encoder names": "is missing (125 in all); it is there under the encoder's name",
+    "text only": "embedding_projection.weight' is missing (18 in all); a text-only export?",
+    "text only, said so": "vision_config is missing, as in a text-only export",
+    "base model": "is missing (161 in all); they are there without `model.`",
+    "two sets": "two sets of weights, model.safetensors and the shards of model.safetensors.index",
+    "adapter beside": "adapter_config.json is there: transformers would load this adapter",
+    "samples": "generation config: 'do_sample' is not supported here",
+    "wrong total": "bytes; write this number there, or remove total_size",
+}
+
+
+def test_every_variant_is_read_or_refused() -> None:
+    assert VARIANTS.keys() == {*READ, *REFUSED}
+
+
+@pytest.mark.parametrize("variant", READ)
+def test_what_is_read_answers_as_its_own_class(variant: str, tmp_path: Path) -> None:
+    folder = tmp_path / variant
+    VARIANTS[variant](folder)
+    check_source(Checkpoint.open(folder))
+    assert inspect(folder, LOOKS).problems == []
+    theirs: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(folder, dtype=torch.bfloat16)
+    assert torch.equal(logits(load(folder, dtype=torch.bfloat16)), logits(theirs.eval()))
+
+
+@pytest.mark.parametrize("variant", REFUSED)
+def test_what_is_refused_is_refused_at_the_start_and_by_inspect(
+    variant: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / variant
+    VARIANTS[variant](folder)
+    with pytest.raises(InputError) as error:
+        check_source(Checkpoint.open(folder))
+    assert REFUSED[variant] in str(error.value)
+    assert "\n" not in str(error.value)
+    try:
+        problems = inspect(folder, LOOKS).problems
+    except InputError as error:
+        problems = [str(error)]
+    assert [problem for problem in problems if REFUSED[variant] in problem]
+    if variant != "samples":  # which concerns no weights
+        with pytest.raises(InputError):
+            load(folder)
+
+
+def test_a_recipe_is_not_blamed_for_a_checkpoint(tmp_path: Path) -> None:
+    """A text-only export ended with "recipe: `re:.*vision.*` matches no module; mend it"."""
+    VARIANTS["text only"](tmp_path / "bf16")
+    for command in ("plan", "run"):
+        asked = [command, "--model", str(tmp_path / "bf16"), "--recipe", "fp8_dynamic"]
+        done = CliRunner().invoke(cli, asked)
+        assert "a text-only export?" in str(done.exception)
+        assert not str(done.exception).startswith("recipe")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_config_of_every_version_is_one_record(version: str, tiny_checkpoint: Path) -> None:
+    saved = json.loads((SAVED / f"{version}.json").read_text())
+    ours = json.loads((tiny_checkpoint / "config.json").read_text())
+    assert saved["transformers_version"] == version
+    for config in (saved, ours):
+        config.pop("transformers_version")
+    form = google_form(saved)
+    assert google_form(form) == form
+    for section, keys in SIZES.items():
+        one, other = (c[section] if section else c for c in (form, google_form(ours)))
+        assert {key: one[key] for key in keys} == {key: other[key] for key in keys}
+    assert "per_layer_config" not in form["text_config"]
+    assert form["text_config"]["global_head_dim"] == 32
+    assert form["text_config"]["num_global_key_value_heads"] == 1
+    assert form["vision_config"]["rope_parameters"] == {"rope_theta": 100.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_written_is_in_googles_form(
+    version: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    shutil.copyfile(SAVED / f"{version}.json", folder / "config.json")
+    run(folder, tmp_path / "out", recipe_for("FP8_DYNAMIC"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == google_form(written)
+    assert written["text_config"]["global_head_dim"] == 32
+
+
+def newer(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 5.15 and later save it."""
+    config = json.loads(json.dumps(config))
+    text = config["text_config"]
+    own = {"head_dim": text.pop("global_head_dim")}
+    own |= {"num_key_value_heads": text.pop("num_global_key_value_heads")}
+    kinds = enumerate(text["layer_types"])
+    text["per_layer_config"] = {str(i): own for i, kind in kinds if kind == "full_attention"}
+    config["vision_config"]["rope_parameters"]["rope_type"] = "axial"
+    return config
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--serve"], ["--gpu", "4090"], ["--serve", "--gpu", "4090"]], ids=str
+)
+def test_plan_says_the_same_of_both_notations(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the newer one a 4090 needed 34 days where it needs 20, and keys took twice the bytes."""
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    for config in (REAL, newer(REAL)):
+        Path("config.json").write_text(json.dumps(config))
+        done = CliRunner().invoke(cli, ["plan", "--model", "config.json", *options])
+        assert done.exit_code == 0, done.exception
+        told.append(done.stdout)
+    assert told[0] == told[1]
+    assert google_form(newer(REAL)) == REAL
+
+
+def without(path: str) -> Callable[[dict[str, Any]], object]:
+    *parents, last = path.split(".")
+
+    def change(config: dict[str, Any]) -> None:
+        for key in parents:
+            config = config[key]
+        del config[last]
+
+    return change
+
+
+def changed(path: str, value: object) -> Callable[[dict[str, Any]], object]:
+    *parents, last = path.split(".")
+
+    def change(config: dict[str, Any]) -> None:
+        for key in parents:
+            config = config[key]
+        config[last] = value
+
+    return change
+
+
+DECIDES = [
+    *(f"{section}.{key}".lstrip(".") for section, keys in SIZES.items() for key in keys),
+    "text_config.layer_types", "text_config.rms_norm_eps", "text_config.final_logit_softcapping",
+    "text_config.rope_parameters.full_attention.rope_theta", "text_config.attention_bias",
+    "text_config.rope_parameters.full_attention.partial_rotary_factor", "tie_word_embeddings",
+    "text_config.rope_parameters.sliding_attention.rope_type", "text_config.hidden_activation",
+    "text_config.use_bidirectional_attention", "vision_config.standardize",
+    "vision_config.use_clipped_linears", "vision_config.model_type",
+    "vision_config.rope_parameters.rope_type", "vision_config.rope_parameters.rope_theta",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", DECIDES)
+def test_a_missing_key_is_named(key: str) -> None:
+    """transformers fills in another model's size, 512 for `global_head_dim`."""
+    config = json.loads(json.dumps(REAL))
+    without(key)(config)
+    with pytest.raises(InputError, match=f"^config.json: {key} is missing"):
+        google_form(config)
+    changed(key, "x")(config)
+    with pytest.raises(InputError, match=f"^config.json: {key} is 'x'"):
+        google_form(config)
+
+
+FULL = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in (5, 11, 17, 23, 29)}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("text_config.per_layer_config", FULL | {"5": {"head_dim": 256}}, "one value for all full"),
+        ("text_config.per_layer_config", FULL | {"4": {"head_dim": 512}}, "one value for all full"),
+        ("text_config.per_layer_config", FULL | {"30": {}}, r"per_layer_config\[30\]"),
+        ("text_config.per_layer_config", FULL | {"x": {}}, r"per_layer_config\[-1\]"),
+        ("text_config.per_layer_config", FULL | {"5": {"sliding_window": 3}}, "only head_dim and"),
+        ("text_config.per_layer_config", [FULL], "and an object is needed"),
+        ("text_config.global_head_dim", 256, "is '256', and 512, as per_layer_config says"),
+        ("text_config.top_k_experts", 129, "at most num_experts, 128"),
+        ("text_config.num_experts", 4097, "a whole number from 1 to 4,096"),
+        ("text_config.num_hidden_layers", 1001, "a whole number from 1 to 1,000"),
+        ("text_config.num_hidden_layers", True, "a whole number from 1 to 1,000"),
+        ("text_config.num_hidden_layers", 31, "the kind of each of num_hidden_layers layers"),
+        ("text_config.layer_types", ["full_attention"] * 29 + ["sliding_attention"], "last layer"),
+        ("text_config.layer_types", ["mamba"] * 30, "sliding_attention or full_attention"),
+        ("text_config.rms_norm_eps", float("inf"), "a number above 0"),
+        ("text_config.attention_bias", 0, "only False is computed here"),
+        ("vision_config.rope_parameters.rope_type", "yarn", "'default'"),
+        ("quantization_config", [], "quantization_config is '\\[\\]', and an object"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(key: str, value: Any, message: str) -> None:
+    config = newer(REAL) if "per_layer" in key or "global" in key else json.loads(json.dumps(REAL))
+    changed(key, value)(config)
+    with pytest.raises(InputError, match=message):
+        google_form(config)
+
+
+def test_null_full_heads_are_as_many_as_the_others() -> None:
+    config = json.loads(json.dumps(REAL))
+    changed("text_config.num_global_key_value_heads", None)(config)
+    assert google_form(config)["text_config"]["num_global_key_value_heads"] == 8
+    config = newer(REAL)
+    changed("text_config.per_layer_config", {})(config)
+    form = google_form(config)["text_config"]
+    assert (form["global_head_dim"], form["num_global_key_value_heads"]) == (256, 8)
+
+
+@pytest.mark.parametrize("where", [0, -1])
+def test_one_bit_of_a_copy_counts(where: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """In whichever block of the comparison it is, and though an equal folder was read before."""
+    monkeypatch.setattr("quantize.checkpoints.reader.BLOCK", 1000)
+    VARIANTS["copies"](tmp_path / "a")
+    check_source(Checkpoint.open(tmp_path / "a"))
+    tensors = load_file(tmp_path / "a" / SINGLE)
+    tensors["lm_head.weight"].view(torch.int16).view(-1)[where] ^= 1
+    save_file(tensors, tmp_path / "a" / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"'lm_head\.weight' differs from"):
+        check_source(Checkpoint.open(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"t_max": "0.8"}, "t_max is '0.8', which is no number"),
+        ({"max_denoising_steps": 4.5}, "max_denoising_steps is 4.5"),
+        ({"max_denoising_steps": True}, "max_denoising_steps is True"),
+        ({"eos_token_id": ["1"]}, "eos_token_id '1' is no token id"),
+        ({"eos_token_id": {}}, "eos_token_id {} is no token id"),
+        ({"sampler_config": 3}, "sampler_config is 3, not an object"),
+        ({"top_k": 64}, "'top_k' is not supported here"),
+        ({"cache_implementation": "static"}, "cache_implementation 'static' is not supported"),
+    ],
+)
+def test_settings_that_a_later_stage_refuses_are_found_at_the_start(
+    stated: dict[str, Any], message: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match=message):
+        check_source(Checkpoint.open(folder))
+    assert any(message in problem for problem in inspect(folder, LOOKS).problems)
+
+
+@pytest.mark.parametrize("name", ["processor_config.json", "special_tokens_map.json"])
+def test_a_damaged_file_that_is_carried_is_found_at_the_start(
+    name: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    (folder / name).write_text("{")
+    with pytest.raises(InputError, match=f"{name}: not readable as JSON"):
+        check_source(Checkpoint.open(folder))
+    assert any(name in problem for problem in inspect(folder, LOOKS).problems)
+
+
+def test_a_problem_is_said_once(tmp_path: Path) -> None:
+    VARIANTS["wrong total"](tmp_path / "bf16")
+    problems = inspect(tmp_path / "bf16", LOOKS).problems
+    assert len(problems) == 1
+    assert "total_size" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "template", [None, '{"chat_template": ""}', '{"chat_template": "{{ m }}"}']
+)
+def test_a_chat_template_may_be_in_either_file(
+    template: str | None, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    (folder / "chat_template.jinja").unlink()
+    if template is not None:
+        (folder / "tokenizer_config.json").write_text(template)
+    problems = inspect(folder, LOOKS).problems
+    assert [p for p in problems if "no chat can become tokens" in p] == (
+        [] if template and "{{" in template else problems
+    )
+    assert bool(problems) == (template is None or "{{" not in template)
