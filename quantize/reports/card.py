@@ -25,10 +25,16 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.controls import CONTROLS
 from quantize.recipe.sections import Recipe
-from quantize.reports.headline import chosen_point
+from quantize.reports.headline import chosen_point, not_tested
 from quantize.reports.provenance import baseline_lines, without_places
 from quantize.reports.render import markdown_table
-from quantize.reports.sections import JUDGED, Section, fidelity_section, looks_lines
+from quantize.reports.sections import (
+    JUDGED,
+    Section,
+    fidelity_section,
+    health_section,
+    looks_lines,
+)
 from quantize.reports.table import interval_text, score_table
 from quantize.runs.folder import README, RESULTS, RunDir
 
@@ -116,7 +122,9 @@ def card(
         interval=interval_text,
         judged=JUDGED[recipe.gate.estimand],
         scores=markdown_table(Section("", *scores)),
-        fidelity=report["fidelity"] and markdown_table(fidelity_section(report["fidelity"])),
+        fidelity=report["fidelity"] and _with_notes(fidelity_section(report["fidelity"])),
+        health=markdown_table(health_section(report["tasks"])),
+        not_tested=not_tested({"speeds": None, "noise_floor": [], "not_asked": [], **report}),
         repo=repo,
         place=repo if "/" in repo else ".",
         base=base,
@@ -139,6 +147,10 @@ def card(
             path.name for name in ("LICENSE*", "NOTICE*") for path in run.checkpoint.glob(name)
         ),
     )
+
+
+def _with_notes(section: Section) -> str:
+    return "\n\n".join([markdown_table(section), *section.notes])
 
 
 def card_files(

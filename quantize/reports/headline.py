@@ -67,7 +67,10 @@ def not_tested(content: Mapping[str, Any]) -> str:
 
 def _has_no_limit(fidelity: Mapping[str, Any] | None) -> bool:
     """Return whether canvases were replayed in no activation mode that has a limit on its KL."""
-    return bool(fidelity) and not fidelity["max_kl_nats"].keys() & fidelity["activations"].keys()
+    return (
+        bool(fidelity)
+        and not fidelity.get("max_kl_nats", {}).keys() & fidelity["activations"].keys()
+    )
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 from quantize.reports.headline import chosen_point, point_rows, published_rows, published_speed
 from quantize.reports.provenance import made_lines, scored_with, stage_rows
 from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
-from quantize.reports.table import health_rows, score_table
+from quantize.reports.table import cell, health_rows, score_table
 
 Content = Mapping[str, Any]  # report.json
 SHOWN = 20  # questions of a task that report.md lists
@@ -66,11 +66,7 @@ def sections(content: Content) -> list[Section]:
              "outcome"),
             point_rows(content), _settings(content), (), ("points",),
         ),
-        Section(
-            "Health of answers",
-            ("task", "answers", "BF16", "quantized", "difference", "allowed", "judged"),
-            health_rows(tasks),
-        ),
+        health_section(tasks),
         Section(
             "Answers without a final value",
             ("task", "model", "answers", "share", "examples"),
@@ -122,6 +118,37 @@ def question_sections(questions: Content) -> list[Section]:
     return found
 
 
+def health_section(tasks: Sequence[Content]) -> Section:
+    """Return the section on signs of ill health in both models' answers to `tasks`."""
+    columns = ("task", "answers", "BF16", "quantized", "difference", "allowed", "judged")
+    return Section("Health of answers", columns, health_rows(tasks))
+
+
+def mode_lines(content: Content) -> list[str]:
+    """Return a sentence, in a list, on the mode that was judged and the modes that servers multiply in.
+
+    There is one only where they may differ: where NVFP4's activations are rounded on some GPUs.
+    """
+    gated = [task for task in content["tasks"] if task["gated"]]
+    if not gated or "NVFP4" not in content.get("schemes", []):
+        return []
+    judged = {task["activations"] for task in gated}
+    others = [task for task in content["tasks"] if task["activations"] == "none"]
+    if judged == {"none"}:
+        return [
+            "Judged with activations in BF16 (mode none), as Hopper and older GPUs serve NVFP4. On "
+            "Blackwell they are rounded to NVFP4 (per_layer), which was not judged."
+        ]
+    also = "which was not judged; `quantize evaluate RUN --activations none` judges it too"
+    if others:
+        shown = (f"{task['task']} {cell(task, 'difference_pp', '+.2f', ' pp')}" for task in others)
+        also = f"scored beside it: {'; '.join(shown)}"
+    return [
+        f"Judged with activations rounded ({', '.join(sorted(judged))}), as Blackwell serves NVFP4. "
+        f"Hopper and older GPUs leave them in BF16 (mode none), {also}."
+    ]
+
+
 def unread_rows(content: Content) -> list[list[str]]:
     """Return one row per gated task and model: how many answers have no final value, and examples.
 
@@ -165,6 +192,7 @@ def looks_lines(content: Content) -> list[str]:
         for task in gated
         if task["base"] == 1
     ]
+    lines += mode_lines(content)
     limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
     if limits and not any(limits):
         lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
@@ -199,6 +227,11 @@ def fidelity_section(fidelity: Content) -> Section:
         for name, found, _ in replays
         if found.get("routing_overlap")
     ]
+    notes.append(
+        "In the row of own self-conditioning the quantized model reads its own logits of the step "
+        "before, so its errors add up over a canvas, as while serving. The row has no limit: a few "
+        "canvases that take another course may make most of its mean."
+    )
     notes += ranges_lines(fidelity)
     columns = ("activations", *FIDELITY.values(), "KL limit")
     lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]

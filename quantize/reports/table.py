@@ -49,7 +49,7 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
     """Return one row per gated task and sign of ill health, and one per task on answers' length."""
     rows: list[list[str]] = []
     for task in (task for task in tasks if task["gated"]):
-        for name, sign in task["health"].items():
+        for name, sign in task.get("health", {}).items():
             limit = sign["limit_pp"]
             passed = limit is not None and sign["p_at_least_limit"] <= 1 - task["confidence"]
             rows.append([
@@ -60,7 +60,7 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
                 "-" if limit is None else f"{limit:+.2f} pp",
                 "not judged" if limit is None else "within" if passed else "not excluded",
             ])  # fmt: skip
-        if task["length"]:
+        if task.get("length"):
             counts = (task[key]["tokens_per_sample"] for key in ("bf16_counts", "quantized_counts"))
             more = steps_text(dict(zip(("ratio", "low", "high"), task["length"], strict=True)))
             length = [*(f"{count:.1f}" for count in counts), more, "-", "not judged"]

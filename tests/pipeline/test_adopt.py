@@ -271,3 +271,19 @@ def test_neither_bundle_nor_card_name_a_place_of_this_machine(tmp_path: Path) ->
     recipe = f"name: x\nevaluation: {{own_tasks: {{mine: {{data: {data}, prompt: q}}}}}}\n"
     assert str(tmp_path) not in without_places(recipe)
     assert "data: mine.jsonl" in without_places(recipe)
+
+
+def test_the_card_says_mode_health_routing_and_what_was_not_judged(quick: Quick) -> None:
+    (quick.model / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert quick("card", quick.folder.path).code == 0
+    (quick.model / "README.md").unlink()
+    text = (quick.folder.checkpoint / "README.md").read_text()
+    for said in (
+        "## Health of answers",
+        "Not tested: ",
+        "whether that distance is small (no gate.max_kl_nats)",
+        "that the router chooses too, by layer: 1.000",
+        "as Blackwell serves NVFP4. Hopper and older GPUs leave them in BF16 (mode none), which was "
+        "not judged; `quantize evaluate RUN --activations none` judges it too",
+    ):
+        assert said in text, said

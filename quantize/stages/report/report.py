@@ -69,6 +69,7 @@ def report(
         "error": _errors(verification["relative_error"]),
         "verification": {key: verification[key] for key in ("passed", "checks")},
         "coverage": _coverage(run),
+        "schemes": sorted(recipe.quantization.targets_by_scheme()),
         "questions": questions,
         "canvases": canvases,
         "no_answer": {
