@@ -86,6 +86,68 @@ def test_calls_have_the_required_fields_and_any_of_the_others(needed: tuple[str,
         assert taken == right, (needed, given)
 
 
+@pytest.mark.parametrize("several", [True, False])
+def test_one_call_or_several_may_be_made(several: bool) -> None:
+    forms = Forms(tokenizer(), EOS)
+    body = calling({"type": "object", "properties": {}})
+    matcher = forms.matcher(body.model_copy(update={"parallel_tool_calls": several}))
+    forms.close()
+    call = tokenizer().encode("<|tool_call>call:f{}<tool_call|>", add_special_tokens=False)
+    assert matcher.consume_tokens(call)
+    assert matcher.is_accepting()
+    assert matcher.consume_tokens(call) == several
+
+
+def test_values_have_the_types_of_the_schema() -> None:
+    forms = Forms(tokenizer(), EOS)
+    quote = '<|"|>'
+    kinds: list[tuple[Any, list[str], list[str]]] = [
+        ({"type": "integer"}, ["-3", "0"], ["1.5", "true", f"{quote}1{quote}", "[]"]),
+        ({"type": "number"}, ["1.5", "-2e3"], ["true", "{}"]),
+        ({"type": "boolean"}, ["true", "false"], ["1", "null"]),
+        ({"type": "string"}, [f"{quote}a,b}}{quote}"], ["1", "a"]),
+        ({"type": "string", "enum": ["x", 3]}, [f"{quote}x{quote}"], [f"{quote}y{quote}", "3"]),
+        ({"type": "array", "items": {"type": "integer"}}, ["[]", "[1,2]"], ["1", "[true]", "[1,]"]),
+        ({"type": "array"}, ["[1,true,{}]"], ["1"]),
+        ({"type": "object", "properties": {"b": {"type": "integer"}}}, ["{}", "{b:1}"],
+         ["{b:true}", "{c:1}"]),
+        ({"type": "object", "properties": {}}, ["{}"], ["{b:1}"]),
+        ({"type": "object"}, ["{}", "{b:1,c:true}"], ["1", "{b:1,}"]),
+        ({}, ["1", "true", "null", f"[{quote}a{quote}]", "{b:1}"], ["x"]),
+    ]  # fmt: skip
+    for schema, right, wrong in kinds:
+        matcher = forms.matcher(calling({"type": "object", "properties": {"a": schema}}))
+        for value, fits in [*((v, True) for v in right), *((v, False) for v in wrong)]:
+            text = f"<|tool_call>call:f{{a:{value}}}<tool_call|>"
+            reader = matcher.deep_copy()
+            taken = reader.consume_tokens(tokenizer().encode(text, add_special_tokens=False))
+            assert (taken and reader.is_accepting()) == fits, (schema, value)
+    forms.close()
+
+
+def test_a_schema_is_enforced_down_to_a_depth() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(12):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    forms = Forms(tokenizer(), EOS)
+    matcher = forms.matcher(calling(schema))
+    forms.close()
+    for value, fits in (("{a:" * 12 + "true" + "}" * 12, True), ("{a:true}", False)):
+        reader = matcher.deep_copy()
+        text = f"<|tool_call>call:f{value}<tool_call|>"
+        taken = reader.consume_tokens(tokenizer().encode(text, add_special_tokens=False))
+        assert (taken and reader.is_accepting()) == fits
+
+
+def test_a_tokenizer_without_the_markers_of_calls_is_refused() -> None:
+    class Bare:
+        def get_vocab(self) -> dict[str, int]:
+            return {"<|tool_call>": 48}
+
+    with pytest.raises(InputError, match=r"no token <tool_call\|>"):
+        Forms(Bare(), EOS)._calls([], several=True)
+
+
 @pytest.mark.parametrize(
     ("kind", "form"),
     [

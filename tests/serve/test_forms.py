@@ -127,6 +127,17 @@ def test_thoughts_that_end_with_a_canvas_are_over(grammars: Grammars) -> None:
     assert not going_on.complete
 
 
+def test_thoughts_need_room_for_their_end(grammars: Grammars) -> None:
+    matcher = grammars.matcher("json", ANSWER)
+    least = len(Constraint(grammars, matcher, 60)._way)
+    assert Constraint(grammars, matcher, least).lead(L)
+    with pytest.raises(InputError, match=f"fits into {least} tokens"):
+        Constraint(grammars, matcher, least, CLOSES)
+    held = Constraint(grammars, matcher, least + 1, CLOSES)
+    verdict = held.settle(torch.zeros(L, V), [7] * L)
+    assert verdict.tokens[0] == CLOSES  # at once
+
+
 def test_a_form_that_does_not_fit_is_refused(grammars: Grammars) -> None:
     matcher = grammars.matcher("json", NESTED)
     with pytest.raises(InputError, match="that fits into 5 tokens"):
