@@ -109,6 +109,8 @@ def test_values_have_the_types_of_the_schema() -> None:
         ({"type": "string", "enum": ["x", 3]}, [f"{quote}x{quote}"], [f"{quote}y{quote}", "3"]),
         ({"type": "array", "items": {"type": "integer"}}, ["[]", "[1,2]"], ["1", "[true]", "[1,]"]),
         ({"type": "array"}, ["[1,true,{}]"], ["1"]),
+        ({"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+         ["[]", "[[],[1,2]]"], ["[1]", "[[[]]]"]),
         ({"type": "object", "properties": {"b": {"type": "integer"}}}, ["{}", "{b:1}"],
          ["{b:true}", "{c:1}"]),
         ({"type": "object", "properties": {}}, ["{}"], ["{b:1}"]),
@@ -132,7 +134,8 @@ def test_a_schema_is_enforced_down_to_a_depth() -> None:
     forms = Forms(tokenizer(), EOS)
     matcher = forms.matcher(calling(schema))
     forms.close()
-    for value, fits in (("{a:" * 12 + "true" + "}" * 12, True), ("{a:true}", False)):
+    for levels, fits in ((12, True), (9, True), (8, False), (1, False)):
+        value = "{a:" * levels + "true" + "}" * levels
         reader = matcher.deep_copy()
         text = f"<|tool_call>call:f{value}<tool_call|>"
         taken = reader.consume_tokens(tokenizer().encode(text, add_special_tokens=False))
