@@ -58,11 +58,16 @@ def not_tested(content: Mapping[str, Any]) -> str:
         "prompts over 1,024 tokens": not any(name.startswith("needle") for name in tasks),
         "distance from BF16 on replayed canvases": not content["fidelity"],
         "whether that distance is small (no gate.max_kl_nats)": _has_no_limit(content["fidelity"]),
+        "denoising steps (no gate.max_step_inflation)": bool(tasks) and not _limits_steps(content),
         "BF16 against itself (--noise-floor)": not content["noise_floor"],
         "a server's tokens/s (quantize bench)": not content["speeds"],
     }
     named = [what for what, is_missing in missing.items() if is_missing]
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
+
+
+def _limits_steps(content: Mapping[str, Any]) -> bool:
+    return any(task.get("max_step_inflation") for task in content["tasks"] if task["gated"])
 
 
 def _has_no_limit(fidelity: Mapping[str, Any] | None) -> bool:

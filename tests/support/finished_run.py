@@ -8,7 +8,7 @@ import numpy as np
 from quick_run import rows
 from safetensors.numpy import save, save_file
 
-from quantize.checkpoints.reader import Checkpoint
+from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.host.files import write_json, write_text
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
@@ -135,7 +135,9 @@ def write_checkpoint(folder: Path, shards: int, *, seed: int = 0) -> None:
         name = f"model-{shard:05}-of-{shards:05}.safetensors"
         weight_map[f"w{shard}"] = name
         save_file({f"w{shard}": noise.random(50_000, dtype=np.float32)}, folder / name)
-    config = {"model_type": "diffusion_gemma", "canvas_length": 256, "quantization_config": {}}
+    known = known_config("google/diffusiongemma-26B-A4B-it")
+    assert known is not None
+    config = known | {"quantization_config": {}}
     index = {"metadata": {}, "weight_map": weight_map}
     for name, value in {
         "config.json": config,
