@@ -110,10 +110,17 @@ def total(values: Floats, estimand: Estimand) -> Total:
     return Total(n, means.sum(-1), np.where(still, 0.0, variance)[()], jump, n - 1)
 
 
-def margin_p_values(difference: Total, margin_pp: float) -> tuple[Number, Number]:
-    """Return one-sided p-values of "loss at least the margin" and of "loss at most the margin"."""
+def margin_p_values(
+    difference: Total, margin_pp: Number, allowed_pp: Number | None = None
+) -> tuple[Number, Number]:
+    """Return one-sided p-values of "loss at least the margin" and of "loss at most the margin".
+
+    `allowed_pp` is the loss that a verdict excludes, if `difference` was raised by part of it
+    already; by default it is the margin. Even so much, lost outright, might be unseen.
+    """
     gap = difference.value + difference.units * margin_pp / 100
-    unseen = unseen_loss_p(difference.units, np.minimum(margin_pp, 100 * gap / difference.units))
+    allowed = margin_pp if allowed_pp is None else allowed_pp
+    unseen = unseen_loss_p(difference.units, np.minimum(allowed, 100 * gap / difference.units))
     return np.maximum(difference.p(gap), unseen), difference.p(-gap)
 
 

@@ -56,6 +56,15 @@ class Verdict:
         return EXIT_CODES[self.outcome]
 
 
+def decides(p_value: float, confidence: float) -> bool:
+    """Return whether a p-value excludes what it tests, at a confidence; the rule of every verdict."""
+    return p_value <= 1 - confidence + ROUNDING
+
+
+def _within(p_value: float, comparison: Comparison) -> bool:
+    return decides(p_value, comparison.confidence)
+
+
 def passes(comparison: Comparison) -> bool:
     """Return whether a task passes by itself: in accuracy and in each judged sign of ill health."""
     return _within(comparison.p_at_least_margin, comparison) and not _unhealthy(comparison)
@@ -140,16 +149,15 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
     """Return operating point -> p-value of "the point does not fit", Holm-corrected over points.
 
     A point fits if no task's loss (by format and sampler settings together) reaches the margin, and
-    no sign of ill health reaches its limit. A point's p-value is the largest of all its tests.
+    no sign of ill health reaches its limit. A point's p-value is the largest of all its tests; it is
+    1 where a sign has a limit but cannot be seen in the answers, as such a run is INCONCLUSIVE.
     """
-    return holm({
-        name: max(
-            p
-            for c in each
-            for p in (c.p_at_least_margin, *(s.p_at_least_limit or 0.0 for s in c.health.values()))
-        )
-        for name, each in points.items()
-    })  # fmt: skip
+    return holm({name: max(map(_p_unfit, each)) for name, each in points.items()})
+
+
+def _p_unfit(comparison: Comparison) -> float:
+    signs = (sign.p_at_least_limit or 0.0 for sign in comparison.health.values())
+    return 1.0 if comparison.unjudged else max(comparison.p_at_least_margin, *signs, 0.0)
 
 
 def _failures(seen: Mapping[str, Comparison | None], verdicts: Mapping[str, Verdict]) -> list[str]:
@@ -187,10 +195,6 @@ def not_comparable(base: Mapping[str, Any], quantized: Mapping[str, Any]) -> Ver
         if ours != theirs:
             return Verdict("NOT COMPARABLE", f"{key} differ: {_unequal(ours, theirs)}")
     return None
-
-
-def _within(p_value: float, comparison: Comparison) -> bool:
-    return p_value <= 1 - comparison.confidence + ROUNDING
 
 
 def _seen(task: str, comparison: Comparison, decisive: str | None = None) -> str:

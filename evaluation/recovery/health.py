@@ -30,7 +30,17 @@ For simulated error rates see docs/evaluation.md.
 import re
 from dataclasses import dataclass
 
-from quantize.recovery.estimands import Floats, limits, margin_p_values, total
+import numpy as np
+
+from quantize.recovery.estimands import (
+    Estimand,
+    Floats,
+    Number,
+    limits,
+    margin_p_values,
+    total,
+    unseen_loss_p,
+)
 from quantize.recovery.terms import Terms
 
 SIGNS = {
@@ -95,13 +105,27 @@ def compare_sign(base: Floats, quantized: Floats, terms: Terms, limit_pp: float 
     """Return a `Sign` for paired answers; tables [n, k] hold 1 if an answer has the sign, else 0."""
     less = total(base - quantized, terms.estimand)  # a sign that is more frequent is a loss
     low, high = (100 * float(end) for end in limits(less, (1 + terms.confidence) / 2))
-    p_values = (None, None)
-    if limit_pp is not None and 100 * MORE * base.mean() > limit_pp:
-        limit_pp = 100 * MORE * float(base.mean())
-        ratio = total((1 + MORE) * base - quantized, terms.estimand)
-        p_values = float(ratio.p(ratio.value)), float(ratio.p(-ratio.value))
-    elif limit_pp is not None:
-        p_values = tuple(map(float, margin_p_values(less, limit_pp)))
+    judged = (None, None, None)
+    if limit_pp is not None:
+        judged = tuple(map(float, sign_p_values(base, quantized, terms.estimand, limit_pp)))
     shares = float(base.mean()), float(quantized.mean())
     difference = 100 * (shares[1] - shares[0])
-    return Sign(*shares, difference, max(-high, -100.0), min(-low, 100.0), limit_pp, *p_values)
+    return Sign(*shares, difference, max(-high, -100.0), min(-low, 100.0), *judged)
+
+
+def sign_p_values(
+    base: Floats, quantized: Floats, estimand: Estimand, limit_pp: float
+) -> tuple[Number, Number, Number]:
+    """Return the limit in points, then the p-values of "at least the limit" and "at most the limit".
+
+    Tables [..., n, k] hold 1 if an answer has the sign, else 0; results have the shape [...].
+    """
+    relative_pp = 100 * MORE * base.mean((-2, -1))
+    absolute = margin_p_values(total(base - quantized, estimand), limit_pp)
+    ratio = total((1 + MORE) * base - quantized, estimand)  # BF16's own frequency is noisy, too
+    below, above = margin_p_values(ratio, 0.0, allowed_pp=relative_pp)
+    # Questions not seen, in which BF16 shows the sign always, would offset an excess: each by MORE.
+    unseen = unseen_loss_p(ratio.units, 100 * -ratio.mean / MORE)
+    relative = below, np.maximum(above, unseen)
+    at_least, at_most = np.where(relative_pp > limit_pp, relative, absolute)
+    return np.maximum(limit_pp, relative_pp), at_least, at_most

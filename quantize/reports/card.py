@@ -25,7 +25,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_text
 from quantize.recipe.controls import CONTROLS
 from quantize.recipe.sections import Recipe
-from quantize.reports.headline import chosen_point, not_tested
+from quantize.reports.headline import chosen_point, not_tested, thinks
 from quantize.reports.provenance import baseline_lines, without_places
 from quantize.reports.render import markdown_table
 from quantize.reports.sections import (
@@ -269,7 +269,7 @@ def eval_results(report: dict[str, Any]) -> dict[str, str]:
                 f"accuracy in %, {task['confidence']:.0%} interval {low:.2f} to {high:.2f} "
                 f"({task['estimand'].replace('_', ' ')}); "
                 f"{task['questions']} questions x {task['repeats']}; thinking "
-                f"{'on' if name.endswith(THINKING) else 'off'}; BF16 under the same conditions "
+                f"{'on' if thinks(task) else 'off'}; BF16 under the same conditions "
                 f"{100 * task['base']:.2f}; activations {task['activations']}"
             ),
         )

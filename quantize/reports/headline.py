@@ -51,11 +51,11 @@ def _speed(content: Mapping[str, Any]) -> list[str]:
 
 def not_tested(content: Mapping[str, Any]) -> str:
     """Return a sentence that lists what the verdict does not cover."""
-    tasks = [task["task"] for task in content["tasks"] if task["gated"]]
+    tasks = [task for task in content["tasks"] if task["gated"]]
     missing = {
-        "thinking": not any(name.endswith("_thinking") for name in tasks),
+        "thinking": not any(thinks(task) for task in tasks),
         "pictures": True,
-        "prompts over 1,024 tokens": not any(name.startswith("needle") for name in tasks),
+        "prompts over 1,024 tokens": not any(t["task"].startswith("needle") for t in tasks),
         "distance from BF16 on replayed canvases": not content["fidelity"],
         "whether that distance is small (no gate.max_kl_nats)": _has_no_limit(content["fidelity"]),
         "denoising steps (no gate.max_step_inflation)": bool(tasks) and not _limits_steps(content),
@@ -76,6 +76,11 @@ def _has_no_limit(fidelity: Mapping[str, Any] | None) -> bool:
         bool(fidelity)
         and not fidelity.get("max_kl_nats", {}).keys() & fidelity["activations"].keys()
     )
+
+
+def thinks(task: Mapping[str, Any]) -> bool:
+    """Return whether a task of report.json was asked with thinking on (older reports: not known)."""
+    return bool(task.get("thinking"))
 
 
 def point_rows(content: Mapping[str, Any]) -> list[list[str]]:

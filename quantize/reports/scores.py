@@ -30,6 +30,7 @@ def pair(
     entry = {
         "not_comparable": found.reason if isinstance(found, Verdict) else None,
         **(asdict(comparison) if comparison else asdict(terms) | empty),
+        "thinking": bool(other.conditions.get("generation", {}).get("thinking")),
         "made_with": other.made_with,
         "bf16_counts": counts(base.rows),
         "quantized_counts": counts(other.rows),

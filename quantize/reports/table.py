@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quantize.recovery.gate import decides
 from quantize.recovery.health import SIGNS
 
 Task = Mapping[str, Any]  # an entry of report.json's `tasks` or `noise_floor`
@@ -51,7 +52,7 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
     for task in (task for task in tasks if task["gated"]):
         for name, sign in task.get("health", {}).items():
             limit = sign["limit_pp"]
-            passed = limit is not None and sign["p_at_least_limit"] <= 1 - task["confidence"]
+            passed = limit is not None and decides(sign["p_at_least_limit"], task["confidence"])
             rows.append([
                 task["task"],
                 SIGNS[name],

@@ -8,7 +8,7 @@ from quantize.checkpoints.reader import GENERATION
 from quantize.host.files import read_json
 from quantize.recipe.controls import CONTROLS, JUDGED, SETTINGS
 from quantize.recipe.sections import Recipe
-from quantize.recovery.gate import Verdict, passing
+from quantize.recovery.gate import Verdict, decides, passing
 from quantize.recovery.statistics import Comparison
 from quantize.runs.models import AT_POINT
 from quantize.stages.report.rows import Scores
@@ -37,7 +37,7 @@ def judged_points(
         ]
         forwards = sum(tokens / rate for tokens, rate in steps)
         p = adjusted.get(name)
-        fits = p is not None and p <= 1 - recipe.gate.confidence and verdict.outcome != "FAIL"
+        fits = p is not None and decides(p, recipe.gate.confidence) and verdict.outcome != "FAIL"
         found.append({
             "name": name,
             "activations": made["model"]["activations"],
