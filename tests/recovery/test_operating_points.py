@@ -9,7 +9,7 @@ from faulty import scoring
 from quantize.errors import InputError
 from quantize.recipe.controls import JUDGED
 from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
-from quantize.recovery.gate import Verdict, passing
+from quantize.recovery.gate import Verdict, judge, passing
 from quantize.recovery.pairing import paired
 from quantize.recovery.statistics import Comparison
 from quantize.recovery.terms import Terms
@@ -55,6 +55,16 @@ def test_the_whole_loss_of_a_point_must_fit_and_holm_is_over_points() -> None:
     assert found["t10"] == pytest.approx(3 * passing({"t10": comparisons["t10"]})["t10"])
 
 
+def test_a_point_with_a_sign_that_cannot_be_seen_does_not_pass() -> None:
+    """As the verdict of such a run is INCONCLUSIVE, its point is not adopted."""
+    whole = paired(scoring(), scoring(), Terms(estimand="such_questions", margin_pp=5))
+    assert isinstance(whole, Comparison)
+    unseen = replace(whole, unjudged=["empty"])
+    assert judge({"t": unseen}).outcome == "INCONCLUSIVE"
+    fits = passing({"seen": [whole], "unseen": [unseen]})
+    assert fits["seen"] <= 0.05 < fits["unseen"] == 1
+
+
 def test_the_fastest_that_passes_is_named() -> None:
     def point(name: str, speed: float, *, passes: bool) -> dict[str, Any]:
         rates = {"tokens_per_forward": speed, "tokens_a_second": 100 * speed}
@@ -65,12 +75,18 @@ def test_the_fastest_that_passes_is_named() -> None:
         point("t10", 14, passes=True),
         point("t20", 9, passes=True),
     ]
-    unknown = {"operating_points": points, "speeds": None}
+    counts = {"tokens_per_sample": 50, "samples": 10, "tokens_per_forward": 8}
+    about = {"tasks": [{"gated": True, "quantized_counts": counts}], "speeds": None}
+    unknown = about | {"operating_points": points}
     assert ": t10, 14.0 tokens a forward." in chosen_point(unknown)
     rates = {"device": "a GPU", "tokens_a_second": {"quantized": 800, "bf16": 700}}
-    said = chosen_point({"operating_points": points, "speeds": rates})
+    said = chosen_point(about | {"operating_points": points, "speeds": rates})
     assert ": t10, 1,400 tokens/s on a GPU (own settings 800, BF16 700)." in said
-    assert chosen_point({"operating_points": points[:1]}).startswith("None of 1 operating points")
+    counts["tokens_per_forward"] = 14  # none that passes is faster than the model's own settings
+    assert "that passes is faster than" in chosen_point(unknown)
+    assert chosen_point(about | {"operating_points": points[:1]}).startswith(
+        "None of 1 operating points"
+    )
     assert "were not judged" in chosen_point({"operating_points": []})
 
 
