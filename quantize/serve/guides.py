@@ -44,7 +44,7 @@ class AnswerGuide:
         """Return the verdict on a finished canvas; if it is committed, record log-probabilities."""
         held = self.constraint
         verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
-        if self.top is not None and verdict.stand is None:
+        if self.top is not None and verdict.keep is None:
             self.scored += scored(logits, verdict.tokens, self.top)
         return verdict
 

@@ -35,7 +35,7 @@ def test_both_ways_take_the_recorded_steps(
     assert calls.count(1) > calls.count(2) / 4  # by canvas the slower one goes on alone
     assert max(calls) == 2  # of the engine's four slots as many as there are prompts
     assert engine.stops is None
-    assert not engine._slots
+    assert not engine.sequences
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[1, 0]", "[1.5]", "[true]", '{"a": 1}'])

@@ -35,7 +35,7 @@ def test_canvases_stand_behind_the_context(
     plain = engine.denoise
 
     def denoise(slots: Sequence[int], *rest: Any) -> Any:
-        state = engine._slots[slots[0]]
+        state = engine.sequences[slots[0]]
         before.append((state.context, len(state.unencoded)))
         return plain(slots, *rest)
 
@@ -85,7 +85,7 @@ def test_tokens_one_by_one_stand_around_the_context(
     assert began[-4:] == [max(1, context - 1 - 4)] * 4
     topk = engine.model.topk
     assert topk <= hit <= 2 * topk
-    assert not engine._slots
+    assert not engine.sequences
 
 
 def test_a_cold_gpu_is_warmed_up_until_two_readings_agree(capsys: pytest.CaptureFixture) -> None:

@@ -74,7 +74,9 @@ def split(engine: Any) -> Generator[Facts]:
     """
     facts: Facts = {"encoding": 0.0, "between": 0.0, "admitting": 0.0}
     passes, events, ended = Counter[int](), list[tuple[Any, Any]](), time.perf_counter()
-    own = {name: getattr(engine, name) for name in ("admit", "denoise", "_encode", "_encodings")}
+    encoder = engine.encoder
+    own = {name: getattr(engine, name) for name in ("admit", "denoise")}
+    own |= {name: getattr(encoder, name) for name in ("encode", "waiting_passes")}
 
     def admit(*given: Any) -> None:
         started = time.perf_counter()
@@ -88,24 +90,25 @@ def split(engine: Any) -> Generator[Facts]:
         ended = time.perf_counter()
         return done
 
-    def _encode(rows: list[Any], length: int) -> None:
+    def encode(rows: list[Any], length: int) -> None:
         passes[len(rows)] += 1
-        own["_encode"](rows, length)
+        own["encode"](rows, length)
 
-    def _encodings(slots: Any) -> Any:
+    def waiting_passes(slots: Any) -> Any:
         both = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
         both[0].record()
-        found = own["_encodings"](slots)
+        found = own["waiting_passes"](slots)
         both[1].record()
         events.append((both[0], both[1]))
         return found
 
-    vars(engine).update(admit=admit, denoise=denoise, _encode=_encode, _encodings=_encodings)
+    vars(engine).update(admit=admit, denoise=denoise)
+    vars(encoder).update(encode=encode, waiting_passes=waiting_passes)
     try:
         yield facts
     finally:
         for name in own:
-            delattr(engine, name)
+            delattr(engine if name in vars(engine) else encoder, name)
     torch.cuda.synchronize()
     facts["encoding"] = sum(start.elapsed_time(end) for start, end in events) / 1e3
     facts["between"] += time.perf_counter() - ended

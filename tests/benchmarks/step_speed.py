@@ -132,7 +132,7 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
 
 def begin(engine: FusedEngine, joins: bool, prompts: list[list[int]]) -> None:
     """Put the prompts into the slots; their first canvas, of one step, stands for the prompts' ends."""
-    engine._joins = joins
+    engine.denoiser.joins = joins
     engine.stops = lambda seed, canvas: STEPS if canvas else 1
     for slot, prompt in enumerate(prompts):
         engine.release(slot)
@@ -207,7 +207,7 @@ def rows(args: argparse.Namespace) -> None:
             own = measured(compared, prompts, args.canvases)
             if args.compare == "soft":
                 needed = reference.tokens_needed(
-                    engine._logits[:256], torch.full((256,), 1.6, device="cuda")
+                    engine.denoiser.logits[:256], torch.full((256,), 1.6, device="cuda")
                 )
                 own["most tokens needed, rows of more than 64"] = [
                     int(needed.max()), int((needed > reference.MOST).sum())

@@ -18,10 +18,13 @@ from PIL import Image
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import graphs as passes_of
-from quantize.runtime.engine.fused_engine import FusedEngine, _denoising
+from quantize.runtime.engine import graphs
+from quantize.runtime.engine import step as step_of_canvases
+from quantize.runtime.engine.encoding import Encoder
+from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
 from quantize.runtime.engine.graphs import CAPTURED, WORTH, Steps, bucket
 from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.gpu.cores import GPU
 from quantize.runtime.model import text_stack
 from quantize.runtime.model.cells import Cache
 from quantize.runtime.model.text_stack import FusedModel
@@ -36,7 +39,7 @@ SAMPLER = Sampler(max_denoising_steps=4, eos_token_ids=(1,))
 @pytest.fixture
 def in_the_ways_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pad, join and repeat rows as where kernels run."""
-    monkeypatch.setattr(text_stack, "cores_of", lambda *_, **__: None)
+    monkeypatch.setattr(text_stack, "compute_of", lambda *_, **__: GPU)
 
 
 def integers(*values: int) -> torch.Tensor:
@@ -79,11 +82,11 @@ def test_short_prompts_are_filled_up_and_overwritten(tiny_checkpoint: Path) -> N
     for slot, prompt in enumerate(prompts):
         engine.admit(slot, prompt[0].tolist(), 0, SAMPLER)
     canvas = tokens(1, engine.canvas_length, seed=1)
-    engine.encode_last(range(4))
-    assert set(engine._commits) == {(2, 16), (2, 128)}
+    engine.encoder.encode_waiting(range(4))
+    assert set(engine.encoder.commits) == {(2, 16), (2, 128)}
     joined: list[torch.Tensor] = []
     for slot, prompt in enumerate(prompts):
-        joined.append(logits_behind(engine.model, canvas, slot, engine._slots[slot].context))
+        joined.append(logits_behind(engine.model, canvas, slot, engine.sequences[slot].context))
         engine.model.encode(prompt, integers(4), integers(0))
         alone = logits_behind(engine.model, canvas, 4, prompt.shape[1])
         assert (joined[-1] - alone).norm() / alone.norm() < 0.05
@@ -97,16 +100,16 @@ def test_long_prompts_are_filled_up_where_there_is_room(
 ) -> None:
     """300 tokens in chunks of 256: the second is filled up to 256 where the cache holds 512."""
     engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=2, max_context=room)
-    engine._chunk = 256
+    engine.encoder.chunk = 256
     taken: list[int] = []
-    encode = FusedEngine._encode
+    encode = Encoder.encode
     monkeypatch.setattr(
-        FusedEngine, "_encode", lambda self, *rows: (taken.append(1), encode(self, *rows))
+        Encoder, "encode", lambda self, *rows: (taken.append(1), encode(self, *rows))
     )
     prompt, canvas = tokens(1, 300), tokens(1, engine.canvas_length, seed=1)
     engine.admit(1, prompt[0].tolist(), 0, SAMPLER)
     assert len(taken) == passes
-    assert engine._slots[1].context == 300
+    assert engine.sequences[1].context == 300
     found = logits_behind(engine.model, canvas, 1, 300)
     for start in range(0, 300, 100):
         engine.model.encode(prompt[:, start : start + 100], integers(0), integers(start))
@@ -139,13 +142,13 @@ def test_pictures_and_placeholders_must_fit(tiny_checkpoint: Path) -> None:
     ):
         with pytest.raises(InputError, match=word):
             engine.admit(0, given, 0, SAMPLER, own)
-    engine._chunk = counts[0] - 1
+    engine.encoder.chunk = counts[0] - 1
     with pytest.raises(InputError, match="a picture of more than"):
         engine.admit(0, prompt, 0, SAMPLER, images)
     blind = FusedEngine(replace(weights, tower=None), capacity=1, max_context=256)
     with pytest.raises(InputError, match="no vision tower"):
         blind.admit(0, prompt, 0, SAMPLER, images)
-    engine._chunk = 128
+    engine.encoder.chunk = 128
     engine.admit(0, prompt, 0, SAMPLER, images)
     assert engine.denoise([0])[0].steps == 4
 
@@ -281,7 +284,7 @@ def test_the_caller_is_free_while_the_engine_encodes(tiny_checkpoint: Path) -> N
     order: list[str] = []
 
     def meanwhile() -> None:
-        order.append(f"{engine._slots[0].context} encoded")
+        order.append(f"{engine.sequences[0].context} encoded")
 
     for _ in range(2):
         engine.denoise([0], lambda *_: order.append("step"), meanwhile)
@@ -306,10 +309,10 @@ def test_batch_invariant_engine(tiny_checkpoint: Path, count: int, sizes: tuple[
         engine.admit(slot, prompts[slot], slot, sampler)
         alone = [engine.denoise([slot])[0] for _ in range(2)]
         assert alone == [canvases[slot] for canvases in together]
-    assert {of for of, _ in engine._steps[0, False]._lasting} == {sizes[-1]}
-    assert not engine._steps[0, False]._captured
+    assert {of for of, _ in engine.denoiser.steps[0, False]._lasting} == {sizes[-1]}
+    assert not engine.denoiser.steps[0, False]._captured
     # canvases, and prompts longer than one: captured by the warm-up for all that may end at once
-    assert set(engine._commits) == {(n, length) for n in sizes for length in (16, 256)}
+    assert set(engine.encoder.commits) == {(n, length) for n in sizes for length in (16, 256)}
 
 
 @pytest.mark.usefixtures("in_the_ways_of_a_gpu")
@@ -318,7 +321,7 @@ def test_what_lm_head_leaves_is_read(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, canvases_a_piece: int
 ) -> None:
     """Where lm_head leaves probabilities, they make the soft embedding: the same tokens."""
-    monkeypatch.setattr(passes_of, "CANVASES_A_PIECE", canvases_a_piece)
+    monkeypatch.setattr(GPU, "canvases_at_once", canvases_a_piece)
     weights, prompts = load_packed(tiny_checkpoint, "cpu"), tokens(4, 20).tolist()
     read: list[int] = []
 
@@ -342,7 +345,7 @@ def test_what_lm_head_leaves_is_read(
 
     expected = denoised()
     monkeypatch.setattr(text_stack, "LOOKING", True)
-    monkeypatch.setattr(passes_of, "look", look)
+    monkeypatch.setattr(step_of_canvases, "look", look)
     monkeypatch.setattr(text_stack, "soft_embedding_of", soft_embedding_of)
     monkeypatch.setattr(
         text_stack, "looks", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
@@ -365,7 +368,7 @@ def test_a_sparse_engine(tiny_checkpoint: Path, peaks: int) -> None:
             engine.admit(slot, prompts[slot], slot, SAMPLER)
         engine.stops = lambda seed, canvas: 2
         engine.denoise(slots)
-        step = engine._steps[0, False].get(len(slots), _denoising(SAMPLER), 0)[0]
+        step = engine.denoiser.steps[0, False].get(len(slots), denoising_settings(SAMPLER), 0)[0]
         signals.append(step._signal.unflatten(0, (len(slots), -1)).float())
     dense, both, alone = signals
     assert torch.equal(alone[0], both[1])
@@ -390,8 +393,8 @@ def test_warm_up_fits_the_context(tiny_checkpoint: Path, room: int) -> None:
     """A canvas is 16: room for a prompt of 1, of less than a canvas, and for chunks of 512."""
     engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=room)
     engine.warm_up(replace(SAMPLER, max_denoising_steps=1))
-    assert ((1, 512) in engine._commits) == (room == 700)
-    assert engine._commits
+    assert ((1, 512) in engine.encoder.commits) == (room == 700)
+    assert engine.encoder.commits
     engine.admit(0, [5], 0, SAMPLER)
 
 
@@ -455,12 +458,12 @@ def test_canvases_of_many_settings_at_once_cause_as_many_captures_as_promised(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A canvas goes through many calls of `denoise`: others finish before it."""
-    monkeypatch.setattr(passes_of, "Replayed", Capture)
-    monkeypatch.setattr(passes_of, "CAPTURED", 3)
-    monkeypatch.setattr(passes_of, "WORTH", 4)
+    monkeypatch.setattr(step_of_canvases, "Replayed", Capture)
+    monkeypatch.setattr(graphs, "CAPTURED", 3)
+    monkeypatch.setattr(graphs, "WORTH", 4)
     monkeypatch.setattr(Capture, "begun", 0)
     engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=6, max_context=512)
-    engine.graphs = True
+    engine.denoiser.graphs = True
     for slot in range(6):  # canvases of 4 to 9 steps, one setting a slot
         settings = replace(SAMPLER, max_denoising_steps=4 + slot, confidence_threshold=1e-30)
         engine.admit(slot, [5], slot, settings)
@@ -503,6 +506,6 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(
     collects = list[bool]()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    passes_of.Replayed(lambda: collects.append(gc.isenabled()), None)()
+    graphs.Replayed(lambda: collects.append(gc.isenabled()), None)()
     assert collects == [True, False]
     assert gc.isenabled()

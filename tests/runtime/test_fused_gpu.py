@@ -27,7 +27,7 @@ from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Sampler
-from quantize.runtime.engine.fused_engine import FusedEngine, _denoising
+from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
 from quantize.runtime.engine.interface import Canvas
 from quantize.runtime.model.cells import Cache
 from quantize.runtime.model.inputs import DENSE, EXPERTS, Inputs
@@ -190,7 +190,7 @@ def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> 
             for slot, n in enumerate(CONTEXTS):
                 engine.admit(slot, tokens(n, seed=n).tolist(), slot, SAMPLER)
             engine.denoise(range(4))
-            step, _ = engine._steps[0, False].get(4, _denoising(SAMPLER), 0)
+            step, _ = engine.denoiser.steps[0, False].get(4, denoising_settings(SAMPLER), 0)
             softs.append(step._signal.clone())
             logits.append(step._logits.float())
         assert torch.equal(*softs)
@@ -480,7 +480,7 @@ def test_short_prompts_together(artifact: tuple[str, Path]) -> None:
             prompt = tokens((7, 90, 200, 256)[which], seed=which).tolist()
             engine.admit(slot, prompt, which, SAMPLER)
         canvases = engine.denoise(range(4))
-        assert set(engine._commits) == {(3, 256)}  # and one in a first step
+        assert set(engine.encoder.commits) == {(3, 256)}  # and one in a first step
         results.append([canvases[list(order).index(which)] for which in range(4)])
     assert results[0] == results[1] == results[2]
 

@@ -204,7 +204,7 @@ def test_pictures(judge: Judge, sizes: tuple[int, int], chunk: int, most: int) -
     """Soft tokens see all of their picture, and text what it sees without one."""
     config = judge.exact.config
     engine = FusedEngine(judge.fused.weights, capacity=2, max_context=768)
-    judge.fused, engine._chunk = engine.model, chunk
+    judge.fused, engine.encoder.chunk = engine.model, chunk
     drawn = [
         Image.radial_gradient("L").resize(size).convert("RGB") for size in ((320, 320), (90, 70))
     ]

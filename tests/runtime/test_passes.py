@@ -23,11 +23,11 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.recipe.sections import load_recipe
 from quantize.runtime import Placement, Sampler, generate, open
-from quantize.runtime.engine import graphs
 from quantize.runtime.engine import interface as protocol
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import Engine, complete
 from quantize.runtime.gpu import trust
+from quantize.runtime.gpu.cores import GPU
 from quantize.runtime.opening import RandomModel
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.ranges import Ranges
@@ -221,7 +221,7 @@ def test_pieces_change_nothing_and_both_ways_to_generate_agree(
     whole = [complete(engine, prompts(), range(PROMPTS), **asked)]
     whole.append(generate(engine, prompts(), range(PROMPTS), **asked))
     assert whole[0] == whole[1]  # the kernels' sampler, and torch's over the passes: one arithmetic
-    monkeypatch.setattr(graphs, "CANVASES_A_PIECE", 1)
+    monkeypatch.setattr(GPU, "canvases_at_once", 1)
     monkeypatch.setattr(protocol, "PIECE", 1)
     engine = opened(CHECKPOINT)
     assert complete(engine, prompts(), range(PROMPTS), **asked) == whole[0]

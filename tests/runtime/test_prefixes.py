@@ -6,9 +6,10 @@ import pytest
 from pictures import picture
 
 from quantize.runtime import Sampler
-from quantize.runtime.engine import fused_engine as fused
+from quantize.runtime.engine import encoding
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import Canvas
+from quantize.runtime.gpu import memory
 from quantize.runtime.prompt.images import place, prepare
 from quantize.runtime.prompt.prefixes import PrefixCache
 from quantize.runtime.weights.load import load_packed
@@ -21,8 +22,8 @@ PROMPTS = [[*SHARED, *range(20, 50)], [*SHARED, *range(60, 75)], [*SHARED[:BLOCK
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "CHUNK", BLOCK)
-    monkeypatch.setattr(fused, "SHORT", BLOCK // 2)
+    monkeypatch.setattr(memory, "CHUNK", BLOCK)
+    monkeypatch.setattr(encoding, "SHORT", BLOCK // 2)
 
 
 def engine(checkpoint: Path, prefix_bytes: int) -> FusedEngine:
@@ -60,7 +61,7 @@ def test_tokens_are_the_same_with_and_without(tiny_checkpoint: Path) -> None:
 def test_a_prompt_with_a_picture_is_not_looked_for(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "CHUNK", 2 * BLOCK)  # holds the picture
+    monkeypatch.setattr(memory, "CHUNK", 2 * BLOCK)  # holds the picture
     caching = engine(tiny_checkpoint, 1 << 24)
     assert caching.prefixes is not None
     images, counts = prepare([picture()], caching.model.weights.config, 70)

@@ -16,9 +16,11 @@ from fused_dequant import weights as kernel_weights
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.errors import InputError, ResourceError
 from quantize.runtime import Sampler
-from quantize.runtime.engine import fused_engine as engine_of_passes
+from quantize.runtime.engine import encoding
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import complete
+from quantize.runtime.gpu import memory
+from quantize.runtime.gpu.cores import GPU
 from quantize.runtime.gpu.transfer import GAP, Layout, Transfer, _Run, _unregister
 from quantize.runtime.model.cells import Cache
 from quantize.runtime.model.text_stack import FusedModel
@@ -291,8 +293,11 @@ def test_canvases_of_lanes_are_those_of_one(
     fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of all lengths, past the window too, come and go in three lanes of two slots."""
-    for name in ("CHUNK", "SHORT"):  # so that sliding layers hold a ring
-        monkeypatch.setattr(engine_of_passes, name, 64)
+    for module, name in (
+        (memory, "CHUNK"),
+        (encoding, "SHORT"),
+    ):  # so that sliding layers hold a ring
+        monkeypatch.setattr(module, name, 64)
     sampler = Sampler(max_denoising_steps=2, eos_token_ids=(1,), confidence_threshold=1e-30)
     lengths = (3, 30, 9, 150, 16, 64, 1, 40, 33)  # the fourth takes three passes, as it is admitted
     prompts = [[5 + i] * n for i, n in enumerate(lengths)]
@@ -319,19 +324,19 @@ def test_canvases_of_lanes_are_those_of_one(
 def test_prompts_that_wait_have_no_more_rows_than_memory_is_planned_for(
     fp8_artifact: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
 ) -> None:
-    for name in ("CHUNK", "SHORT"):
-        monkeypatch.setattr(engine_of_passes, name, 1)
+    for module, name in ((memory, "CHUNK"), (encoding, "SHORT")):
+        monkeypatch.setattr(module, name, 1)
     weights = load_packed(fp8_artifact, "cpu", resident=1)
     engine = FusedEngine(weights, capacity=3, max_context=300, lanes=2)
     if on_gpu:
-        engine.model.cores = None  # prompts of a length share a pass, as on a GPU
+        engine.model.compute = GPU  # prompts of a length share a pass, as on a GPU
     short = engine.canvas_length
     passes: list[list[int]] = []
     monkeypatch.setattr(FusedModel, "run", lambda own, p: passes.append([len(one.h) for one in p]))
     for slot in range(6):
         engine.admit(slot, [5] * 2 * short, slot, Sampler())
     assert sum(map(sum, passes)) == 3 * 2 * short
-    engine.encode_last(range(6))
+    engine.encoder.encode_waiting(range(6))
     assert sum(map(sum, passes)) == 6 * 2 * short
     assert max(map(sum, passes)) <= 6 * short
     assert max(map(max, passes)) <= (3 if on_gpu else 6) * short

@@ -205,9 +205,9 @@ def answered(grammars: Grammars, matcher: Matcher, room: int) -> tuple[Constrain
             logits = canvas(seed)
             verdict = held.settle(logits, [*begun, *logits.argmax(-1).tolist()[len(begun) :]])
             units = max(units, most - allowance.last.units)
-            if verdict.stand is None:
+            if verdict.keep is None:
                 break
-            begun = verdict.tokens[: verdict.stand]
+            begun = verdict.tokens[: verdict.keep]
         tokens += verdict.tokens
         if set(EOS) & set(verdict.tokens):
             break

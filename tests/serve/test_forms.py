@@ -66,10 +66,10 @@ def written(
             canvas = [*begun, *logits.argmax(-1).tolist()[len(begun) :]]
             verdict = constraint.settle(logits, canvas)
             assert len(verdict.tokens) == L
-            if verdict.stand is None:
+            if verdict.keep is None:
                 break
-            assert len(begun) < verdict.stand < L
-            begun = verdict.tokens[: verdict.stand]
+            assert len(begun) < verdict.keep < L
+            begun = verdict.tokens[: verdict.keep]
         else:
             raise AssertionError("it is denoised again for ever")
         tokens += verdict.tokens
@@ -149,7 +149,7 @@ def test_an_answer_in_its_form_already_is_left_alone(grammars: Grammars) -> None
     canvas = [*ids, 106, *[7] * (L - len(ids) - 1)]
     constraint = Constraint(grammars, grammars.matcher("json", ANSWER), 60)
     verdict = constraint.settle(torch.zeros(L, V), canvas)
-    assert (verdict.stand, verdict.tokens[: len(ids) + 1]) == (None, canvas[: len(ids) + 1])
+    assert (verdict.keep, verdict.tokens[: len(ids) + 1]) == (None, canvas[: len(ids) + 1])
 
 
 def test_calls_that_must_be_made_are_made(grammars: Grammars) -> None:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from quantize.runtime.engine.graphs import Pool, Replayed
 from quantize.runtime.engine.interface import Decoded, joined
-from quantize.runtime.gpu.cores import Cores
-from quantize.runtime.gpu.memory import CANVASES_A_PIECE
+from quantize.runtime.gpu.cores import WholeDevice
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
 
@@ -80,7 +79,7 @@ class FusedPasses:
             h, experts = (own.clone() for own in found)  # or the next step would overwrite them
             if replayed:
                 model.on_pass(entered)
-        head = partial(_logits, model.cores, model.weights.embedding, model.softcap)
+        head = partial(_logits, model.compute, model.weights.embedding, model.softcap)
         return Decoded((B, L, self.vocabulary), experts, h, head)
 
     def _decoded(
@@ -106,10 +105,9 @@ class FusedPasses:
             signal = model.soft_embedding(logits, sharpness)
             return drawn, signal.view(-1, L, signal.shape[1])
 
-        each = 1 if model.cores else CANVASES_A_PIECE
-        pieces = [slice(start, start + each) for start in range(0, B, each)]
-        found = list(map(of, pieces)) if model.cores is None else model.cores.each(of, pieces)
-        drawn, signals = zip(*found, strict=True)
+        at_once = model.compute.canvases_at_once
+        pieces = [slice(start, start + at_once) for start in range(0, B, at_once)]
+        drawn, signals = zip(*model.compute.each(of, pieces), strict=True)
         return Draw.join(drawn), joined(signals)
 
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
@@ -120,24 +118,17 @@ class FusedPasses:
             inverse = (1 / temperature).expand(len(rows)).contiguous()
             return self._model.soft_embedding(rows, inverse).view(*own.shape[:2], -1)
 
-        return _canvas_by_canvas(self._model.cores, soft, logits)
+        return self._model.compute.by_canvas(soft, logits)
 
     def _integers(self, values: Sequence[int] | dict[int, list[int]]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
 
-def _logits(cores: Cores | None, embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
+def _logits(compute: WholeDevice, embedding: Tensor, softcap: float, rows: Tensor) -> Tensor:
     """Return the logits of rows [b, L, H], as `Decoded.head` does."""
 
-    def head(own: Tensor) -> Tensor:
-        logits = lm_head(own.flatten(0, 1), embedding, softcap)
-        return logits.unflatten(0, own.shape[:2]).float()
+    def head(rows: Tensor) -> Tensor:
+        logits = lm_head(rows.flatten(0, 1), embedding, softcap)
+        return logits.unflatten(0, rows.shape[:2]).float()
 
-    return _canvas_by_canvas(cores, head, rows)
-
-
-def _canvas_by_canvas(
-    cores: Cores | None, work: Callable[[Tensor], Tensor], rows: Tensor
-) -> Tensor:
-    """Apply `work` to canvases [b, ...]; on a CPU, to one canvas at a time."""
-    return work(rows) if cores is None else joined(cores.each(work, rows.split(1)))
+    return compute.by_canvas(head, rows)

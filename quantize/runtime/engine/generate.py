@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from fused_dequant import CanvasState
 from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 
@@ -92,7 +91,7 @@ def _denoise(
 ) -> Iterator[StepRecord]:
     """Take the steps of one canvas per row and yield their records; rows leave when they stop."""
     noise = random_tokens(seeds, canvas, passes.canvas_length, passes.vocabulary)
-    state = CanvasState.begin(noise, seeds, sampler.stability_threshold, canvas)
+    state = sampler.begin(noise, seeds, canvas)
     conditioning, schedule = None, sampler.schedule(passes.device)
     for step in range(1, sampler.max_denoising_steps + 1):
         read = state.canvas.clone()

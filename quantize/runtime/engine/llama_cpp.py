@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fused_dequant import CanvasState, sample
+from fused_dequant import sample
 from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 
@@ -119,7 +119,7 @@ class LlamaCpp:
         """Denoise canvas `index` after `tokens`; return its tokens and its number of steps."""
         seeds, schedule = torch.tensor([seed]), sampler.schedule()
         noise = random_tokens(seeds, index, self.canvas_length, self.vocabulary)
-        state, step = CanvasState.begin(noise, seeds, sampler.stability_threshold, index), 0
+        state, step = sampler.begin(noise, seeds, index), 0
         while step < sampler.max_denoising_steps and not state.finished.any():
             logits = self.logits(
                 tokens,

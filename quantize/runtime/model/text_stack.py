@@ -53,7 +53,7 @@ from fused_dequant.launch.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
 
-from quantize.runtime.gpu.cores import cores_of
+from quantize.runtime.gpu.cores import compute_of
 from quantize.runtime.model.cells import Cache, HostCells
 from quantize.runtime.model.inputs import Inputs
 from quantize.runtime.model.passes import Added, Pass, PassRows
@@ -77,7 +77,7 @@ def _alone(
 
     @wraps(make)
     def made(self: "FusedModel", *given: P.args, **named: P.kwargs) -> Pass:
-        return self.alone(lambda: make(self, *given, **named))
+        return self.compute.one(lambda: make(self, *given, **named))
 
     return made
 
@@ -91,7 +91,7 @@ class FusedModel:
         on_pass: called with every pass as it entered the first layer.
         on_logits: called with the logits [m, V] of a draw, and each row's 1 / T [m] and step [m].
         sparse: whether soft embeddings leave out a row's least probable tokens.
-        cores: the CPU threads that share the sequences of a pass; None on a GPU.
+        compute: the GPU, or the cores of a CPU, which share the sequences of a pass.
         encodes_alike: on a GPU, whether a sequence's encoding does not depend on others in its pass.
     """
 
@@ -103,7 +103,7 @@ class FusedModel:
         self.routed: list[Tensor] | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
         self.on_logits: OnLogits = lambda *_: None
-        self.cores = cores_of(weights.device)
+        self.compute = compute_of(weights.device)
         self.encodes_alike = False
         on_gpu = weights.device.type == "cuda" and BESIDE
         self._side = torch.cuda.Stream(weights.device) if on_gpu else None
@@ -216,20 +216,16 @@ class FusedModel:
             with launched_as_one_of(len(own.rows.slots) if alike else 1):
                 copy(self).through(index, layer, own)
 
-        if self.cores is None or any(own.watched for own in parts):
-            self.alone(lambda: [through(own) for own in parts])
+        if any(own.watched for own in parts):
+            self.compute.one(lambda: [through(own) for own in parts])
         else:
-            self.cores.each(through, parts)
-
-    def alone(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns; on a CPU, one core computes it."""
-        return work() if self.cores is None else self.cores.one(work)
+            self.compute.each(through, parts)
 
     def _parts(self, own: Pass) -> list[Pass]:
         """Share a pass among cores, unless observers watch it: they need whole passes."""
-        if self.cores is None or own.watched:
+        if self.compute.whole or own.watched:
             return [own]
-        return [own.of(some) for some in self.cores.share(len(own.rows.slots))]
+        return [own.of(some) for some in self.compute.share(len(own.rows.slots))]
 
     def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
         """Take a pass through one layer, which changes the pass' `h` and `x`.
@@ -404,17 +400,15 @@ class FusedModel:
     ) -> PassRows:
         """Return the `PassRows` of these arguments, with the rotary angles at `positions`."""
         angles = {
-            kind: (self._each(torch.cos, angle), self._each(torch.sin, angle))
+            kind: (self._angles(torch.cos, angle), self._angles(torch.sin, angle))
             for kind, f in self.frequencies.items()
             for angle in [(positions[:, None].float() * f).view(len(slots), -1, len(f))]
         }
         return PassRows(slots, positions, visible, angles)
 
-    def _each(self, function: Callable[[Tensor], Tensor], angles: Tensor) -> Tensor:
-        """Return bf16 [B * n, D / 2] of f32 [B, n, D / 2], one sequence at a time on a CPU."""
-        if self.cores is None:
-            return function(angles).flatten(0, 1).to(torch.bfloat16)
-        return self.alone(lambda: torch.cat([function(own) for own in angles])).to(torch.bfloat16)
+    def _angles(self, function: Callable[[Tensor], Tensor], angles: Tensor) -> Tensor:
+        """Return `function` of angles f32 [B, n, D / 2] as bf16 [B * n, D / 2]."""
+        return self.compute.by_sequence(function, angles).to(torch.bfloat16)
 
 
 def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:

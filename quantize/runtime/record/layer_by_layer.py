@@ -85,7 +85,7 @@ class LayerByLayer:
 
     def _through(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
         """Take a piece's passes through a layer, in place; on a CPU on one core, as when recorded."""
-        self._model.alone(partial(self._take, index, layer, piece, rows))
+        self._model.compute.one(partial(self._take, index, layer, piece, rows))
 
     def _take(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
         if piece.rows.start == 0:  # a batch begins: no value of another one may meet a 0

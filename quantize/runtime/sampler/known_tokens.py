@@ -23,8 +23,8 @@ FREE = -1  # marks a position without a known token
 class Verdict:
     """A guide's decision on a finished canvas."""
 
-    tokens: list[int]  # to commit if `stand` is None
-    stand: int | None = None  # N: denoise the canvas again, with the first N `tokens` pinned
+    tokens: list[int]  # to commit if `keep` is None
+    keep: int | None = None  # N: denoise the canvas again, with the first N `tokens` pinned
 
 
 class Guide(Protocol):

@@ -1,5 +1,7 @@
 """Settings of the entropy-bound sampler; its steps and a canvas' state are in `fused_dequant.sampler`.
 
+Engines ask a sampler for `begin`, `schedule`, `decide` and `max_denoising_steps`, and for nothing else.
+
 At step s = 1..N of a canvas, with n = N - s + 1 steps remaining (transformers counts down):
 
     l = logits / T,   T = t_min + (t_max - t_min) * n / N
@@ -139,6 +141,10 @@ class Sampler(Controls):
     def end_of(self, tokens: Sequence[int]) -> int | None:
         """Return the index of the first EOS in `tokens`; None if there is no EOS."""
         return next((i for i, token in enumerate(tokens) if token in self.eos_token_ids), None)
+
+    def begin(self, canvas: Tensor, seeds: Tensor, index: int = 0) -> CanvasState:
+        """Return the state before step 1 of canvas number `index`, whose tokens are int64 [B, L]."""
+        return CanvasState.begin(canvas, seeds, self.stability_threshold, index)
 
     def accepted(self, entropy: Tensor) -> Tensor:
         """Return whether a step accepts each position, bool [B, L], by its `entropy` [B, L] in nats."""
