@@ -247,7 +247,7 @@ def test_a_canvas_that_leaves_too_little_room_costs_a_bounded_amount_of_work(
     logits = torch.nn.functional.one_hot(torch.tensor(wished), V).float()
     begun = time.thread_time()
     verdict = held.settle(logits, list(wished))
-    assert verdict.stand is not None
+    assert verdict.keep is not None
     most = constraint.UNITS + constraint.UNITS_A_TOKEN * 64
     assert most - allowance.last.units < most + 2 * room
     assert time.thread_time() - begun < 1  # it took 1.6 s

@@ -188,7 +188,7 @@ def _settled(answers: list[Constraint], room: int) -> int:
         for held in answers:
             begun = held.lead(L)
             verdict = held.settle(logits, [*begun, *logits.argmax(-1).tolist()[len(begun) :]])
-            if verdict.stand is None and set(EOS) & set(verdict.tokens):
+            if verdict.keep is None and set(EOS) & set(verdict.tokens):
                 return held.error is None
         tokens += L
     return all(held.error is None for held in answers)
