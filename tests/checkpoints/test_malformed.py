@@ -346,11 +346,11 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "no text_config": (
         json_file("config.json", lambda c: c.pop("text_config")),
-        "text_config is None, not",
+        "text_config is missing, and",
     ),
     "text_config a text": (
         json_file("config.json", lambda c: c.update(text_config="x")),
-        "'x', not an object",
+        "is 'x', and an object is needed",
     ),
     "hidden size disagrees": (text_config(hidden_size=128), "config.json calls for"),
     "hidden size a text": (text_config(hidden_size="64"), "config"),
@@ -368,11 +368,11 @@ CASES: dict[str, tuple[Edit, str]] = {
     "vocabulary disagrees": (text_config(vocab_size=600), "config.json calls for"),
     "vision_config null": (
         json_file("config.json", lambda c: c.update(vision_config=None)),
-        "vision_config is None, not an object",
+        "vision_config is missing, as in a text-only",
     ),
     "no vision_config": (
         json_file("config.json", lambda c: c.pop("vision_config")),
-        "vision_config is None, not an object",
+        "vision_config is missing, as in a text-only",
     ),
 }
 
