@@ -71,6 +71,7 @@ def test_a_missing_shard(tiny_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_checkpoint, folder)
     names = list(Checkpoint.open(folder).tensors)
+    (folder / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     complains(quantize("run", "--model", folder), 2, "model-00001-of-00001.safetensors", "missing")

@@ -117,7 +117,7 @@ FAULTS: dict[str, tuple[Edit, str]] = {
     "no chat template": (removed("chat_template.jinja"), r"no chat template there"),
     "another activation function": (
         json_edit("config.json", lambda c: c["text_config"].update(hidden_activation="silu")),
-        r"hidden_activation is 'silu'; llama\.cpp's diffusion-gemma computes 'gelu_pytorch_tanh'",
+        r"hidden_activation is 'silu'; only 'gelu_pytorch_tanh' is computed here",
     ),
     "other angles": (
         json_edit(
@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Edit, str]] = {
                 rope_type="default"
             ),
         ),
-        r"rope_parameters\.full_attention\.rope_type is 'default'.*'proportional' only",
+        r"rope_parameters\.full_attention\.rope_type is 'default'; only 'proportional' is computed here",
     ),
     "a foreign quantization": (
         json_edit("config.json", lambda c: c.update(quantization_config={"quant_method": "awq"})),

@@ -94,7 +94,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     from fused_dequant.products import nvfp4_blackwell
 
     monkeypatch.setattr(nvfp4_blackwell, "fp4_units", lambda _: native)
-    anywhere = replace(layouts.KERNELS[FOUR_BIT], least=(9, 0))
+    anywhere = replace(layouts.KERNELS[FOUR_BIT], least=(9, 0), fp4=False)
     monkeypatch.setitem(layouts.KERNELS, FOUR_BIT, anywhere)
     return request.param
 

