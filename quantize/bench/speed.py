@@ -14,7 +14,8 @@ have the model's exact shapes, but their answers are noise.
     ms/step                           mean of steps that encode nothing, launched back to back
     x floor                           ms/step divided by the floor, the least that bytes and FLOP allow
     parts                             GPU ms of one step's kernels, by part of the step, from a profile;
-                                      bench fails if a part took less than its floor
+                                      the GPU's rates are measured again if a part took less than its
+                                      floor, and bench fails if that remains
     unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
 
@@ -180,12 +181,17 @@ def bench(
             floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
             result.rows.append(_row(batch, ONE_TOKEN, own_hit, floor, times, hourly_price))
         shape = batch, context, statistics.mean(hit)
-        floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
             times = _measure(engine, own, sampler, canvases)
+            floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
+            if _below(
+                floor, times
+            ):  # the gauge was the slower one: read it again, now that it is hot
+                rates = rates.or_faster(measure_rates(torch.device("cuda")))
+                floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
             result.rows.append(_row(batch, name, statistics.mean(hit), floor, times, hourly_price))
-    return replace(result, peak_bytes=torch.cuda.max_memory_allocated())
+    return replace(result, peak_bytes=torch.cuda.max_memory_allocated(), rates=rates)
 
 
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
@@ -305,6 +311,16 @@ def _repeated(
     }
 
 
+def _below(floor: dict[str, float], times: dict[str, Any]) -> list[str]:
+    """Return the parts of a step that took less than their floor, which no part can."""
+    taken = times["parts"]
+    return [
+        name
+        for name, seconds in floor.items()
+        if seconds * 1e3 >= CACHED_MS and taken.get(name, inf) < (1 - BELOW) * seconds * 1e3
+    ]
+
+
 def _row(
     batch: int,
     steps: str,
@@ -315,13 +331,12 @@ def _row(
 ) -> Row:
     price = hourly_price and hourly_price / times["tokens_a_second"] / 3600 * 1e6
     parts = {name: value * 1e3 for name, value in floor.items()}
-    for name, least in parts.items():
-        if least >= CACHED_MS and times["parts"].get(name, inf) < (1 - BELOW) * least:
-            raise ResourceError(
-                f"bench: at batch {batch}, {name} took {times['parts'][name]:.2f} ms, less than its "
-                f"floor of {least:.2f} ms: the GPU's rates were measured while it was slower. End what "
-                f"else runs on it, and run bench again"
-            )
+    for name in _below(floor, times):
+        raise ResourceError(
+            f"bench: at batch {batch}, {name} took {times['parts'][name]:.2f} ms, less than its "
+            f"floor of {parts[name]:.2f} ms: the GPU's rates were measured while it was slower. End "
+            f"what else runs on it, and run bench again"
+        )
     return Row(
         batch=batch, steps=steps, experts_hit=hit, price_a_million_tokens=price,
         floor_ms_a_step=sum(floor.values()) * 1e3, floor_parts=parts, **times,

@@ -118,6 +118,11 @@ def test_a_part_below_its_floor_is_an_error_of_the_gauge() -> None:
         row(5.49, 8.09)
 
 
+def test_a_rate_that_was_read_too_slow_is_replaced() -> None:
+    cold, hot = Rates(3e12, 600e12, 1200e12), Rates(4e12, 590e12, 1300e12, 5e12)
+    assert cold.or_faster(hot) == Rates(4e12, 600e12, 1300e12, 5e12)
+
+
 class Card:
     """A GPU that takes `before` watts, and `watts` from 0 ms on; its counter steps every `step` ms.
 

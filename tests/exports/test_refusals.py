@@ -126,7 +126,7 @@ FAULTS: dict[str, tuple[Edit, str]] = {
                 rope_type="default"
             ),
         ),
-        r"rope_parameters\.full_attention\.rope_type is 'default'; only 'proportional' is computed here",
+        r"full_attention\.rope_type is 'default'; only 'proportional' is computed here",
     ),
     "a foreign quantization": (
         json_edit("config.json", lambda c: c.update(quantization_config={"quant_method": "awq"})),

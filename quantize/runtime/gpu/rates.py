@@ -1,7 +1,7 @@
 """The rates at which a device copies and multiplies, stated by its maker or measured now."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import inf
 
 import torch
@@ -29,6 +29,10 @@ class Rates:
         if scheme == FOUR_BIT:
             rate = self.fp4 or inf
         return max(nbytes / self.copy, flop / rate)
+
+    def or_faster(self, other: "Rates") -> "Rates":
+        """Return the faster of two readings of each rate."""
+        return Rates(*map(max, astuple(self), astuple(other)))
 
 
 def measure_rates(device: torch.device) -> Rates:
