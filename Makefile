@@ -26,6 +26,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	PYTHONPATH=evaluation $(BIN)/lint-imports
 	$(BIN)/pyrefly check --min-severity error
+	$(BIN)/python tests/support/names.py
 
 # The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
 test-cpus: $(READY)

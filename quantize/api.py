@@ -51,9 +51,9 @@ def run(
         InputError: recipe or model is wrong, or the run exists and `resume` is off.
         ResourceError: the machine lacks something.
     """
-    with started(recipe, model, Path(out), resume=resume, **options) as found:
-        advance(found, until)
-    return found
+    with started(recipe, model, Path(out), resume=resume, **options) as run:
+        advance(run, until)
+    return run
 
 
 def plan(
@@ -142,13 +142,13 @@ def judge(
     from quantize.pipeline.judge import judging
 
     bf16 = None if against is None else str(against)
-    with judging(str(checkpoint), bf16, recipe, Path(out), resume=resume, **options) as found:
+    with judging(str(checkpoint), bf16, recipe, Path(out), resume=resume, **options) as run:
         try:
-            advance(found)
+            advance(run)
         except GateError:
-            if why_stale(found.folder, stage("report")):
+            if why_stale(run.folder, stage("report")):
                 raise
-        return read_json(found.folder.report_json, "verdict")
+        return read_json(run.folder.report_json, "verdict")
 
 
 def search(
@@ -178,5 +178,5 @@ def report(run: str | Path) -> dict[str, Any]:
 
 
 def _again(run: str | Path, name: str, **options: Any) -> None:
-    with opened(Path(run), **options) as found, suppress(GateError):
-        run_alone(found, stage(name))
+    with opened(Path(run), **options) as opened_run, suppress(GateError):
+        run_alone(opened_run, stage(name))

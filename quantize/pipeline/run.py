@@ -42,7 +42,7 @@ from quantize.recipe.sections import (
 )
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
-from quantize.runtime.gpu.memory import Plan
+from quantize.runtime.gpu.memory import MemoryPlan
 from quantize.runtime.gpu.memory import plan as fit
 from quantize.runtime.gpu.placement import budget_of, target_of
 from quantize.runtime.weights.beside import check_beside
@@ -207,7 +207,7 @@ def _another_model(source: Checkpoint, began_with: str) -> str:
     return f"{source.folder}: the BF16 model has changed since this run began"
 
 
-def memory_plans(run: Run, recipe: Recipe) -> dict[str, Plan]:
+def memory_plans(run: Run, recipe: Recipe) -> dict[str, MemoryPlan]:
     """Return stage -> its plan of GPU memory, made before any stage begins; {} without a GPU.
 
     Raise ResourceError if a stage needs more memory than there is.

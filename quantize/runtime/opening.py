@@ -55,8 +55,8 @@ def open(
     from quantize.runtime.gpu.trust import schemes_of, trust
     from quantize.runtime.model.inputs import inputs_of
 
-    activations, own = place.activations, checkpoint
-    schemes = own.schemes.values() if isinstance(own, RandomModel) else schemes_of(own)
+    activations, model = place.activations, checkpoint
+    schemes = model.schemes.values() if isinstance(model, RandomModel) else schemes_of(model)
     in_fp4 = trust(schemes, activations, torch.device(place.device))
     shared = beside.model.weights if isinstance(beside, FusedEngine) else None
     if shared and (shared.in_fp8, shared.in_fp4) != (place.in_fp8, in_fp4):

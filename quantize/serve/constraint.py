@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.sampler.known_tokens import Verdict
+from quantize.runtime.sampler.known_tokens import GuideVerdict
 from quantize.serve.budget import PREPARING, Allowance, Meter, OverBudgetError
 from quantize.serve.grammars import AT_ONCE, Grammars, Mask, Matcher, allowed, complaint, take
 
@@ -71,16 +71,16 @@ class Constraint:
         with self.allowance.meter(1):
             return self._matcher.compute_ff_tokens()[: min(length, self._room)]
 
-    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+    def settle(self, logits: Tensor, tokens: list[int]) -> GuideVerdict:
         """Return the verdict on a canvas: tokens to commit, or how many to pin for a new round."""
         try:
             with self.allowance.meter(UNITS + UNITS_A_TOKEN * len(tokens)) as meter:
                 return self._settled(logits, tokens, meter)
         except OverBudgetError as error:
             self.error = str(error)
-        return Verdict(self._grammars.ends[:1] * len(tokens))
+        return GuideVerdict(self._grammars.ends[:1] * len(tokens))
 
-    def _settled(self, logits: Tensor, tokens: list[int], meter: Meter) -> Verdict:
+    def _settled(self, logits: Tensor, tokens: list[int], meter: Meter) -> GuideVerdict:
         start, tokens, closed = self._thoughts(tokens)
         again = self._rounds < ROUNDS
         written, matcher, way = tokens, self._matcher, self._way
@@ -89,7 +89,7 @@ class Constraint:
             written, matcher, way = line.write(self._matcher, self._way, hasty=again)
         if matcher.is_error():
             self.error = complaint(matcher) or DEAD_END
-            return Verdict(self._grammars.ends[:1] * len(tokens))
+            return GuideVerdict(self._grammars.ends[:1] * len(tokens))
         pairs = enumerate(zip(written, tokens, strict=True))
         changed = next((n for n, (new, old) in pairs if new != old), None)
         changed = changed if closed is None else closed
@@ -98,7 +98,7 @@ class Constraint:
         )
         if stand is not None and stand < len(tokens):
             self._rounds += 1
-            return Verdict(written, stand)
+            return GuideVerdict(written, stand)
         if again and changed is not None:  # what was written stops at the change
             self._rounds = ROUNDS
             return self._settled(logits, tokens, meter)
@@ -107,7 +107,7 @@ class Constraint:
         self._matcher, self._way = matcher, way
         if start < len(tokens) or tokens[-1:] == [self._closes]:
             self._closes = None
-        return Verdict(written)
+        return GuideVerdict(written)
 
     def _thoughts(self, tokens: list[int]) -> tuple[int, list[int], int | None]:
         """Return where the form begins, the tokens, and where thoughts were cut off, or None."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantize.runtime.sampler.known_tokens import Verdict
+from quantize.runtime.sampler.known_tokens import GuideVerdict
 from quantize.serve.constraint import Constraint
 
 ROWS = 32  # positions whose logits are processed together
@@ -40,10 +40,10 @@ class AnswerGuide:
         """Return the tokens that the next canvas must begin with; [] if it may begin freely."""
         return [] if self.constraint is None else self.constraint.lead(self._length)
 
-    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+    def settle(self, logits: Tensor, tokens: list[int]) -> GuideVerdict:
         """Return the verdict on a finished canvas; if it is committed, record log-probabilities."""
         held = self.constraint
-        verdict = Verdict(tokens) if held is None else held.settle(logits, tokens)
+        verdict = GuideVerdict(tokens) if held is None else held.settle(logits, tokens)
         if self.top is not None and verdict.keep is None:
             self.scored += scored(logits, verdict.tokens, self.top)
         return verdict

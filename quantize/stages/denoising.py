@@ -25,7 +25,7 @@ from quantize.runtime import Placement, open
 from quantize.runtime.engine.interface import BatchEngine, Engine
 from quantize.runtime.gpu.gpus import launches_of
 from quantize.runtime.model.watching import Observer, OnLogits
-from quantize.runtime.record.recording import Recorder, Recording, Shape
+from quantize.runtime.record.recording import PassesShape, Recorder, Recording
 from quantize.runtime.record.trajectory import Trajectory, context_of, record_all
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.memory_needs import HELD_OUT
@@ -98,7 +98,7 @@ class Denoising:
             processes=processes, held_out=self._held_out, watching=watching,
         )  # fmt: skip
         if recorder is not None:
-            recorder.finish(self.identity, Shape(engine.capacity, engine.max_length))
+            recorder.finish(self.identity, PassesShape(engine.capacity, engine.max_length))
         engine.close()
         return found
 

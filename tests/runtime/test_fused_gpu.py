@@ -30,7 +30,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
 from quantize.runtime.engine.interface import Canvas
 from quantize.runtime.model.cells import Cache
-from quantize.runtime.model.inputs import DENSE, EXPERTS, Inputs
+from quantize.runtime.model.inputs import DENSE, EXPERTS, ProductInputs
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.images import place, prepare
 from quantize.runtime.weights.load import TextWeights, load_packed
@@ -180,7 +180,7 @@ def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> 
         inputs = None
         if experts is not None:
             scales = dict.fromkeys(DENSE, one) | dict.fromkeys(EXPERTS, experts)
-            inputs = Inputs(weights.config.text_config, [scales] * 6, bf16=False)
+            inputs = ProductInputs(weights.config.text_config, [scales] * 6, bf16=False)
         logits: list[torch.Tensor] = []
         softs: list[torch.Tensor] = []
         for graphs in (True, False):
@@ -271,7 +271,7 @@ def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:
 
 
 @torch.no_grad()
-def assert_encoded_alike(weights: TextWeights, inputs: Inputs | None = None) -> None:
+def assert_encoded_alike(weights: TextWeights, inputs: ProductInputs | None = None) -> None:
     """Eight canvases behind 7 to 1,500 tokens, in groups of every size: the cells of each alone."""
     cache = Cache.allocate(weights.config, 8, 2048, 1024, torch.device("cuda"))
     fused = FusedModel(weights, cache, inputs)
@@ -313,7 +313,9 @@ def test_canvases_encoded_together_with_rounded_inputs(artifact: tuple[str, Path
     weights = load_packed(artifact[1], "cuda")
     one, each = torch.full((1,), 300.0, device="cuda"), torch.linspace(20, 400, 128, device="cuda")
     scales = dict.fromkeys(DENSE, one) | dict.fromkeys(EXPERTS, each)
-    assert_encoded_alike(weights, Inputs(weights.config.text_config, [scales] * 6, bf16=False))
+    assert_encoded_alike(
+        weights, ProductInputs(weights.config.text_config, [scales] * 6, bf16=False)
+    )
 
 
 @pytest.mark.parametrize("count", [3, 5, 6, 12])

@@ -12,7 +12,7 @@ from torch import Tensor
 from quantize.runtime import Sampler, StepRecord, generate
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import Canvas, Engine
-from quantize.runtime.sampler.known_tokens import Given, Verdict
+from quantize.runtime.sampler.known_tokens import Given, GuideVerdict
 from quantize.runtime.weights.load import load_packed
 
 SAMPLER = Sampler(max_denoising_steps=3, stability_threshold=0)
@@ -36,12 +36,12 @@ class Watching:
     def lead(self) -> Sequence[int]:
         return self.begins
 
-    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+    def settle(self, logits: Tensor, tokens: list[int]) -> GuideVerdict:
         self.seen.append((logits.float().clone(), tokens))
         if self.again:
             self.again -= 1
-            return Verdict([*[33] * 4, *tokens[4:]], 4)
-        return Verdict(tokens if self.writes is None else [self.writes] * len(tokens))
+            return GuideVerdict([*[33] * 4, *tokens[4:]], 4)
+        return GuideVerdict(tokens if self.writes is None else [self.writes] * len(tokens))
 
 
 def answer(

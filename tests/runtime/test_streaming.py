@@ -21,7 +21,7 @@ from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import complete
 from quantize.runtime.gpu import memory
 from quantize.runtime.gpu.cores import GPU
-from quantize.runtime.gpu.transfer import GAP, Layout, Transfer, _Run, _unregister
+from quantize.runtime.gpu.transfer import GAP, Layout, Transfer, _ByteRun, _unregister
 from quantize.runtime.model.cells import Cache
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.weights.load import TextWeights, load_packed
@@ -468,7 +468,7 @@ def test_a_second_gpu_is_waited_for_and_not_the_current_one(
     transfer = Transfer(second)
     transfer._pinned = [(torch.empty(8, dtype=torch.uint8), event) for _ in range(2)]
     out = torch.empty(8, dtype=torch.uint8)
-    transfer._through_pinned(_Run(file, 0, 8, 0), out)
+    transfer._through_pinned(_ByteRun(file, 0, 8, 0), out)
     assert out.tolist() == list(range(8))
     _unregister(lambda _: 0, ctypes.c_void_p(), out, second)
     assert done == [second, second]

@@ -12,7 +12,7 @@ from quantize.recovery.gate import Verdict
 from quantize.recovery.sequential import Part, Plan
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers
-from quantize.stages.evaluate.answers import Answers, Rates
+from quantize.stages.evaluate.answers import AnswerRates, Answers
 
 
 def look(questions: int, repeats: int) -> SimpleNamespace:
@@ -45,7 +45,7 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
         now.time += 5
         yield "c", SimpleNamespace(tokens=7)
 
-    rates = Rates()
+    rates = AnswerRates()
     assert rates.hours(10) == 0
     for count, name in enumerate(("bf16", "bf16", "quantized"), 1):
         model: Any = SimpleNamespace(name=name, backend=backend)

@@ -27,7 +27,7 @@ from quantize.host.processes import ALONE
 from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
 from quantize.runtime import Sampler, generate, open
 from quantize.runtime.model import text_stack
-from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.ranges import Ranges
@@ -379,7 +379,7 @@ def test_observers_keep_their_tensors_where_they_are() -> None:
 
 
 def test_a_graph_holds_only_observers_that_launch_alone() -> None:
-    inputs = Inputs(SimpleNamespace(num_hidden_layers=1, layer_types=[]), None, bf16=True)
+    inputs = ProductInputs(SimpleNamespace(num_hidden_layers=1, layer_types=[]), None, bf16=True)
     ranges = Ranges(4)
     for observers, expected in (
         ([], True), ([ranges.see], True), ([ranges.see, Hessians(["a"], 4).see], False),

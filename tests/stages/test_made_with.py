@@ -191,7 +191,7 @@ def test_only_where_settings_may_differ_are_they_compared(
     asked()
     other = dataclasses.replace(SAMPLER, max_denoising_steps=3)
     (task,) = open_tasks(SETTINGS, JUDGED, None)
-    found = Answers(asked.run, ALONE, answers.Rates())
+    found = Answers(asked.run, ALONE, answers.AnswerRates())
     backends = [
         Counting(CHECKPOINT, digest, sampler, Placement(activations="none"), 2)
         for digest, sampler in (("a", SAMPLER), ("b", other))

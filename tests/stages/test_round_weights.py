@@ -243,7 +243,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: in
 @pytest.mark.parametrize(
     ("owner", "name", "calls"),
     [
-        (recording._Batch, "add", 2),  # while passes are recorded
+        (recording._BatchFile, "add", 2),  # while passes are recorded
         (recording, "write_json", 0),  # before the recording is whole
         (Recording, "find", 1),
         (Shuttle, "run", 0),

@@ -42,10 +42,10 @@ class FusedPasses:
         self.canvas_length: int = config.canvas_length
         self.vocabulary: int = config.text_config.vocab_size
         self._context = list(encoded)
-        left = {row: list(prompt) for row, prompt in enumerate(prompts) if not encoded[row]}
-        while left:
-            self._encode({row: tokens[:chunk] for row, tokens in left.items()})
-            left = {row: tokens[chunk:] for row, tokens in left.items() if tokens[chunk:]}
+        waiting = {row: list(prompt) for row, prompt in enumerate(prompts) if not encoded[row]}
+        while waiting:
+            self._encode({row: tokens[:chunk] for row, tokens in waiting.items()})
+            waiting = {row: tokens[chunk:] for row, tokens in waiting.items() if tokens[chunk:]}
 
     def encode(self, rows: list[int], tokens: Tensor) -> None:
         """Encode `tokens` int64 [B, L] and append them to the sequences of `rows`."""
@@ -53,15 +53,19 @@ class FusedPasses:
 
     def _encode(self, tokens: dict[int, list[int]]) -> None:
         longest = max(map(len, tokens.values()))
-        filled = [own + [0] * (longest - len(own)) for own in tokens.values()]
-        real = [i * longest + at for i, own in enumerate(tokens.values()) for at in range(len(own))]
+        filled = [sequence + [0] * (longest - len(sequence)) for sequence in tokens.values()]
+        real = [
+            i * longest + at
+            for i, sequence in enumerate(tokens.values())
+            for at in range(len(sequence))
+        ]
         start = self._integers([self._context[row] for row in tokens])
-        shown, entering = (torch.tensor(own, device=self.device) for own in (real, filled))
-        added = [(row, self._context[row], len(own)) for row, own in tokens.items()]
+        shown, entering = (torch.tensor(values, device=self.device) for values in (real, filled))
+        added = [(row, self._context[row], len(sequence)) for row, sequence in tokens.items()]
         given = entering, self._integers(tokens), start
         self._run(self._model.encoding(*given, real=shown, lane=self._lane, added=added))
-        for row, own in tokens.items():
-            self._context[row] += len(own)
+        for row, sequence in tokens.items():
+            self._context[row] += len(sequence)
 
     def decode(self, rows: list[int], canvas: Tensor, conditioning: Tensor | None) -> Decoded:
         """Decode `canvas` int64 [B, L] after `rows`' text; `conditioning` is bf16 [B, L, H] or None."""
@@ -75,8 +79,10 @@ class FusedPasses:
         else:
             replayed = B in self._steps  # the first call launches each kernel, and calls `on_pass`
             step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
-            entered, *found = step(*given, conditioning.flatten(0, 1))
-            h, experts = (own.clone() for own in found)  # or the next step would overwrite them
+            entered, *results = step(*given, conditioning.flatten(0, 1))
+            h, experts = (
+                result.clone() for result in results
+            )  # or the next step would overwrite them
             if replayed:
                 model.on_pass(entered)
         head = partial(_logits, model.compute, model.weights.embedding, model.softcap)
@@ -87,10 +93,10 @@ class FusedPasses:
     ) -> tuple[Pass, Tensor, Tensor]:
         """Return a pass as it enters the first layer, its rows after the last, and its experts."""
         (B, L), model = canvas.shape, self._model
-        own = model.decoding(canvas, model.behind(slots, context, L), signal)
-        own.routed, own.lane = [], self._lane
-        entered, h = replace(own), self._run(own).view(B, L, -1)
-        return entered, h, torch.stack([ids.view(B, L, -1) for ids in own.routed], 1)
+        entering = model.decoding(canvas, model.behind(slots, context, L), signal)
+        entering.routed, entering.lane = [], self._lane
+        entered, h = replace(entering), self._run(entering).view(B, L, -1)
+        return entered, h, torch.stack([ids.view(B, L, -1) for ids in entering.routed], 1)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
         """Draw as in `DrawingPasses.draw`, from the bf16 logits of a few canvases at a time."""
@@ -113,10 +119,10 @@ class FusedPasses:
     def condition(self, logits: Tensor, temperature: Tensor) -> Tensor:
         """Return the soft embedding bf16 [b, L, H] of logits [b, L, V] divided by `temperature`."""
 
-        def soft(own: Tensor) -> Tensor:
-            rows = own.flatten(0, 1).to(torch.bfloat16)
+        def soft(piece: Tensor) -> Tensor:
+            rows = piece.flatten(0, 1).to(torch.bfloat16)
             inverse = (1 / temperature).expand(len(rows)).contiguous()
-            return self._model.soft_embedding(rows, inverse).view(*own.shape[:2], -1)
+            return self._model.soft_embedding(rows, inverse).view(*piece.shape[:2], -1)
 
         return self._model.compute.by_canvas(soft, logits)
 

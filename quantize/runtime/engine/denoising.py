@@ -23,7 +23,7 @@ from quantize.runtime.engine.slots import Slots, SlotSequence
 from quantize.runtime.engine.step import Step
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
-from quantize.runtime.sampler.known_tokens import NOTHING, Verdict
+from quantize.runtime.sampler.known_tokens import NOTHING, GuideVerdict
 from quantize.runtime.sampler.sampler import Sampler
 
 Kind = tuple[int, bool, Sampler]  # of a batch: its lane, whether guides decide, its settings
@@ -112,7 +112,7 @@ class Denoiser:
             done |= self._ended(batch, report)
         return done
 
-    def _batch(self, kind: Kind, slots: list[int]) -> "Batch":
+    def _batch(self, kind: Kind, slots: list[int]) -> "RunningBatch":
         """Begin canvases in slots of one kind, and return their batch."""
         step, graphs = self._step_of(kind, slots)
         sequences, committed = self.begin(step, slots, graphs)
@@ -120,7 +120,7 @@ class Denoiser:
         if self.stops is not None:
             most = [min(step.limit, self.stops(s.seed, s.canvases)) for s in sequences]
         rows = {slot: self._slots[slot].row for slot in slots}
-        return Batch(step, rows, taken, most, committed, graphs)
+        return RunningBatch(step, rows, taken, most, committed, graphs)
 
     def _step_of(self, kind: Kind, slots: Sequence[int]) -> tuple[Step, bool]:
         """Return the step of slots of one kind, and whether it uses CUDA graphs."""
@@ -163,7 +163,7 @@ class Denoiser:
         self.begin(step, slots, graphs)
         return step, graphs
 
-    def _ended(self, batch: "Batch", report: list[Report]) -> dict[int, Canvas]:
+    def _ended(self, batch: "RunningBatch", report: list[Report]) -> dict[int, Canvas]:
         """Note the steps that a batch has taken; return its finished canvases by slot."""
         done: dict[int, Canvas] = {}
         for slot, row in batch.rows.items():
@@ -171,7 +171,7 @@ class Denoiser:
             tokens, sequence.taken, finished = report[row]
             if not finished:
                 continue
-            verdict = Verdict(tokens)
+            verdict = GuideVerdict(tokens)
             if (guide := sequence.given.guide) is not None:
                 verdict = guide.settle(batch.step.last_logits(sequence.row), tokens)
             sequence.spent += sequence.taken
@@ -206,7 +206,7 @@ class Denoiser:
 
 
 @dataclass
-class Batch:
+class RunningBatch:
     """The canvases of one kind while they are denoised."""
 
     step: Step  # takes the canvases' steps
@@ -231,7 +231,7 @@ class Batch:
 
 def until_finished(
     model: FusedModel,
-    batches: Sequence[Batch],
+    batches: Sequence[RunningBatch],
     entering: Sequence[Pass],
     launched: Callable[[], None],
     show: Callable[[], None],

@@ -37,7 +37,7 @@ from quantize.runtime.engine.slots import Slots, SlotSequence
 from quantize.runtime.engine.step import Step
 from quantize.runtime.gpu.memory import DEFAULT_CONTEXT, SHORT, chunk_of
 from quantize.runtime.model.cells import Cache, HostCells
-from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.model.watching import Observer, OnLogits
@@ -82,7 +82,7 @@ class FusedEngine:
 
     def __init__(
         self, weights: TextWeights, *, capacity: int = 4, max_context: int | None = None,
-        batch_invariant: bool = False, graphs: bool = True, inputs: Inputs | None = None,
+        batch_invariant: bool = False, graphs: bool = True, inputs: ProductInputs | None = None,
         prefix_bytes: int = 0, lanes: int = 1, on_host: bool = False, sparse: bool = False,
     ) -> None:  # fmt: skip
         config = weights.config
@@ -236,7 +236,7 @@ class FusedEngine:
     ) -> Generator[None]:
         """Let `passes` call observers, as `BatchEngine.watching` says; the weights must be BF16."""
         model, inputs = self.model, self.model.inputs
-        model.inputs = Inputs(model.weights.config.text_config, None, bf16=True)
+        model.inputs = ProductInputs(model.weights.config.text_config, None, bf16=True)
         model.on_pass, model.on_logits = on_pass or nothing, on_logits or nothing
         try:
             with model.inputs.shown_to(observers):

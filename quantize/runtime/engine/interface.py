@@ -237,8 +237,8 @@ def each_completed(
 
 def complete(*args: Any, **settings: Any) -> list[Sample]:
     """Return the samples of `each_completed` in the order of the prompts."""
-    found = dict(each_completed(*args, **settings))
-    return [found[index] for index in range(len(found))]
+    samples = dict(each_completed(*args, **settings))
+    return [samples[index] for index in range(len(samples))]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

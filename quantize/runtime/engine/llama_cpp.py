@@ -51,8 +51,8 @@ def made_from(file: Path) -> str | None:
         raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     if not beginning.startswith(MAGIC):
         raise InputError(f"{file}: not a GGUF file")
-    _, found, behind = beginning.partition(FINGERPRINT.encode())
-    if not found:
+    _, fingerprint, behind = beginning.partition(FINGERPRINT.encode())
+    if not fingerprint:
         return None
     length = int.from_bytes(behind[4:12], "little")  # behind the type, U32
     return behind[12 : 12 + length].decode(errors="replace")

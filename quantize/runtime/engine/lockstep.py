@@ -60,9 +60,9 @@ def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]])
                 lane = Lane(engine, free.pop(0), *waiting.popleft())
                 asked[lane] = None
                 resume(lane, None)
-            needed = [(lane, each) for lane, each in asked.items() if each is not None]
-            found = engine.model.run([each for _, each in needed])
-            for (lane, _), rows in zip(needed, found, strict=True):
+            needed = [(lane, entering) for lane, entering in asked.items() if entering is not None]
+            results = engine.model.run([entering for _, entering in needed])
+            for (lane, _), rows in zip(needed, results, strict=True):
                 resume(lane, rows)
     finally:
         for lane in asked:
@@ -129,8 +129,8 @@ class Lane(Generic[T]):
         self._given.put(_Stopped)
         self._thread.join()
 
-    def _ask(self, own: Pass) -> Tensor:
-        self._said.put(own)
+    def _ask(self, entering: Pass) -> Tensor:
+        self._said.put(entering)
         answer = self._given.get()
         if not isinstance(answer, Tensor):
             raise _Stopped

@@ -67,7 +67,7 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GpuVerdict:
     """Whether a GPU runs a scheme: `kernels` is the module that runs it, or None; `note` explains."""
 
     scheme: str
@@ -94,31 +94,31 @@ def named(name: str, memory: float | None = None) -> Gpu:
 def at_hand(device: torch.device) -> Gpu:
     """Return a device's GPU; rates and link are known if its name and capability are in GPUS."""
     name = torch.cuda.get_device_name(device)
-    own = torch.cuda.get_device_capability(device)
+    version = torch.cuda.get_device_capability(device)
     words = name.replace(" ", "").lower()
     names = sorted(GPUS, key=len, reverse=True)  # an "h200" is in "GH200" too
-    known = next((GPUS[n] for n in names if n in words and GPUS[n].capability == own), None)
+    known = next((GPUS[n] for n in names if n in words and GPUS[n].capability == version), None)
     memory = torch.cuda.get_device_properties(device).total_memory
-    return Gpu(name, own, memory, known.rates if known else None, known.link if known else 0)
+    return Gpu(name, version, memory, known.rates if known else None, known.link if known else 0)
 
 
-def verdict(scheme: str, gpu: Gpu) -> Verdict:
+def verdict(scheme: str, gpu: Gpu) -> GpuVerdict:
     """Return whether a GPU runs a scheme (a key of KERNELS), and if not, what to use instead."""
-    own, target = gpu.capability, gpu.target
-    if own < OLDEST:
+    version, target = gpu.capability, gpu.target
+    if version < OLDEST:
         need = "sm_80 or newer: older GPUs have no bf16 tensor cores; use a CPU or another GPU"
-        return Verdict(scheme, None, f"{target}; {scheme} needs {need}")
-    if not KERNELS[scheme].runs_on(own):
+        return GpuVerdict(scheme, None, f"{target}; {scheme} needs {need}")
+    if not KERNELS[scheme].runs_on(version):
         least = name_of(KERNELS[scheme].least)
-        return Verdict(
+        return GpuVerdict(
             scheme, None,
             f"{target} has no {scheme.upper()} tensor cores, which {least} or newer has; "
             f"use INT8_DYNAMIC, or NVFP4A16, whose activations are bf16",
         )  # fmt: skip
-    kernels = KERNELS[layout_for(scheme, None, own, ())].module
-    if own == HOPPER:
+    kernels = KERNELS[layout_for(scheme, None, version, ())].module
+    if version == HOPPER:
         note = "run on an H200"
-    elif own in TARGETS:
+    elif version in TARGETS:
         note = "compiled and checked, never run"
     else:
         note = f"{target} is not among the targets that were compiled for: compiled at first use"
@@ -126,7 +126,7 @@ def verdict(scheme: str, gpu: Gpu) -> Verdict:
         note += "; activations stay bf16 (W4A16); FP4 units multiply W4A4, the mode per_layer"
     if scheme == FOUR_BIT:
         note += "; W4A4 on FP4 units"
-    return Verdict(scheme, kernels, note)
+    return GpuVerdict(scheme, kernels, note)
 
 
 def on_units(scheme: str) -> str:
@@ -166,9 +166,9 @@ def check_gpu(schemes: Iterable[str], device: torch.device) -> None:
         raise ResourceError(why)
     tuning.user_tables(TUNED)
     gpu = at_hand(device)
-    for found in (verdict(scheme, gpu) for scheme in sorted({"bf16", *schemes})):
-        if found.kernels is None:
+    for decision in (verdict(scheme, gpu) for scheme in sorted({"bf16", *schemes})):
+        if decision.kernels is None:
             raise ResourceError(
-                f"{gpu.name} cannot run {found.scheme}: {found.note}; or hide this GPU with "
+                f"{gpu.name} cannot run {decision.scheme}: {decision.note}; or hide this GPU with "
                 f"CUDA_VISIBLE_DEVICES="
             )

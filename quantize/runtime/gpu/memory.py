@@ -64,9 +64,9 @@ class Stack:
         """Return the stack of `sizes` (name on disk -> packed bytes); `quantized` doubles `packing`."""
         layers, experts, fixed = Counter[int](), Counter[int](), 0.0
         for tensor, nbytes in sizes.items():
-            if found := PRODUCT.match(tensor):
-                layers[int(found[1])] += nbytes
-                experts[int(found[1])] += nbytes if found[2] == "experts" else 0
+            if part := PRODUCT.match(tensor):
+                layers[int(part[1])] += nbytes
+                experts[int(part[1])] += nbytes if part[2] == "experts" else 0
             elif tensor.startswith("model.decoder."):
                 fixed += nbytes
         way = (8 if quantized else 4) / 3  # fetched, stacked and packed, or fetched and packed
@@ -102,7 +102,7 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """How a stage fits a GPU: how many layers stay on it, and the bytes that each part takes."""
 
     need: Need  # with the `batch`, `lanes` and `on_host` that fit
@@ -161,7 +161,7 @@ def repacked(
     return scheme.as_multiplied("fp8").packed if in_bytes else None
 
 
-def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
+def plan(need: Need, config: Mapping[str, Any], budget: float) -> MemoryPlan:
     """Return how a stage fits `budget` bytes of a GPU, which include CONTEXT_BYTES.
 
     `config` is config.json. Raise ResourceError, with advice, if `budget` is too small even with all
@@ -170,8 +170,8 @@ def plan(need: Need, config: Mapping[str, Any], budget: float) -> Plan:
     batch = need.batch
     while batch >= 1:
         fits = (_fit(way, config, budget) for way in _ways(replace(need, batch=batch), config))
-        if found := [each for each in fits if each is not None]:
-            return min(found, key=lambda each: each.cost)
+        if plans := [fitting for fitting in fits if fitting is not None]:
+            return min(plans, key=lambda fitting: fitting.cost)
         if need.fixed_batch:
             break
         batch //= 2
@@ -202,20 +202,20 @@ def least_bytes(need: Need, config: Mapping[str, Any]) -> float:
     return least + need.stack.fixed + need.stack.streaming
 
 
-def _fit(need: Need, config: Mapping[str, Any], budget: float) -> Plan | None:
+def _fit(need: Need, config: Mapping[str, Any], budget: float) -> MemoryPlan | None:
     """Plan to keep all layers, or as many as fit beside streaming; None if not even streaming fits."""
     parts, stack = _parts(need, config), need.stack
-    left = budget - sum(parts.values()) - stack.fixed
+    free = budget - sum(parts.values()) - stack.fixed
     kept, layers, streaming = len(stack.layers), sum(stack.layers), 0.0
-    if left < layers:
+    if free < layers:
         streaming = stack.streaming
-        if left < streaming:
+        if free < streaming:
             return None
-        kept = min(kept - 1, int((left - streaming) / max(stack.layers)))
+        kept = min(kept - 1, int((free - streaming) / max(stack.layers)))
         layers = kept * max(stack.layers)
     weights = {"fixed": stack.fixed, "layers": layers, "streaming": streaming}
     moved = need.lanes * need.batch * _seen_bytes(config, need.context) if need.on_host else 0.0
-    return Plan(need, kept, weights | parts, moved)
+    return MemoryPlan(need, kept, weights | parts, moved)
 
 
 def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
@@ -226,7 +226,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     passed = max(2 * rows, min(max(CHUNK, L), need.context))  # a step may encode as many canvases
     heads = text["num_attention_heads"] * text["global_head_dim"]
     experts = text["top_k_experts"] * (2 * H + 3 * text["moe_intermediate_size"])
-    each = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
+    row_bytes = 2 * (10 * H + experts + 4 * text["intermediate_size"] + 4 * heads)
     layers = layer_cache_bytes(config, need.context)
     cache = need.caches * need.lanes * (max if need.one_layer else sum)(layers)
     if need.on_host:
@@ -234,7 +234,7 @@ def _parts(need: Need, config: Mapping[str, Any]) -> dict[str, float]:
     parts = {
         "cache": need.batch * cache,
         "vocabulary": 0 if need.one_layer else pieces * L * (4 * V + 4 * SPLITS * H),
-        "activations": passed * each,
+        "activations": passed * row_bytes,
         "CUDA": CONTEXT_BYTES,
         "lanes": need.lanes * rows * LANE_ROWS * 2 * H if need.lanes > 1 else 0,
         "comparison": 4 * FLOAT_PASSES * L * V if need.compares else 0,
@@ -255,24 +255,25 @@ def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
     full = rounded_up(context, CELLS)
     window: int = config["text_config"]["sliding_window"]
     ring = min(full, rounded_up(window - 1 + chunk_of(config["canvas_length"]), CELLS))
-    return [each * (ring if sliding else full) for each, sliding in _position_bytes(config)]
+    return [position * (ring if sliding else full) for position, sliding in _position_bytes(config)]
 
 
 def _seen_bytes(config: Mapping[str, Any], context: int) -> float:
     """Return the bytes of a slot that a pass reads, averaged while its sample grows to `context`."""
     window = min(config["text_config"]["sliding_window"], context)
     return sum(
-        each * (window if sliding else context / 2) for each, sliding in _position_bytes(config)
+        position * (window if sliding else context / 2)
+        for position, sliding in _position_bytes(config)
     )
 
 
 def _position_bytes(config: Mapping[str, Any]) -> list[tuple[int, bool]]:
     """Return, by layer, the bytes of a position's keys and values, and whether the layer slides."""
     text = config["text_config"]
-    own = text["num_key_value_heads"] * text["head_dim"]
+    sliding_heads = text["num_key_value_heads"] * text["head_dim"]
     other = text["num_global_key_value_heads"] * text["global_head_dim"]
     sliding = [kind == "sliding_attention" for kind in text["layer_types"]]
-    return [(4 * (own if slides else other), slides) for slides in sliding]
+    return [(4 * (sliding_heads if slides else other), slides) for slides in sliding]
 
 
 def chunk_of(canvas_length: int) -> int:

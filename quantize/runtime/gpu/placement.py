@@ -97,16 +97,16 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
         str(checkpoint), stack, place.capacity, context, place.compares, place.caches, place.beside,
         place.batches, _host_room(opened), place.fixed_batch,
     )  # fmt: skip
-    found = plan(need, opened.config, budget)
-    lanes, on_host = found.need.lanes, found.need.on_host
-    if found.streamed or found.need.batch < place.capacity:
+    planned = plan(need, opened.config, budget)
+    lanes, on_host = planned.need.lanes, planned.need.on_host
+    if planned.streamed or planned.need.batch < place.capacity:
         say(
-            f"{checkpoint}: {found.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
-            f"{(found.streamed + found.moved) / 1e9:.1f} GB are streamed a pass, "
-            f"{found.need.batch * lanes} canvases at once"
+            f"{checkpoint}: {planned.resident} layers stay in {budget / 1e9:.1f} GB of GPU memory, "
+            f"{(planned.streamed + planned.moved) / 1e9:.1f} GB are streamed a pass, "
+            f"{planned.need.batch * lanes} canvases at once"
         )
     return replace(
-        place, capacity=found.need.batch, resident=found.resident, lanes=lanes, on_host=on_host
+        place, capacity=planned.need.batch, resident=planned.resident, lanes=lanes, on_host=on_host
     )
 
 

@@ -41,7 +41,7 @@ REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ByteRun:
     """Bytes `begin` to `end` of a file, which go to position `at` of the buffer."""
 
     file: Path
@@ -55,23 +55,23 @@ class Layout:
     """The places of tensors in files, and their places in a buffer of `size` bytes."""
 
     infos: dict[str, TensorInfo]
-    runs: list[_Run]
+    runs: list[_ByteRun]
     starts: dict[str, int]
     size: int
 
     @classmethod
     def of(cls, infos: Sequence[TensorInfo]) -> "Layout":
         """Return a layout: nearby tensors of a file form a run; runs begin at multiples of ALIGNED."""
-        runs: list[_Run] = []
+        runs: list[_ByteRun] = []
         starts: dict[str, int] = {}
         size = 0
         for info in sorted(infos, key=lambda info: (str(info.file), info.begin)):
             last = runs[-1] if runs else None
             if last is not None and last.file == info.file and info.begin - last.end <= GAP:
-                runs[-1] = _Run(last.file, last.begin, info.end, last.at)
+                runs[-1] = _ByteRun(last.file, last.begin, info.end, last.at)
             else:
                 at = rounded_up(size, ALIGNED)
-                runs.append(_Run(info.file, info.begin, info.end, at))
+                runs.append(_ByteRun(info.file, info.begin, info.end, at))
             starts[info.name] = runs[-1].at + info.begin - runs[-1].begin
             size = starts[info.name] + info.nbytes
         return cls({info.name: info for info in infos}, runs, starts, size)
@@ -140,18 +140,18 @@ class Transfer:
             self.bytes_read += run.end - run.begin
         return Fetched(buffer, layout)
 
-    def _copy(self, run: _Run, out: Tensor) -> None:
+    def _copy(self, run: _ByteRun, out: Tensor) -> None:
         if self.device.type != "cuda":
             self._read(run.file, run.begin, out)
         elif (mapped := self._mapped(run.file)) is not None:
             # In pieces, or keys and values of the layer in use would wait for the whole next layer.
             parts = mapped[run.begin : run.end].split(PINNED)
-            for part, own in zip(parts, out.split(PINNED), strict=True):
-                own.copy_(part, non_blocking=True)
+            for part, target in zip(parts, out.split(PINNED), strict=True):
+                target.copy_(part, non_blocking=True)
         else:
             self._through_pinned(run, out)
 
-    def _through_pinned(self, run: _Run, out: Tensor) -> None:
+    def _through_pinned(self, run: _ByteRun, out: Tensor) -> None:
         if not self._pinned:
             self._pinned = [
                 (torch.empty(PINNED, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
@@ -172,8 +172,10 @@ class Transfer:
         size = max(PIECE, -(-len(into) // THREADS))
 
         def read(start: int) -> int:
-            own, done = into[start : start + size], 0
-            while count := os.preadv(handle, [own[done:]], begin + start + done):  # 2 GiB at most
+            target, done = into[start : start + size], 0
+            while count := os.preadv(
+                handle, [target[done:]], begin + start + done
+            ):  # 2 GiB at most
                 done += count
             return done
 
@@ -205,10 +207,10 @@ class Transfer:
 def in_memory(file: Path) -> bool:
     """Return whether a file is in memory (tmpfs), where pinning its pages costs nothing but time."""
     device = file.stat().st_dev
-    own = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, kind = line.partition(" - ")
-        if mount.split()[2] == own:
+        if mount.split()[2] == number:
             return kind.split()[0] in MEMORY_FILES
     return False
 

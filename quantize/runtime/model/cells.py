@@ -56,9 +56,9 @@ class Cache:
         ring = min(full, rounded_up(text.sliding_window - 1 + chunk, CELLS))
         layers: list[Tensor] = []
         for i, kind in enumerate(text.layer_types):
-            own = text.per_layer_config[i]
+            layer = text.per_layer_config[i]
             cells = ring if kind == "sliding_attention" else full
-            shape = (2, slots * lanes, cells, own.num_key_value_heads, own.head_dim)
+            shape = (2, slots * lanes, cells, layer.num_key_value_heads, layer.head_dim)
             known = next((kv for kv in layers if one_layer and kv.shape == shape), None)
             if known is None:
                 known = torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -71,8 +71,8 @@ class Cache:
         for index in range(layers):
             for lane in added:
                 slots = len(self.keys[index]) // self.lanes
-                own = slice(lane * slots, (lane + 1) * slots)
-                yield self.keys[index][own], self.values[index][own]
+                lane_slots = slice(lane * slots, (lane + 1) * slots)
+                yield self.keys[index][lane_slots], self.values[index][lane_slots]
 
     def runs(self, index: int, start: int, end: int) -> list[slice]:
         """Return slices of layer `index`'s cells: positions in [start, end) that later tokens see."""
@@ -143,7 +143,7 @@ class HostCells:
 
         A pair is valid until the next pair is taken. Then the new tokens' cells are copied to the host.
         """
-        tokens = [(lane * self._slots + slot, *own) for lane in added for slot, *own in added[lane]]
+        tokens = [(lane * self._slots + slot, *run) for lane in added for slot, *run in added[lane]]
         for slot, start, _ in tokens:
             self._encoded[slot] = start
         order = [(index, lane) for index in range(layers) for lane in added]
@@ -152,7 +152,7 @@ class HostCells:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         arrived = deque([self._fetch(*visits[0])])
         for number, (index, lane, place) in enumerate(visits):
-            arrived.extend(self._fetch(*each) for each in visits[number + 1 : number + 2])
+            arrived.extend(self._fetch(*visit) for visit in visits[number + 1 : number + 2])
             event = arrived.popleft()
             if self._stream is not None:
                 torch.cuda.current_stream(self._stream.device).wait_event(event)
@@ -167,8 +167,8 @@ class HostCells:
         with self._beside():
             place.values[index].zero_()  # no NaN of another lane may meet a probability of 0
             for slot, count in enumerate(encoded):
-                for host, own in self._same(index, lane, place, (slot, 0, count)):
-                    own.copy_(host, non_blocking=True)
+                for host, target in self._same(index, lane, place, (slot, 0, count)):
+                    target.copy_(host, non_blocking=True)
         return None if self._stream is None else self._stream.record_event()
 
     def _take_back(self, index: int, lane: int, place: Cache, added: Sequence[Added]) -> None:
@@ -176,9 +176,9 @@ class HostCells:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with self._beside():
-            for each in added:
-                for host, own in self._same(index, lane, place, each):
-                    host.copy_(own, non_blocking=True)
+            for run in added:
+                for host, source in self._same(index, lane, place, run):
+                    host.copy_(source, non_blocking=True)
 
     def _same(self, index: int, lane: int, place: Cache, added: Added) -> Visits:
         """Yield (cells on the host, the same cells in `place`) of `added` tokens at a layer."""

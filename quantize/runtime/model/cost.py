@@ -51,10 +51,10 @@ def pass_floor(
         parts["experts"] += sum(product(w, share, slots) for w in both)
         dense = (*layer.qkv, layer.o, *layer.gate_up, layer.down)
         parts["dense"] += sum(product(w) for w in dense)
-        own = text.per_layer_config[index]
+        layer_config = text.per_layer_config[index]
         seen = (min(context, text.sliding_window - 1) if layer.sliding else context) + length
-        cells = 2 * 2 * batch * seen * own.num_key_value_heads * own.head_dim
-        flop = 4 * rows * seen * text.num_attention_heads * own.head_dim
+        cells = 2 * 2 * batch * seen * layer_config.num_key_value_heads * layer_config.head_dim
+        flop = 4 * rows * seen * text.num_attention_heads * layer_config.head_dim
         parts["attention"] += rates.seconds(cells, flop, "bf16")
     V, H = weights.embedding.shape
     return parts | {"vocabulary": rates.seconds(2 * V * H, 2 * rows * V * H, "bf16")}

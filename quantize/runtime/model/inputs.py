@@ -40,7 +40,7 @@ DENSE = {
 EXPERTS = {"experts_gate_up": ("gate_proj", "up_proj"), "experts_down": ("down_proj",)}
 
 
-class Inputs:
+class ProductInputs:
     """Rounds the inputs of products by their layer's `scales`, and shows them to observers.
 
     If `scales` is None, nothing is rounded here. If `bf16`, kernels quantize no inputs either, since
@@ -102,8 +102,8 @@ class Inputs:
         """Return `routed_experts`' output [M, topk, H] for rows x bf16 [M, H] and experts `ids`."""
         chosen = ids.long() if self._observers else ids  # once: observers know it by its memory
         self._show(f"{index}.experts.gate_up_proj", x, chosen)
-        own = self.scales[index]
-        scales = tuple(own[kind] for kind in EXPERTS if kind in own)
+        layer_scales = self.scales[index]
+        scales = tuple(layer_scales[kind] for kind in EXPERTS if kind in layer_scales)
         return simulated.experts(
             x, ids, routing, simulated.plain(gate_up), simulated.plain(down),
             (scales[0], scales[1]) if len(scales) == 2 else None,
@@ -121,7 +121,9 @@ class Inputs:
             see(f"model.decoder.layers.{name}", x, ids)
 
 
-def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode) -> Inputs | None:
+def inputs_of(
+    checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
+) -> ProductInputs | None:
     """Return the object that rounds a checkpoint's inputs for `mode`; None if only kernels round."""
     schemes = stated_schemes(checkpoint.config)
     text = weights.config.text_config
@@ -129,9 +131,9 @@ def inputs_of(checkpoint: Checkpoint, weights: TextWeights, mode: ActivationMode
         return None
     if mode == "none":
         eight = any(scheme.kernel in EIGHT_BIT for scheme in schemes.used)
-        return Inputs(text, None, bf16=True) if eight else None
+        return ProductInputs(text, None, bf16=True) if eight else None
     scales = read_scales(checkpoint, weights.config, mode, weights.device)
-    return Inputs(text, scales, bf16=False) if any(scales) else None
+    return ProductInputs(text, scales, bf16=False) if any(scales) else None
 
 
 def read_scales(
@@ -140,24 +142,28 @@ def read_scales(
     """Return every layer's `Scales` of NVFP4 inputs; InputError if only some experts have scales."""
     text = config.text_config
     schemes = read_input_schemes(checkpoint)
-    found = {name: scale for name, (_, scale) in schemes.items() if scale is not None}
+    by_module = {name: scale for name, (_, scale) in schemes.items() if scale is not None}
     layers: list[dict[str, Tensor]] = []
     for index in range(text.num_hidden_layers):
         prefix = f"model.decoder.layers.{index}."
         scales: dict[str, list[float]] = {}
         for kind, linears in DENSE.items():
-            own = [found[prefix + name] for name in linears if prefix + name in found]
-            if own:
-                scales[kind] = [min(own)]
+            dense = [by_module[prefix + name] for name in linears if prefix + name in by_module]
+            if dense:
+                scales[kind] = [min(dense)]
         for kind, linears in EXPERTS.items():
-            each = [
-                [found[key] for name in linears if (key := f"{prefix}experts.{e}.{name}") in found]
+            by_expert = [
+                [
+                    by_module[key]
+                    for name in linears
+                    if (key := f"{prefix}experts.{e}.{name}") in by_module
+                ]
                 for e in range(text.num_experts)
             ]
-            if all(each):
-                widest = [min(own) for own in each]
+            if all(by_expert):
+                widest = [min(scales_of_one) for scales_of_one in by_expert]
                 scales[kind] = [min(widest)] if mode == "per_layer" else widest
-            elif any(each):
+            elif any(by_expert):
                 raise InputError(f"{checkpoint.folder}: {prefix}experts: some lack input scales")
         layers.append({k: torch.tensor(v, device=device) for k, v in scales.items()})
     return layers

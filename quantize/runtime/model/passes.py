@@ -7,7 +7,7 @@ import torch
 from fused_dequant import Activation
 from torch import Tensor
 
-from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.prompt.pieces import SoftTokens
 
 Added = tuple[int, int, int]  # slot, first position and number of tokens
@@ -28,8 +28,8 @@ class PassRows:
 
     def copy_(self, other: "PassRows") -> None:
         """Copy the values of another placement of the same shape into this placement's memory."""
-        for own, theirs in zip(self._tensors(), other._tensors(), strict=True):  # noqa: SLF001
-            own.copy_(theirs)
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):  # noqa: SLF001
+            mine.copy_(theirs)
 
     def followed_by(self, other: "PassRows") -> "PassRows":
         """Return the placement of these rows followed by `other`'s; both have n rows per sequence."""
@@ -85,7 +85,7 @@ class Pass:
     x: Activation  # what the next layer's first product reads: h, normed
     rows: PassRows  # the rows' places in the cache
     decoded: int  # how many rows are the decoder's; these come first
-    inputs: Inputs | None  # what rounds or shows the rows that enter products
+    inputs: ProductInputs | None  # what rounds or shows the rows that enter products
     whole: bool = False  # whether the encoder's rows are needed after the last layer
     real: Tensor | None = None  # int64, the rows that are no padding; None for all
     # None, or a list that gets the expert ids [M, topk] of each layer.

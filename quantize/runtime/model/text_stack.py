@@ -55,7 +55,7 @@ from torch.profiler import record_function as part
 
 from quantize.runtime.gpu.cores import compute_of
 from quantize.runtime.model.cells import Cache, HostCells
-from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Added, Pass, PassRows
 from quantize.runtime.model.watching import OnLogits
 from quantize.runtime.prompt.pieces import SoftTokens
@@ -96,7 +96,7 @@ class FusedModel:
     """
 
     def __init__(
-        self, weights: TextWeights, cache: Cache | HostCells, inputs: Inputs | None = None,
+        self, weights: TextWeights, cache: Cache | HostCells, inputs: ProductInputs | None = None,
         *, sparse: bool = False,
     ) -> None:  # fmt: skip
         self.weights, self.cache, self.inputs, self.sparse = weights, cache, inputs, sparse
@@ -138,15 +138,15 @@ class FusedModel:
             h[soft.rows] = soft.embeddings  # as they are: only tokens' embeddings are scaled
             h, x = self.entered(h)
             rows = rows.widened(soft)
-        own = self._pass(h, x, rows, 0, whole=whole, real=real)
-        own.lane, own.added = lane, added
-        return own
+        entering = self._pass(h, x, rows, 0, whole=whole, real=real)
+        entering.lane, entering.added = lane, added
+        return entering
 
     def entered(self, h: Tensor) -> tuple[Tensor, Activation]:
         """Return embedded rows h bf16 [M, H] unchanged, and the first layer's input made from h."""
-        each = torch.arange(len(h), device=h.device)
+        rows = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
-        return begin(each, h, 1.0, None, norm, 0, scheme, self.eps, shared)
+        return begin(rows, h, 1.0, None, norm, 0, scheme, self.eps, shared)
 
     @_alone
     def decoding(
@@ -165,10 +165,10 @@ class FusedModel:
         """
         update = None
         if signal is not None:
-            own = self.weights.self_conditioning
-            x = scaled_norm(signal, self.embed_scale, own.pre_norm, self.eps)
+            conditioning = self.weights.self_conditioning
+            x = scaled_norm(signal, self.embed_scale, conditioning.pre_norm, self.eps)
             with sequences_of(canvas.shape[1]):
-                update = linear(gelu_mul(linear(x, own.gate_up)), own.down)
+                update = linear(gelu_mul(linear(x, conditioning.gate_up)), conditioning.down)
         tokens, decoded = canvas.flatten(), canvas.numel()
         if committed is not None:
             more, slots, start = committed
@@ -194,10 +194,10 @@ class FusedModel:
         """
         if not passes:
             return []
-        parts = [self._parts(own) for own in passes]
+        parts = [self._parts(entering) for entering in passes]
         lanes: dict[int, tuple[list[Pass], list[Pass]]] = {}
-        for own in chain(*parts):
-            lanes.setdefault(own.lane, ([], []))[own.decoded > 0].append(own)
+        for entering in chain(*parts):
+            lanes.setdefault(entering.lane, ([], []))[entering.decoded > 0].append(entering)
         added = {lane: [a for p in passes if p.lane == lane for a in p.added] for lane in lanes}
         visits = self.cache.visits(len(self.weights.layers), added)
         for index, layer in enumerate(self.weights.layers):
@@ -205,48 +205,52 @@ class FusedModel:
                 for turn in turns:
                     self._take(index, layer, turn, cells)
         next(visits, None)  # the last one's cells go back
-        return [_last_rows(own, of) for own, of in zip(passes, parts, strict=True)]
+        return [_last_rows(entering, of) for entering, of in zip(passes, parts, strict=True)]
 
     def _take(self, index: int, layer: LayerWeights, parts: list[Pass], cells: Cells) -> None:
         """Take passes through a layer side by side, each with a copy of this model."""
 
-        def through(own: Pass) -> None:
-            own.cells = cells
-            alike = self.encodes_alike and not own.decoded
-            with launched_as_one_of(len(own.rows.slots) if alike else 1):
-                copy(self).through(index, layer, own)
+        def through(entering: Pass) -> None:
+            entering.cells = cells
+            alike = self.encodes_alike and not entering.decoded
+            with launched_as_one_of(len(entering.rows.slots) if alike else 1):
+                copy(self).through(index, layer, entering)
 
-        if any(own.watched for own in parts):
-            self.compute.one(lambda: [through(own) for own in parts])
+        if any(entering.watched for entering in parts):
+            self.compute.one(lambda: [through(entering) for entering in parts])
         else:
             self.compute.each(through, parts)
 
-    def _parts(self, own: Pass) -> list[Pass]:
+    def _parts(self, entering: Pass) -> list[Pass]:
         """Share a pass among cores, unless observers watch it: they need whole passes."""
-        if self.compute.whole or own.watched:
-            return [own]
-        return [own.of(some) for some in self.compute.share(len(own.rows.slots))]
+        if self.compute.whole or entering.watched:
+            return [entering]
+        return [entering.of(some) for some in self.compute.share(len(entering.rows.slots))]
 
-    def through(self, index: int, layer: LayerWeights, own: Pass) -> None:
+    def through(self, index: int, layer: LayerWeights, entering: Pass) -> None:
         """Take a pass through one layer, which changes the pass' `h` and `x`.
 
         In the last layer, nothing reads the encoder's rows once their keys and values are written. So
         these rows are dropped there, unless the pass is `whole` or observers watch it.
         """
-        self.inputs, self.routed = own.inputs, own.routed
+        self.inputs, self.routed = entering.inputs, entering.routed
         if self.inputs is not None:
-            self.inputs.real = own.real
-        assert own.cells is not None
-        q = self._heads(index, layer, own, own.cells)
+            self.inputs.real = entering.real
+        assert entering.cells is not None
+        q = self._heads(index, layer, entering, entering.cells)
         last = index + 1 == len(self.weights.entrances)
-        if last and not (own.whole or own.watched):
-            if not own.decoded:
+        if last and not (entering.whole or entering.watched):
+            if not entering.decoded:
                 return
-            decoded = own.decoded
-            own.h, q, own.rows = own.h[:decoded], q[:decoded], own.rows.first_rows(decoded)
-        o = self._attended(index, layer, q, own.rows, own.cells)
-        with sequences_of(own.rows.rows_each):
-            own.h, own.x = self._rest(index, layer, own.h, o, own.decoded)
+            decoded = entering.decoded
+            entering.h, q, entering.rows = (
+                entering.h[:decoded],
+                q[:decoded],
+                entering.rows.first_rows(decoded),
+            )
+        o = self._attended(index, layer, q, entering.rows, entering.cells)
+        with sequences_of(entering.rows.rows_each):
+            entering.h, entering.x = self._rest(index, layer, entering.h, o, entering.decoded)
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the soft-capped logits bf16 [m, V] of rows bf16 [m, H] that `run` returned."""
@@ -262,7 +266,7 @@ class FusedModel:
         logits: Tensor,
         inverse_temperature: Tensor,
         out: Tensor | None = None,
-        left: Probabilities | None = None,
+        probabilities: Probabilities | None = None,
     ) -> Tensor:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
@@ -272,9 +276,11 @@ class FusedModel:
         embedding = self.weights.embedding
         with part("vocabulary"):
             if self.sparse:
-                return sparse_soft_embedding(logits, embedding, inverse_temperature, out, left)
-            if left is not None:
-                return soft_embedding_of(left, embedding, out)
+                return sparse_soft_embedding(
+                    logits, embedding, inverse_temperature, out, probabilities
+                )
+            if probabilities is not None:
+                return soft_embedding_of(probabilities, embedding, out)
             return soft_embedding(logits, embedding, inverse_temperature, out)
 
     def _begin(
@@ -285,10 +291,10 @@ class FusedModel:
         embedding, factor = self.weights.embedding, self.embed_scale
         return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
 
-    def _heads(self, index: int, layer: LayerWeights, own: Pass, cells: Cells) -> Tensor:
-        rows = own.rows
+    def _heads(self, index: int, layer: LayerWeights, entering: Pass, cells: Cells) -> Tensor:
+        rows = entering.rows
         with part("dense"), sequences_of(rows.rows_each):
-            qkv = self._product(index, "qkv", own.x, layer.qkv)
+            qkv = self._product(index, "qkv", entering.x, layer.qkv)
         with part("attention"):
             return attention_heads(
                 qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
@@ -411,11 +417,11 @@ class FusedModel:
         return self.compute.by_sequence(function, angles).to(torch.bfloat16)
 
 
-def _last_rows(own: Pass, parts: list[Pass]) -> Tensor:
+def _last_rows(entering: Pass, parts: list[Pass]) -> Tensor:
     """Join the results of a pass' parts; return its rows after the last layer, as `run` does."""
-    if own.routed is not None and parts != [own]:
-        each = [part.routed or [] for part in parts]
-        own.routed += [torch.cat(ids) for ids in zip(*each, strict=True)]
+    if entering.routed is not None and parts != [entering]:
+        routed = [part.routed or [] for part in parts]
+        entering.routed += [torch.cat(ids) for ids in zip(*routed, strict=True)]
     last = [part.x[0] if part.whole else part.x[0][: part.decoded] for part in parts]
     return last[0] if len(last) == 1 else torch.cat(last)
 

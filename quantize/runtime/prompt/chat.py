@@ -50,7 +50,7 @@ def encode_chat(
     chat: Any = [_without_thoughts(message) for message in messages]
     texts, guard = texts_of([chat, tools]), None
     if any(map(markup.in_text, texts)):
-        guard = next((each for each in GUARDS if not any(each in text for text in texts)), None)
+        guard = next((guard for guard in GUARDS if not any(guard in text for text in texts)), None)
         if guard is None:
             raise InputError(
                 "messages: they hold control tokens beside all characters that guard them"
@@ -100,10 +100,10 @@ def special_ids(tokenizer: Any) -> set[int]:
 def in_thoughts(tokenizer: Any, tokens: Sequence[int]) -> list[bool]:
     """Return, for each token, whether it belongs to the thinking channel or is one of its markers."""
     begin, end = tokenizer.convert_tokens_to_ids([OPEN, CLOSE])
-    found: list[bool] = []
+    inside_at: list[bool] = []
     inside = False
     for token in tokens:
         inside = inside or token == begin
-        found.append(inside or token == end)
+        inside_at.append(inside or token == end)
         inside = inside and token != end
-    return found
+    return inside_at

@@ -80,17 +80,17 @@ def prepare(
         max_soft_tokens=soft_tokens,
     )
     try:
-        found = processor(list(pictures), return_tensors="pt")
+        prepared = processor(list(pictures), return_tensors="pt")
     except ValueError as error:
         raise InputError(f"a picture does not fit {soft_tokens} tokens: {error}") from error
-    side = int(found["image_position_ids"].max()) + 1
+    side = int(prepared["image_position_ids"].max()) + 1
     if side > vision.position_embedding_size:
         raise InputError(
             f"a picture of these proportions is {side} patches long at {soft_tokens} tokens, and this "
             f"model's vision tower knows {vision.position_embedding_size} positions; ask for fewer"
         )
-    counts = [int(n) for n in found["num_soft_tokens_per_image"]]
-    return Images(found["pixel_values"], found["image_position_ids"].to(torch.int64)), counts
+    counts = [int(n) for n in prepared["num_soft_tokens_per_image"]]
+    return Images(prepared["pixel_values"], prepared["image_position_ids"].to(torch.int64)), counts
 
 
 def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
@@ -105,11 +105,11 @@ def place(ids: Sequence[int], counts: Sequence[int], config: Any) -> list[int]:
             f"{list(ids).count(image)} image placeholders for {len(counts)} pictures: the text holds "
             f"one of its own, or this checkpoint's chat template takes no pictures"
         )
-    left = iter(counts)
+    remaining = iter(counts)
     placed: list[int] = []
     for token in ids:
         if token == image:
-            placed += [config.boi_token_id, *[image] * next(left), config.eoi_token_id]
+            placed += [config.boi_token_id, *[image] * next(remaining), config.eoi_token_id]
         else:
             placed.append(token)
     return placed

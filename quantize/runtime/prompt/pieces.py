@@ -29,8 +29,8 @@ class SoftTokens:
 def pictures(prompt: Sequence[int], placeholder: int | None) -> list[Span]:
     """Return the spans of all runs of `placeholder` in a prompt; none if `placeholder` is None."""
     runs = groupby(range(len(prompt)), lambda position: prompt[position] == placeholder)
-    found = [list(run) for in_picture, run in runs if in_picture]
-    return [(run[0], run[-1] + 1) for run in found]
+    placeholders = [list(run) for in_picture, run in runs if in_picture]
+    return [(run[0], run[-1] + 1) for run in placeholders]
 
 
 def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
@@ -38,16 +38,16 @@ def pieces(length: int, chunk: int, seen: Sequence[Span]) -> list[Span]:
 
     `seen` are the pictures' spans. Raise InputError for a picture of more than `chunk` tokens.
     """
-    found: list[Span] = []
+    spans: list[Span] = []
     start = 0
     while start < length:
         end = min(start + chunk, length)
         end = next((first for first, behind in seen if first < end < behind), end)
         if end == start:
             raise InputError(f"a picture of more than {chunk} tokens: prepare it with fewer")
-        found.append((start, end))
+        spans.append((start, end))
         start = end
-    return found
+    return spans
 
 
 def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTokens | None:
@@ -62,5 +62,5 @@ def soft_tokens(piece: Span, seen: Sequence[Span], embeddings: Tensor) -> SoftTo
         return None
     before = sum(behind - first for first, behind in seen if behind <= piece[0])
     at, first, last = torch.tensor(places, device=embeddings.device).T.contiguous()
-    own = embeddings[before : before + len(places)]
-    return SoftTokens(at - piece[0], own, first.int(), last.int())
+    inside_embeddings = embeddings[before : before + len(places)]
+    return SoftTokens(at - piece[0], inside_embeddings, first.int(), last.int())

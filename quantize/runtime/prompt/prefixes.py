@@ -30,12 +30,12 @@ class PrefixCache(Generic[Kept]):
 
     def find(self, prompt: Sequence[int]) -> list[Kept]:
         """Return the kept blocks of `prompt`, in order, up to the first block that is missing."""
-        found = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
-        for key in reversed(found):  # a block is worth nothing without the blocks before it
+        keys = list(takewhile(self._blocks.__contains__, self._keys(prompt)))
+        for key in reversed(keys):  # a block is worth nothing without the blocks before it
             self._blocks.move_to_end(key)
         self.asked += len(prompt)
-        self.reused += len(found) * self.block
-        return [self._blocks[key][0] for key in found]
+        self.reused += len(keys) * self.block
+        return [self._blocks[key][0] for key in keys]
 
     def keep(self, prompt: Sequence[int], kept: Kept, nbytes: int) -> None:
         """Keep `kept`, the last of `prompt`'s whole blocks, unless its `nbytes` exceed the budget."""

@@ -23,12 +23,18 @@ from torch import Tensor
 
 from quantize.runtime.gpu.memory import chunk_of
 from quantize.runtime.model.cells import Cache
-from quantize.runtime.model.inputs import Inputs
+from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Pass, PassRows
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.model.watching import Observer
 from quantize.runtime.record.recording import RecordedPass, Recording
-from quantize.runtime.record.shuttle import Piece, Shuttle, pieces_of, recorded_rows, room_for_rows
+from quantize.runtime.record.shuttle import (
+    RowsPiece,
+    Shuttle,
+    pieces_of,
+    recorded_rows,
+    room_for_rows,
+)
 from quantize.runtime.weights.load import load_in_turns
 from quantize.runtime.weights.packing import LayerWeights
 
@@ -46,13 +52,13 @@ class LayerByLayer:
         text: Any = self._weights.config.text_config
         self._hidden: int = text.hidden_size
         self.experts: int = text.num_experts
-        self._inputs = Inputs(text, None, bf16=True)
+        self._inputs = ProductInputs(text, None, bf16=True)
         self._cache = Cache.allocate(
             self._weights.config, recording.shape.capacity, recording.shape.max_length,
             chunk_of(self._weights.config.canvas_length), self._device, one_layer=True,
         )  # fmt: skip
         self._model = FusedModel(self._weights, self._cache, self._inputs)
-        most = max(own.count for batch in recording.batches for own in batch.passes)
+        most = max(recorded.count for batch in recording.batches for recorded in batch.passes)
         like: Any = {"dtype": torch.bfloat16, "device": self._device}
         self._dense = torch.zeros(most, self._hidden, **like)
         self._routed = torch.zeros(most, text.top_k_experts, self._hidden, **like)
@@ -83,22 +89,24 @@ class LayerByLayer:
         finally:
             self._weights.close()
 
-    def _through(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
+    def _through(self, index: int, layer: LayerWeights, piece: RowsPiece, rows: Tensor) -> None:
         """Take a piece's passes through a layer, in place; on a CPU on one core, as when recorded."""
         self._model.compute.one(partial(self._take, index, layer, piece, rows))
 
-    def _take(self, index: int, layer: LayerWeights, piece: Piece, rows: Tensor) -> None:
+    def _take(self, index: int, layer: LayerWeights, piece: RowsPiece, rows: Tensor) -> None:
         if piece.rows.start == 0:  # a batch begins: no value of another one may meet a 0
             self._cache.values[index].zero_()
             self._last = None
-        for own in piece.passes:
-            at = slice(own.rows.start - piece.rows.start, own.rows.stop - piece.rows.start)
-            real = None if own.real is None else own.real.to(self._device)
-            x, where = self._entered(index, rows[at]), self._placement(own)
-            each = Pass(rows[at], x, where, own.decoded, self._inputs, True, real)
-            each.cells = self._cache.keys[index], self._cache.values[index]
-            self._model.through(index, layer, each)
-            rows[at] = each.h
+        for recorded in piece.passes:
+            at = slice(
+                recorded.rows.start - piece.rows.start, recorded.rows.stop - piece.rows.start
+            )
+            real = None if recorded.real is None else recorded.real.to(self._device)
+            x, where = self._entered(index, rows[at]), self._placement(recorded)
+            entering = Pass(rows[at], x, where, recorded.decoded, self._inputs, True, real)
+            entering.cells = self._cache.keys[index], self._cache.values[index]
+            self._model.through(index, layer, entering)
+            rows[at] = entering.h
 
     def _entered(self, index: int, h: Tensor) -> Activation:
         """Return the normed rows that enter a layer, with the same bits as in denoising."""
@@ -109,14 +117,16 @@ class LayerByLayer:
         norms = (self._ones, self._ones, self._ones, norm)
         return after_experts(h, *none, norms, (one, one), len(h), scheme, self._model.eps)[1]
 
-    def _placement(self, own: RecordedPass) -> PassRows:
+    def _placement(self, recorded: RecordedPass) -> PassRows:
         """Return the placement of a pass' rows; most steps share that of the step before."""
-        if self._last is None or not own.stands_as(self._last[0]):
+        if self._last is None or not recorded.stands_as(self._last[0]):
             device = self._device
             visible = {
                 kind: (first.to(device), last.to(device))
-                for kind, (first, last) in own.visible.items()
+                for kind, (first, last) in recorded.visible.items()
             }
-            placed = self._model.placed(own.slots.to(device), own.positions.to(device), visible)
-            self._last = own, placed
+            placed = self._model.placed(
+                recorded.slots.to(device), recorded.positions.to(device), visible
+            )
+            self._last = recorded, placed
         return self._last[1]

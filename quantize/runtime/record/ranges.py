@@ -25,24 +25,24 @@ class Ranges:
         if experts is None:
             if rows is not self._rows:  # q, k and v, or gate and up, read one input
                 self._rows, self._largest = rows, vector_norm(rows, float("inf")).view(1)
-            found = self._largest
+            amax = self._largest
         else:
             largest = vector_norm(rows.flatten(0, -2), float("inf"), -1)
             # Not `scatter_reduce`: on a GPU thousands of rows would wait for a hundred cells.
-            each = torch.arange(self._experts, device=experts.device)
-            routed = (experts[..., None] == each).any(1)  # [rows, experts]
-            found = torch.where(routed, largest[:, None], 0).amax(0)
-        self._keep(name, found)
+            numbers = torch.arange(self._experts, device=experts.device)
+            routed = (experts[..., None] == numbers).any(1)  # [rows, experts]
+            amax = torch.where(routed, largest[:, None], 0).amax(0)
+        self._keep(name, amax)
 
-    def _keep(self, name: str, found: Tensor) -> None:
-        before = self._amax.setdefault(name, found.clone())
-        torch.maximum(before, found.to(before.device), out=before)
+    def _keep(self, name: str, amax: Tensor) -> None:
+        before = self._amax.setdefault(name, amax.clone())
+        torch.maximum(before, amax.to(before.device), out=before)
 
     def pool(self, processes: Processes) -> None:
         """Merge all processes' ranges, in every process. Maxima do not round, so the merge is exact."""
-        for amax in processes.others({name: found.cpu() for name, found in self._amax.items()}):
-            for name, found in amax.items():
-                self._keep(name, found)
+        for amax in processes.others({name: seen.cpu() for name, seen in self._amax.items()}):
+            for name, seen in amax.items():
+                self._keep(name, seen)
 
     def amax(self, module: str) -> float:
         """Return the largest |x| that entered `module` (a name on disk); 0 if nothing entered it."""

@@ -35,7 +35,7 @@ PIECE = 1 << 24  # bytes of a file that are read at once
 
 
 @dataclass(frozen=True)
-class Shape:
+class PassesShape:
     """The size of the cache that recorded passes need: `capacity` slots of `max_length` positions."""
 
     capacity: int
@@ -61,8 +61,8 @@ class RecordedPass:
     def stands_as(self, other: "RecordedPass") -> bool:
         """Return whether the rows of both passes have exactly the same places in the cache."""
         ours, theirs = (
-            (own.slots, own.positions, *own.visible[True], *own.visible[False])
-            for own in (self, other)
+            (recorded.slots, recorded.positions, *recorded.visible[True], *recorded.visible[False])
+            for recorded in (self, other)
         )
         return all(map(torch.equal, ours, theirs))
 
@@ -96,7 +96,7 @@ class Recorder:
         """
         path = self.folder / f"batch-{start:05}.rows"
         with _kept_in(self.folder), ThreadPoolExecutor(1) as beside, path.open("wb") as file:
-            batch = _Batch(file.fileno(), beside)
+            batch = _BatchFile(file.fileno(), beside)
             yield batch.add
             batch.wait()
         with _kept_in(self.folder):
@@ -105,7 +105,7 @@ class Recorder:
             entry = {"rows": batch.count, "crc32": batch.crc, "passes_crc32": _crc32(placed)}
         self._entries[path.name] = entry
 
-    def finish(self, identity: str, shape: Shape) -> None:
+    def finish(self, identity: str, shape: PassesShape) -> None:
         """End the recording; all processes must call this. The first process writes recording.json."""
         for theirs in self._processes.others(self._entries):
             self._entries |= theirs
@@ -130,7 +130,7 @@ def _kept_in(folder: Path) -> Generator[None]:
         ) from error
 
 
-class _Batch:
+class _BatchFile:
     """Rows on their way to a file, and their places in the cache."""
 
     def __init__(self, file: int, beside: ThreadPoolExecutor) -> None:
@@ -142,32 +142,32 @@ class _Batch:
         self._places: list[Tensor] = []
         self._real: list[Tensor] = []
 
-    def add(self, own: Pass) -> None:
+    def add(self, entered: Pass) -> None:
         """Take a pass; another thread writes its rows while the device goes on."""
-        rows, real = own.rows, -1
+        rows, real = entered.rows, -1
         self._slots.append(rows.slots.clone())  # a graph fills it again
         places = (rows.positions, *rows.visible[True], *rows.visible[False])
         self._places.append(torch.stack(places))
-        if own.real is not None:
-            real = len(own.real)
-            self._real.append(own.real)
-        self._table.append((len(own.h), len(rows.slots), own.decoded, real))
-        self.count += len(own.h)
-        h, copied = own.h, None
+        if entered.real is not None:
+            real = len(entered.real)
+            self._real.append(entered.real)
+        self._table.append((len(entered.h), len(rows.slots), entered.decoded, real))
+        self.count += len(entered.h)
+        h, copied = entered.h, None
         if h.is_cuda:
             h = torch.empty_like(h, device="cpu", pin_memory=True)
-            h.copy_(own.h, non_blocking=True)
-            copied = torch.cuda.current_stream(own.h.device).record_event()
+            h.copy_(entered.h, non_blocking=True)
+            copied = torch.cuda.current_stream(entered.h.device).record_event()
         self.wait()
         self._writing = self._beside.submit(self._write, h, copied)
 
     def _write(self, rows: Tensor, copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
-        left = bytes_of(rows.view(torch.uint8).view(-1))
-        self.crc = zlib.crc32(left, self.crc)
-        while left:
-            left = left[os.write(self._file, left) :]
+        unwritten = bytes_of(rows.view(torch.uint8).view(-1))
+        self.crc = zlib.crc32(unwritten, self.crc)
+        while unwritten:
+            unwritten = unwritten[os.write(self._file, unwritten) :]
 
     def wait(self) -> None:
         if self._writing is not None:
@@ -189,7 +189,7 @@ class Recording:
     """A finished recording: its batches, in the order of their prompts."""
 
     folder: Path
-    shape: Shape
+    shape: PassesShape
     batches: tuple[RecordedBatch, ...]
 
     @classmethod
@@ -209,7 +209,7 @@ class Recording:
                 for _ in pool.map(lambda n: _check(folder / n, entries[n], row_bytes), entries):
                     pass
             batches = tuple(_batch(folder / name, entry) for name, entry in entries.items())
-            return cls(folder, Shape(**index["shape"]), batches)
+            return cls(folder, PassesShape(**index["shape"]), batches)
         except (InputError, OSError, KeyError, TypeError, ValueError) as error:
             say(f"{folder}: this recording cannot be used ({error}); it is made again")
             return None
@@ -225,18 +225,20 @@ def _check(path: Path, entry: Mapping[str, Any], row_bytes: int) -> None:
 
 
 def _crc32(path: Path) -> int:
-    found = 0
+    crc = 0
     with path.open("rb") as file:
         while piece := file.read(PIECE):
-            found = zlib.crc32(piece, found)
-    return found
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def _batch(path: Path, entry: Mapping[str, Any]) -> RecordedBatch:
     tensors = load_file(path.with_suffix(".passes"))
     rows, sequences, decoded, real = tensors["passes"].unbind(1)
     counts = {"places": rows, "real": real.clamp(min=0), "slots": sequences}
-    places, chosen, slots = (tensors[name].split(own.tolist(), -1) for name, own in counts.items())
+    places, chosen, slots = (
+        tensors[name].split(sizes.tolist(), -1) for name, sizes in counts.items()
+    )
     ends = pairwise(accumulate(rows.tolist(), initial=0))
     passes = tuple(
         RecordedPass(

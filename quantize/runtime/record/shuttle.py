@@ -30,7 +30,7 @@ SLOTS = 3
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowsPiece:
     """Consecutive passes of one batch; `batch` is the index of this batch in the recording."""
 
     batch: int
@@ -47,22 +47,22 @@ class Piece:
         return self.rows.stop - self.rows.start
 
 
-Work = Callable[[Piece, Tensor], None]  # changes the rows [count, H] of a piece in place
+Work = Callable[[RowsPiece, Tensor], None]  # changes the rows [count, H] of a piece in place
 Rows = Sequence[Tensor]  # bf16 [rows, H] of each batch, on the host
 
 
-def pieces_of(recording: Recording, hidden: int) -> list[Piece]:
+def pieces_of(recording: Recording, hidden: int) -> list[RowsPiece]:
     """Return a recording's passes in order, grouped into pieces; a row has `hidden` numbers."""
     most = max(1, PIECE_BYTES // (2 * hidden))
-    pieces: list[Piece] = []
+    pieces: list[RowsPiece] = []
     for index, batch in enumerate(recording.batches):
         group: list[RecordedPass] = []
-        for own in batch.passes:
-            if group and own.rows.stop - group[0].rows.start > most:
-                pieces.append(Piece(index, tuple(group)))
+        for recorded in batch.passes:
+            if group and recorded.rows.stop - group[0].rows.start > most:
+                pieces.append(RowsPiece(index, tuple(group)))
                 group = []
-            group.append(own)
-        pieces.append(Piece(index, tuple(group)))
+            group.append(recorded)
+        pieces.append(RowsPiece(index, tuple(group)))
     return pieces
 
 
@@ -85,7 +85,7 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
     if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
     say(f"{scratch}: {2 * sum(sizes) / 1e9:.1f} GB of rows lie there, since memory is short")
-    found: list[Tensor] = []
+    buffers: list[Tensor] = []
     path = scratch / "rows"
     try:
         scratch.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, 2 * n)  # or a full disk would be a crash later
             rows = torch.from_file(str(path), shared=True, size=n, dtype=torch.bfloat16)
-            found.append(rows.view(-1, hidden))
+            buffers.append(rows.view(-1, hidden))
             path.unlink()  # nobody else needs it, and it is gone when we are
     except OSError as error:
         raise ResourceError(
@@ -101,11 +101,11 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
             f"nor this disk ({error.strerror}); free some room, or name another disk with --scratch; "
             f"the same command goes on"
         ) from error
-    return found
+    return buffers
 
 
 class Shuttle:
-    """Carries `Piece`s of at most `most` rows, each of `hidden` bf16 numbers, to a device and back."""
+    """Carries pieces of at most `most` rows, each of `hidden` bf16 numbers, to a device and back."""
 
     def __init__(self, most: int, hidden: int, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -115,7 +115,9 @@ class Shuttle:
         self._slots = list(rows)
         self._ways = [_Way(most, hidden, device) for _ in range(2)]
 
-    def run(self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work) -> None:
+    def run(
+        self, pieces: Sequence[RowsPiece], sources: Rows, targets: Rows | None, work: Work
+    ) -> None:
         """Apply `work` to each piece's rows of `sources`; write the results to `targets`, if given."""
         if self._on_gpu:
             self._run_on_gpu(pieces, sources, targets, work)
@@ -127,7 +129,7 @@ class Shuttle:
                 targets[piece.batch][piece.rows] = rows
 
     def _run_on_gpu(
-        self, pieces: Sequence[Piece], sources: Rows, targets: Rows | None, work: Work
+        self, pieces: Sequence[RowsPiece], sources: Rows, targets: Rows | None, work: Work
     ) -> None:
         coming, going = self._ways
         arriving: deque[Future[Event]] = deque()
@@ -152,8 +154,8 @@ class Shuttle:
             leaving.append(going.thread.submit(going.take_back, slot, target, done))
             if number + SLOTS - 1 < len(pieces):
                 bring(number + SLOTS - 1)
-        for each in leaving:
-            each.result()
+        for copy in leaving:
+            copy.result()
 
 
 class _Way:

@@ -18,24 +18,24 @@ class TokensNeeded:
 
     def __init__(self) -> None:
         kinds = len(self.STEPS) * (len(self.MOST) + 1)
-        self._found = [torch.zeros(kinds, dtype=torch.int64)]
+        self._counts = [torch.zeros(kinds, dtype=torch.int64)]
 
     def see(self, logits: Tensor, inverse_temperature: Tensor, step: Tensor) -> None:
         """Count rows of logits [m, V]; each has its 1 / T [m] and its denoising step [m], from 1."""
         of, most = len(self.MOST) + 1, torch.tensor(self.MOST, device=logits.device)
         shown = (
-            each[:: self.EVERY].split(self.ROWS) for each in (logits, inverse_temperature, step)
+            values[:: self.EVERY].split(self.ROWS) for values in (logits, inverse_temperature, step)
         )
-        for own, sharpness, at in zip(*shown, strict=True):
-            kind = torch.bucketize(tokens_needed(own, sharpness), most)
+        for rows, sharpness, at in zip(*shown, strict=True):
+            kind = torch.bucketize(tokens_needed(rows, sharpness), most)
             kind += of * (at.clamp(max=len(self.STEPS)) - 1)
-            each = torch.arange(len(self._found[0]), device=logits.device)
-            self._found.append((kind[:, None] == each).sum(0))
+            kinds = torch.arange(len(self._counts[0]), device=logits.device)
+            self._counts.append((kind[:, None] == kinds).sum(0))
 
     def counted(self, processes: Processes) -> dict[str, dict[str, int]]:
         """Return step ("first step") -> tokens ("at most 8") -> number of rows of all processes."""
-        own = torch.stack([found.cpu() for found in self._found]).sum(0)
-        rows = (own + sum(processes.others(own))).view(len(self.STEPS), -1).tolist()
+        summed = torch.stack([counts.cpu() for counts in self._counts]).sum(0)
+        rows = (summed + sum(processes.others(summed))).view(len(self.STEPS), -1).tolist()
         names = [*(f"at most {most}" for most in self.MOST), "more"]
         return {
             at: dict(zip(names, of, strict=True)) for at, of in zip(self.STEPS, rows, strict=True)

@@ -127,10 +127,10 @@ def record_all(
                 end = sampler.end_of(ids)
                 meter.announce(0, len(ids) if end is None else end + 1)
 
-        def recorded(start: int, own: BatchEngine) -> list[Trajectory]:
-            with watching(own, start) if watching and start < observed else nullcontext():
-                found = record(
-                    own,
+        def recorded(start: int, lane: BatchEngine) -> list[Trajectory]:
+            with watching(lane, start) if watching and start < observed else nullcontext():
+                made = record(
+                    lane,
                     batches[start],
                     [(settings.seed << 32) + start + row for row in range(len(batches[start]))],
                     sampler=sampler,
@@ -138,11 +138,11 @@ def record_all(
                     held_out=start >= observed,
                     on_step=count,
                 )
-            meter.add(len(found))
-            return found
+            meter.add(len(made))
+            return made
 
-        each = engine.each([partial(recorded, start) for start in batches])
-    trajectories = [trajectory for found in each for trajectory in found]
+        batches_made = engine.each([partial(recorded, start) for start in batches])
+    trajectories = [trajectory for batch in batches_made for trajectory in batch]
     for theirs in processes.others(trajectories):
         trajectories += theirs
     return sorted(trajectories, key=lambda trajectory: trajectory.seed)
@@ -165,11 +165,11 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory], sampler:
     entries: list[dict[str, Any]] = []
     for index, item in enumerate(trajectories):
         prompt = torch.tensor(item.prompt.ids, dtype=torch.int32)
-        own = {"prompt": prompt, "steps": torch.cat(item.steps).int()}
-        own |= {"committed": item.committed.int()}
+        fields = {"prompt": prompt, "steps": torch.cat(item.steps).int()}
+        fields |= {"committed": item.committed.int()}
         if item.prompt.images is not None:
-            own |= vars(item.prompt.images)
-        tensors |= {f"{index:05}.{name}": tensor for name, tensor in own.items()}
+            fields |= vars(item.prompt.images)
+        tensors |= {f"{index:05}.{name}": tensor for name, tensor in fields.items()}
         taken = [len(steps) for steps in item.steps]
         about = {"seed": item.seed, "thinking": item.prompt.thinking, "held_out": item.held_out}
         entries.append(about | {"steps_per_canvas": taken})

@@ -20,7 +20,7 @@ FREE = -1  # marks a position without a known token
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuideVerdict:
     """A guide's decision on a finished canvas."""
 
     tokens: list[int]  # to commit if `keep` is None
@@ -33,7 +33,7 @@ class Guide(Protocol):
     def lead(self) -> Sequence[int]:
         """Return the tokens with which the next canvas must begin, at most a whole canvas."""
 
-    def settle(self, logits: Tensor, tokens: list[int]) -> Verdict:
+    def settle(self, logits: Tensor, tokens: list[int]) -> GuideVerdict:
         """Return the verdict on a finished canvas, whose `tokens` [L] would be committed.
 
         `logits` [L, V] of the canvas' last step are soft-capped, and not divided by the temperature.

@@ -72,10 +72,10 @@ class Sampler(Controls):
     pad_token_id: int | None = None  # fills a canvas after an EOS; None keeps the tokens there
 
     def __post_init__(self) -> None:
-        bounds = {name: each.metadata["bounds"] for name, each in CONTROLS.items()}
+        bounds = {name: control.metadata["bounds"] for name, control in CONTROLS.items()}
         bounds |= {name: {"gt": 0} for name in ("max_new_tokens", "max_length")}
-        for (name, own), (bound, (fits, says)) in product(bounds.items(), LEAST.items()):
-            value, least = getattr(self, name), own.get(bound)
+        for (name, limits), (bound, (fits, says)) in product(bounds.items(), LEAST.items()):
+            value, least = getattr(self, name), limits.get(bound)
             if value is not None and least is not None and not fits(value, least):
                 raise InputError(f"generation config: {name} must be {says} {least}, not {value}")
         if not self.t_max > self.t_min:

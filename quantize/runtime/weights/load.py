@@ -110,9 +110,11 @@ def load_packed(
     pre_norm = packer.plain(f"{conditioning}pre_norm.weight")
     gate_up = packer.rows([f"{conditioning}gate_proj", f"{conditioning}up_proj"])[0]
     down = packer.rows([f"{conditioning}down_proj"])[0]
-    own = SelfConditioning(pre_norm, gate_up, down)
-    found, tower = _layers(packer, layers, streamed, on_layer), Tower(checkpoint, config, place)
-    return TextWeights(config, embedding, norm, own, found, tower, in_fp8, any(scales))
+    self_conditioning = SelfConditioning(pre_norm, gate_up, down)
+    packed, tower = _layers(packer, layers, streamed, on_layer), Tower(checkpoint, config, place)
+    return TextWeights(
+        config, embedding, norm, self_conditioning, packed, tower, in_fp8, any(scales)
+    )
 
 
 def load_in_turns(folder: Path, device: str) -> TextWeights:
@@ -127,9 +129,9 @@ def load_in_turns(folder: Path, device: str) -> TextWeights:
     check_gpu(set(), place)
     packer = Packer(checkpoint, Transfer(place, register=True), config.text_config)
     small = [packer.small(index) for index in range(config.text_config.num_hidden_layers)]
-    aligned = {name: rounded_up(own.nbytes, ALIGNED) for name, own in checkpoint.tensors.items()}
+    aligned = {name: rounded_up(info.nbytes, ALIGNED) for name, info in checkpoint.tensors.items()}
     sizes = Stack.of(folder.name, aligned, quantized=False)
-    entrances = [(each["norms"]["input"], BF16) for each in small]
+    entrances = [(tensors["norms"]["input"], BF16) for tensors in small]
     layers = _streamed(packer, {}, small, entrances, int(max(sizes.layers)))
     norm = packer.plain("model.decoder.norm.weight")
     none = weights.bf16(norm.new_empty(1, 0, 0))
@@ -142,11 +144,11 @@ def with_layers_of(
 ) -> TextWeights:
     """Return resident `base` with its `layers` (indices) replaced by `checkpoint`'s; see `Packer`."""
     packer = Packer(checkpoint, Transfer(base.device), base.config.text_config, in_fp8=in_fp8)
-    found = list(base.layers)
+    stack = list(base.layers)
     for index in layers:
         products = packer.products(index, in_memory_of_its_own)
-        found[index] = LayerWeights(**packer.small(index), **products)
-    return replace(base, layers=tuple(found), in_fp8=in_fp8)
+        stack[index] = LayerWeights(**packer.small(index), **products)
+    return replace(base, layers=tuple(stack), in_fp8=in_fp8)
 
 
 def _layers(

@@ -189,9 +189,11 @@ class Packer:
         projections = ("gate_proj", "up_proj", "down_proj")
         experts = range(self.text.num_experts)
         modules = {p: [f"{prefix}.{e}.{p}" for e in experts] for p in projections}
-        names = [n for own in modules.values() for module in own for n in self._names(module)]
+        names = [
+            n for names_of in modules.values() for module in names_of for n in self._names(module)
+        ]
         fetched = self._fetch(names)
-        gate, up, down = (self._stacked(fetched, own) for own in modules.values())
+        gate, up, down = (self._stacked(fetched, names_of) for names_of in modules.values())
         del fetched
         both = {
             suffix: torch.cat([gate[suffix], up[suffix]], 1)
@@ -200,11 +202,11 @@ class Packer:
             for suffix in gate
         }
         del gate, up
-        found = (
+        packed = (
             keep(_weight([part], scheme, self.in_fp8, scales.get(kind)))
             for part, kind in ((both, "experts_gate_up"), (down, "experts_down"))
         )
-        return next(found), next(found)
+        return next(packed), next(packed)
 
     def _fetch(self, names: Sequence[str]) -> Fetched:
         """Fetch tensors; calls with the same first name must give the same names."""
@@ -214,11 +216,11 @@ class Packer:
         return self.transfer.fetch(self._layouts[names[0]])
 
     def _linear(self, fetched: Fetched, module: str) -> dict[str, Tensor]:
-        found = {
+        packed = {
             name.removeprefix(f"{module}."): self._check(name, fetched.tensor(name))
             for name in self._names(module)
         }
-        return _as_kernels_read(found, 2)
+        return _as_kernels_read(packed, 2)
 
     def _names(self, module: str) -> list[str]:
         if module not in self._named:
@@ -231,8 +233,8 @@ class Packer:
         stacked: dict[str, Tensor] = {}
         for first in self._names(modules[0]):
             suffix = first.removeprefix(f"{modules[0]}.")
-            found = fetched.stacked([f"{module}.{suffix}" for module in modules])
-            stacked[suffix] = self._check(first, found)
+            tensor = fetched.stacked([f"{module}.{suffix}" for module in modules])
+            stacked[suffix] = self._check(first, tensor)
         return _as_kernels_read(stacked, 3)
 
     def _check(self, name: str, tensor: Tensor) -> Tensor:
@@ -298,6 +300,6 @@ def _weight(
         factor = 128 * parts[0]["weight_scale_2"]
     elif "weight_global_scale" in parts[0]:
         factor = 128 / parts[0]["weight_global_scale"]
-    own = shared if scheme.calibrated else None
+    shared_scale = shared if scheme.calibrated else None
     scale = rows("weight_scale")
-    return weights.build(scheme.kernel, codes, scale, factor, in_fp8=in_fp8, shared=own)
+    return weights.build(scheme.kernel, codes, scale, factor, in_fp8=in_fp8, shared=shared_scale)

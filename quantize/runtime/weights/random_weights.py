@@ -39,7 +39,9 @@ def random_weights(
         if why := refusal("fp8", schemes.values()):
             raise InputError(f"random weights: {why}")
         packed = preferred("nvfp4", "fp8" if in_fp8 else "per_layer")[0]
-        schemes = {kind: packed if own == "nvfp4" else own for kind, own in schemes.items()}
+        schemes = {
+            kind: packed if scheme == "nvfp4" else scheme for kind, scheme in schemes.items()
+        }
     whole = model_config(config)
     text = whole.text_config
     made = _Maker(text, schemes, device)
@@ -76,8 +78,8 @@ class _Maker:
     def layer(self, index: int) -> LayerWeights:
         text, H = self.text, self.text.hidden_size
         sliding = text.layer_types[index] == "sliding_attention"
-        own = text.per_layer_config[index]
-        D, kv, heads = own.head_dim, own.num_key_value_heads, text.num_attention_heads
+        layer = text.per_layer_config[index]
+        D, kv, heads = layer.head_dim, layer.num_key_value_heads, text.num_attention_heads
         router, ones = self.plain(text.num_experts, H) * H**0.5, self.ones
         return LayerWeights(
             sliding=sliding,

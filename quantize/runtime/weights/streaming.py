@@ -144,15 +144,15 @@ class _Slot:
 
     def keep(self, weight: Weight) -> Weight:
         """Copy a weight into the slot, after the weights that it already holds."""
-        own = {name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
-        return replace(weight, **own, streamed=True)  # pyrefly: ignore[bad-argument-type]
+        copies = {name: self._copied(tensor) for name, tensor in _tensors(weight).items()}
+        return replace(weight, **copies, streamed=True)  # pyrefly: ignore[bad-argument-type]
 
     def _copied(self, tensor: Tensor) -> Tensor:
         raw = tensor.contiguous().view(-1).view(torch.uint8)
-        own = self.memory[self.used : self.used + len(raw)]
-        own.copy_(raw)
+        room = self.memory[self.used : self.used + len(raw)]
+        room.copy_(raw)
         self.used += rounded_up(len(raw), ALIGNED)
-        return own.view(tensor.dtype).view(tensor.shape)
+        return room.view(tensor.dtype).view(tensor.shape)
 
 
 def kept_bytes(weights: Sequence[Weight]) -> int:

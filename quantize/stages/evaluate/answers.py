@@ -44,7 +44,7 @@ class Answers:
     Scores are written to `folder`: the run's evaluation/ or, once it has done.json, a copy of it.
     """
 
-    def __init__(self, run: RunDir, processes: Processes, rates: "Rates") -> None:
+    def __init__(self, run: RunDir, processes: Processes, rates: "AnswerRates") -> None:
         self._run, self._processes, self._rates = run, processes, rates
         self._there: Backend | None = None
         self._whole: list[SampleStore] = []
@@ -219,7 +219,7 @@ def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
     return conditions(model.backend.made_with, model.seed, task)
 
 
-class Rates:
+class AnswerRates:
     """Counts samples, tokens and seconds per model, and shows the progress."""
 
     def __init__(self) -> None:

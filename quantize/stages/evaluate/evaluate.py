@@ -33,7 +33,7 @@ from quantize.recovery.statistics import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
 from quantize.runtime import Sampler
-from quantize.stages.evaluate.answers import Answers, Rates
+from quantize.stages.evaluate.answers import AnswerRates, Answers
 from quantize.stages.evaluate.baseline_pack import ImportedBaseline, find_pack, imports
 from quantize.stages.evaluate.compared_models import (
     Backend,
@@ -89,7 +89,7 @@ def evaluate(
                 source, digest, run.checkpoint, settings, options, context, imported
             )
             warn_of_servers(models, longest, canvas)
-            rates = Rates()
+            rates = AnswerRates()
             answers = Answers(run, processes, rates)
             _announce(tasks, models, gate)
             answers.tell_what_differs(models, tasks)
