@@ -62,7 +62,7 @@ def scores_of(folder: Path, weights: str) -> Scores:
 def judged(outcome: str = "PASS", speeds: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     comparisons: Any = {
         name: {
-            task: SimpleNamespace(p_at_least_margin=p, health={})
+            task: SimpleNamespace(unjudged=(), p_at_least_margin=p, health={})
             for task, p in zip((ONE, TWO), found, strict=False)
         }
         for name, (_, _, found) in POINTS.items()
