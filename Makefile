@@ -42,7 +42,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 # The tests that compute, on the oldest versions that pyproject.toml declares, on those on which speed was
-# measured, and on the newest Python.
+# measured, and on the newest: all, or CELLS=newest, CELLS=newest/runtime, or CELLS=1, one drawn cell.
 test-versions: $(READY)
 	$(BIN)/python tests/support/versions.py $(CELLS)
 

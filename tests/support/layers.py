@@ -143,7 +143,7 @@ class Judge:
             made: list[Tensor] = []
 
             def update(
-                k: Tensor, v: Tensor, _: int, made: list[Tensor] = made
+                k: Tensor, v: Tensor, *_: Any, made: list[Tensor] = made, **__: Any
             ) -> tuple[Tensor, Tensor]:
                 made += [k, v]
                 return k, v
