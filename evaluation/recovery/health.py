@@ -126,6 +126,7 @@ def sign_p_values(
     below, above = margin_p_values(ratio, 0.0, allowed_pp=relative_pp)
     # Questions not seen, in which BF16 shows the sign always, would offset an excess: each by MORE.
     unseen = unseen_loss_p(ratio.units, 100 * -ratio.mean / MORE)
-    relative = below, np.maximum(above, unseen)
-    at_least, at_most = np.where(relative_pp > limit_pp, relative, absolute)
+    at_least = np.where(relative_pp > limit_pp, below, absolute[0])[()]
+    # BF16's share may be seen too low by chance: only an excess above both limits is above the larger.
+    at_most = np.maximum(np.maximum(above, unseen), absolute[1])
     return np.maximum(limit_pp, relative_pp), at_least, at_most

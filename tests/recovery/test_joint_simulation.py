@@ -79,6 +79,24 @@ def test_a_sign_of_a_few_questions_fails_as_rarely_as_stated() -> None:
     assert surprise(int(fails.sum()), 2000) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("bench", "rounds"), [(Bench(27, 48, 0.95, 2), 800), (Bench(198, 32, 0.95, 3), 300)]
+)
+def test_a_sign_of_a_few_of_bf16s_questions_fails_no_run(bench: Bench, rounds: int) -> None:
+    """BF16 is cut in 7 % of answers, nearly all to few questions; the excess is half of that.
+
+    A look that holds few of these questions shows a small share of BF16's, and so a small limit. Where
+    that limit was judged alone, 23 and 20 % of such runs failed; 5 are stated.
+    """
+    task = JudgedTask(bench, {"cut": 0.07}, 0.1, steps=False)
+    damages = {(0, "accuracy"): Damage("single", 0.0), (0, "cut"): Damage("single", 1.0)}
+    world = RandomWorld(1, "such_questions", [task], [damages], 0.5, together=False)
+    seen = many_verdicts(world, rounds)
+    _, fails = seen["quantities"][0, 0, "cut"]
+    assert surprise(int(fails.sum()), rounds) > 1e-3
+    assert surprise(int(seen["FAIL"].sum()), rounds) > 1e-3
+
+
 def small_world(estimand: Estimand, parts: tuple[float, float, float]) -> RandomWorld:
     """Two tasks that can pass; `parts` of their limits are lost by the run and by two points."""
     tasks = [
