@@ -58,6 +58,24 @@ def test_sides_have_names_of_their_own() -> None:
         assert len(more) == len(ACTIVATION_MODES) - 1
 
 
+def test_points_share_the_error_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of four is asked until its verdict is certain at a quarter of the error."""
+    gates: list[Gate] = []
+
+    def ask(_: object, models: Sequence[Any], __: object, gate: Gate, *, go_on: bool) -> None:
+        assert models[0].name == "bf16"
+        assert not go_on
+        gates.append(gate)
+
+    module = sys.modules[evaluate.__module__]
+    monkeypatch.setattr(module, "_ask_until_decided", ask)
+    models: list[Any] = [SimpleNamespace(name=name) for name in ("bf16", *"abcd")]
+    gate = Gate(estimand="such_questions", confidence=0.9, max_step_inflation=0.1)
+    module._ask_points(cast(Any, None), models[0], models[1:], [], gate, go_on=False)
+    assert [asked.confidence for asked in gates] == pytest.approx([0.975] * 4)
+    assert {asked.max_step_inflation for asked in gates} == {None}
+
+
 def test_a_mode_that_means_nothing_ends_before_anything_is_scored(
     tiny_checkpoint: Path, fp8_artifact: Path
 ) -> None:
