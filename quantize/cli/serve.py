@@ -84,10 +84,9 @@ def serve(
     gpu_memory: float | None, prefix_mib: int, workers: int, **settings: Any,
 ) -> None:  # fmt: skip
     """Serve a checkpoint until SIGINT or SIGTERM."""
-    from quantize.checkpoints.reader import Checkpoint, resolve
+    from quantize.checkpoints.reader import resolve
     from quantize.errors import ResourceError
     from quantize.host.processes import best_device
-    from quantize.runs.manifest import fingerprint
     from quantize.runtime import Placement
 
     try:
@@ -104,7 +103,6 @@ def serve(
     options = Options(
         name,
         api_key=os.environ.get(KEY_VARIABLE),
-        fingerprint=fingerprint(Checkpoint.open(folder)),
         activations=activations or "as served",
         prefix_bytes=prefix_mib << 20,
         **settings,

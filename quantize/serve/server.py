@@ -18,6 +18,7 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, read_json_object
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.progress import say
+from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
@@ -161,9 +162,13 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
     text = Text(with_template(load_tokenizer(checkpoint), options.chat_template))
-    config = model_config(Checkpoint.open(checkpoint).config)
+    opened = Checkpoint.open(checkpoint)
+    config = model_config(opened.config)
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, place)
+    options = replace(
+        options, fingerprint=fingerprint(opened)
+    )  # of bytes that loading has just read
     service = Service(engine, text, config, sampler, options)
     run(Server(create_app(service), options, service.leave), sock)
