@@ -80,7 +80,13 @@ def test_a_model_replays_itself_exactly(
 def test_replay_meets_what_the_recording_run_computed(
     model: DiffusionGemmaForBlockDiffusion, trajectories: list[Trajectory]
 ) -> None:
-    """Same canvas, prefix, self-conditioning and temperature: the same entropy at every position."""
+    """Same canvas, prefix, self-conditioning and temperature: the same entropy at every position.
+
+    In FP64: another batch sums in another order, and self-conditioning feeds that back; in FP32 late
+    steps are up to 0.25 nats apart on some CPUs.
+    """
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")
     seen: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def on_step(step: StepRecord) -> None:
@@ -88,7 +94,7 @@ def test_replay_meets_what_the_recording_run_computed(
             seen[row, step.canvas, step.step] = entropy
 
     prompts, seeds = [t.prompt for t in trajectories], [t.seed for t in trajectories]
-    record(
+    trajectories = record(
         ModelEngine(model),
         prompts,
         seeds,
@@ -99,14 +105,10 @@ def test_replay_meets_what_the_recording_run_computed(
     )
     distances = replay_one(model, model, trajectories, batch_size=3)
     assert len(distances) == len(seen)
-    apart: list[torch.Tensor] = []
-    for d in distances:
-        expected = seen[d.trajectory, d.canvas, d.step]
-        apart.append((d.entropy - expected).abs())
-    # FP32 sums in another order, which self-conditioning feeds back: on average 1e-4 nats apart, at
-    # most 6e-3 on 22 settings of the CPU's libraries.
-    assert torch.cat(apart).mean() < 1e-3
-    assert torch.cat(apart).max() < 3e-2
+    apart = torch.stack(
+        [(d.entropy - seen[d.trajectory, d.canvas, d.step]).abs().mean() for d in distances]
+    )
+    assert apart.max() < 1e-4
 
 
 def test_damage_grows_with_the_size_of_the_change(

@@ -41,7 +41,7 @@ TOGETHER = (  # in the order of ALONE
     ("Zen", "avx2", "AVX2", "COMPATIBLE", "1", "AVX2"),
     ("SkylakeX", "avx512", "AVX512_CORE", "AUTO", "2", "AVX512"),
     ("Haswell", "avx512", "SSE41", "AUTO", "1", "AVX512"),
-    ("Prescott", "avx2", "DEFAULT", "COMPATIBLE", "2", "SSE4_2"),
+    ("Prescott", "avx2", "AVX512_CORE", "COMPATIBLE", "2", "SSE4_2"),
 )
 NEEDS = {  # the value of a variable -> what Linux calls the instructions
     "Sandybridge": "avx", "Haswell": "avx2", "Zen": "avx2", "SkylakeX": "avx512vl", "avx2": "avx2",
@@ -57,8 +57,16 @@ def cells() -> list[str]:
 
 
 def environment(cell: str) -> dict[str, str]:
-    """Return the variables that a cell sets; one thread where it says nothing of them."""
-    return {"OMP_NUM_THREADS": "1"} | dict(pair.split("=") for pair in cell.split(","))
+    """Return the variables that a cell sets; one thread where it says nothing of them.
+
+    No processor has AMX and lacks AVX-512: where torch's own loops do without AVX-512, oneDNN does
+    without AMX. Else torch 2.13 packs BF16 attention for AMX and ends with "pack_vnni2 is only ...".
+    """
+    variables = {"OMP_NUM_THREADS": "1"} | dict(pair.split("=") for pair in cell.split(","))
+    narrow = variables.get("ATEN_CPU_CAPABILITY") in ("default", "avx2")
+    if narrow and variables.get("ONEDNN_MAX_CPU_ISA", "DEFAULT") == "DEFAULT":
+        variables["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    return variables
 
 
 def lacking(cell: str) -> list[str]:
