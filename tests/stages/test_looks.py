@@ -313,6 +313,15 @@ def test_points_are_judged_as_the_candidate_is_and_the_fastest_that_passes_comes
         bench.score(options=slower)
 
 
+def test_points_are_asked_at_the_level_that_they_share(bench: Bench) -> None:
+    """200 answers show a sign in less than 2.9 % at a level of 5 % (p 0.003 of 0.0056), not at half."""
+    steps = {f"t{n}": OperatingPoint(max_denoising_steps=n) for n in (10, 20)}
+    options = compared_models.ModelOptions(points=steps)
+    assert bench.score(margin_pp=5.8, options=options).outcome == "PASS"
+    tasks = judge_run(bench.run, recipe_of(bench))[0]["tasks"]
+    assert [task["quantized_counts"]["samples"] for task in tasks] == [200, 300, 300]
+
+
 def read_by_the_old_rule(bench: Bench, models: str = "*") -> None:
     """Make scores those of the version before `extraction` counted its changes."""
     for path in bench.run.evaluation.glob(f"{models}/{WORDS}.conditions.json"):
