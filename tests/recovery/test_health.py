@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from faulty import scoring
+from scipy.special import gammaincc, stdtr
 from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
 
-from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total, units
+from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats, margin_p_values, total, units
 from quantize.recovery.gate import judge
-from quantize.recovery.health import SIGNS, compare_sign, limits_of, text_signs
+from quantize.recovery.health import SIGNS, compare_sign, limits_of, sign_p_values, text_signs
 from quantize.recovery.pairing import paired
 from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan, nominal_levels
@@ -18,6 +19,11 @@ from quantize.recovery.statistics import Comparison, holm
 from quantize.recovery.terms import Terms
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
+NINE = "a b c d e f g h i "
+
+
+def words(count: int) -> str:
+    return "".join(f"{number} " for number in range(count))
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,8 @@ LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
         ("the " * 15, []),  # too short to tell
         ("the " * 16, ["stutter"]),
         ("<|channel>thought\n" + LOOP, ["empty", "open_thought", "stutter"]),
+        (NINE + words(8) + NINE, ["stutter"]),  # 2 of 19 sequences of eight words come again
+        (NINE + words(10) + NINE, []),  # 2 of 21
     ],
 )
 def test_what_a_text_shows(text: str, signs: list[str]) -> None:
@@ -133,6 +141,56 @@ def test_the_signs_of_a_task_share_the_error_of_one_hypothesis(p: float, outcome
     found = compared(scoring(), scoring())
     health = {**found.health, "cut": replace(found.health["cut"], p_at_most_limit=p)}
     assert judge({"t": replace(found, health=health)}).outcome == outcome
+
+
+def test_a_sign_fails_only_where_unseen_questions_could_not_explain_it() -> None:
+    """20 questions without the sign in BF16; the candidate shows it in 2 or 4 of 32 answers to each.
+
+    Were it always in BF16's answers to twice the excess of the questions, 20 might hold none of them.
+    """
+    base, quantized = np.zeros((20, 32)), np.zeros((20, 32))
+    quantized[:, :2] = quantized[::2, 2:4] = 1
+    for limit in (0.5, 1.0):
+        judged = sign_p_values(base, quantized, "such_questions", limit)
+        assert judged[::2] == (limit, pytest.approx(np.exp(-20 * 3 / 32 / 0.5)))
+
+
+def p_by_formula(values: Floats, gap: float, event: float = 1) -> float:
+    """Return the p-value of `estimands` for 100 questions of one answer; `event` is the largest."""
+    variance = 100 * values.var(ddof=1)
+    shape = variance / event**2
+    gamma = gammaincc(shape + 1, shape + gap / event)
+    return float(max(gamma, stdtr(99, -gap / np.sqrt(variance)))) if variance else float(gamma)
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+def test_every_p_value_of_a_sign(estimand: Estimand) -> None:
+    """100 questions of one answer: the limit is in points, or half of BF16's share if that is more."""
+
+    def shown(first: int, count: int) -> Floats:
+        return np.isin(np.arange(100), range(first, first + count)).astype(float)[:, None]
+
+    def p_values(base: Floats, quantized: Floats, limit: float) -> list[float]:
+        return [float(each) for each in sign_p_values(base, quantized, estimand, limit)]
+
+    none, eight = shown(0, 0), shown(0, 8)
+    assert p_values(none, none, 3) == pytest.approx([3, np.exp(-3), 1])
+    limit, _, fails = p_values(none, eight, 1)
+    assert (limit, fails) == pytest.approx((1, p_by_formula(-eight, 7)))
+    limit, passes, _ = p_values(eight, shown(0, 9), 6)
+    assert (limit, passes) == pytest.approx((6, p_by_formula(eight - shown(0, 9), 5)))
+    twenty = shown(0, 20)
+    limit, passes, _ = p_values(twenty, twenty, 1)
+    assert (limit, passes) == pytest.approx((10, p_by_formula(twenty / 2, 10)))
+    ten, thirty = shown(0, 10), shown(50, 30)
+    limit, _, fails = p_values(ten, thirty, 1)
+    assert (limit, fails) == pytest.approx((5, p_by_formula(1.5 * ten - thirty, 15, 1.5)))
+
+
+def test_canvases_that_took_all_steps_are_counted() -> None:
+    steps = compared(scoring(), scoring(**NEVER)).step_inflation
+    assert steps is not None
+    assert list(steps.never_stopped) == [0, 0.2]
 
 
 def test_length_is_told(capsys: pytest.CaptureFixture[str]) -> None:
