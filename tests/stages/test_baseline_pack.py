@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -188,6 +189,9 @@ EDITS: dict[str, tuple[Edit, bool, str]] = {
     "another task's": (lambda _, a: a[0].update(task="gsm8k"), True, "or one of no task"),
     "its format": (lambda h, _: h.update(format="2"), True, "format"),
     "a key more": (lambda h, _: h.update(note=""), True, "note"),
+    "no tool": (lambda h, _: h["origin"].pop("tool"), True, "origin.tool"),
+    "no version": (lambda h, _: h["origin"]["tool"].pop("version"), True, "tool.version"),
+    "another's digest": (lambda h, _: h["origin"].update(pack="0" * 64), True, "origin.pack"),
     "tokens": (lambda _, a: a[0].update(tokens=-1), True, "tokens"),
     "a request": (lambda _, a: a[0].update(key="What is 1 + 1?"), True, "key"),
     "the sampler": (
@@ -241,6 +245,44 @@ def test_what_is_no_pack_is_refused(pack: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         import_pack(tmp_path / "nowhere", tmp_path)
     assert not list(tmp_path.rglob("imported"))
+
+
+def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
+    """It would be 64 MB of one answer's text, and its sha256 is right."""
+    head, answer, *_ = gzip.decompress(pack.read_bytes()).decode().split("\n")
+    header = {k: v for k, v in json.loads(head).items() if k != "sha256"}
+    lines = [json.dumps(json.loads(answer) | {"text": "a" * (64 << 20)})]
+    whole = header | {"sha256": _digest(header, lines)}
+    pack.write_bytes(gzip.compress("\n".join([json.dumps(whole), *lines]).encode(), 1))
+    tracemalloc.start()
+    with pytest.raises(InputError, match="it unpacks to more than 64 times its size"):
+        import_pack(pack, tmp_path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * (64 * pack.stat().st_size + (1 << 20))
+
+
+@pytest.mark.parametrize("line", [0, 1])
+def test_a_key_that_stands_twice_is_refused(line: int, pack: Path, tmp_path: Path) -> None:
+    """Readers differ on which one counts; the sha256 is over the last one."""
+    lines = gzip.decompress(pack.read_bytes()).decode().split("\n")
+    header = {k: v for k, v in json.loads(lines[0]).items() if k != "sha256"}
+    if line:
+        lines[line] = lines[line].replace('"text": ', '"text": "#### 7", "text": ')
+        lines[0] = json.dumps(header | {"sha256": _digest(header, lines[1:])})
+    else:
+        lines[0] = lines[0].replace('"origin": ', '"origin": {}, "origin": ')
+    pack.write_bytes(gzip.compress("\n".join(lines).encode()))
+    with pytest.raises(InputError, match=r"'(text|origin)' stands there twice"):
+        import_pack(pack, tmp_path)
+
+
+def test_a_pack_nested_too_deeply_is_refused(pack: Path, tmp_path: Path) -> None:
+    for levels in (100, 900, 100_000):
+        text = '{"format": ' + '{"a": ' * levels + "1" + "}" * levels + "}"
+        pack.write_bytes(gzip.compress(text.encode(), 1) + gzip.compress(b""))
+        with pytest.raises(InputError, match="no baseline pack as it was exported"):
+            import_pack(pack, tmp_path)
 
 
 def test_a_pack_of_another_model_is_left_alone(pack: Path, tmp_path: Path) -> None:

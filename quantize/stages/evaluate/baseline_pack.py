@@ -19,12 +19,12 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from quantize.errors import InputError
-from quantize.host.files import read_json, write_bytes
+from quantize.host.files import parse_json, read_json, write_bytes
 from quantize.host.locks import locked
 from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
 from quantize.reports.scores import read_scoring, scored_tasks
@@ -33,23 +33,34 @@ from quantize.runs.models import BASELINE
 
 FORMAT = "diffusiongemma-quantize baseline 1"
 SUMS = ("device", "launches", "threads", "batch_size", "model.capacity")
-READERS = tuple(
-    f"versions.{each}" for each in ("torch", "triton", "safetensors", "compressed-tensors")
-)
+READERS = tuple(f"versions.{p}" for p in ("torch", "triton", "safetensors", "compressed-tensors"))
 MAY_DIFFER = (*SUMS, *READERS, "planned")
-STRICT = ConfigDict(extra="forbid", strict=True)
+# Text of answers takes 3 to 20 times the bytes that gzip makes of it; a bomb, up to 1,000 times.
+MOST_TIMES, MOST_BESIDE = 64, 1 << 20
 
 
-class _Header(BaseModel):
-    model_config = STRICT
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Tool(BaseModel):
+    version: str
+    commit: str | None
+
+
+class _Origin(_Strict):
+    tool: _Tool
+    commit: str | None
+
+
+class _Header(_Strict):
     format: Literal["diffusiongemma-quantize baseline 1"]
-    origin: dict[str, Any]
+    origin: _Origin
     tasks: dict[str, dict[str, Any]]
     sha256: str
 
 
-class _Answer(BaseModel):
-    model_config = STRICT
+class _Answer(_Strict):
     task: str
     key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
     text: str
@@ -151,11 +162,11 @@ def export_pack(run: RunDir, out: Path) -> Pack:
                 f"those that were made here can be exported"
             )
         with held(path, made) as store:
-            found = sorted(store.done.items())
+            done = sorted(store.done.items())
         tasks[task] = made
-        lines += [json.dumps({"task": task, "key": key, **asdict(each)}) for key, each in found]
-    about = read_json(run.manifest_json, "source.fingerprint", "tool")
-    origin = {"tool": about["tool"], "commit": about["source"].get("commit")}
+        lines += [json.dumps({"task": task, "key": key, **asdict(each)}) for key, each in done]
+    manifest = read_json(run.manifest_json, "source.fingerprint", "tool")
+    origin = {"tool": manifest["tool"], "commit": manifest["source"].get("commit")}
     header = {"format": FORMAT, "origin": origin, "tasks": tasks}
     text = "\n".join([json.dumps(header | {"sha256": _digest(header, lines)}), *lines])
     write_bytes(out, gzip.compress(text.encode(), mtime=0))
@@ -167,26 +178,36 @@ def _digest(header: Mapping[str, Any], lines: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _unpacked(path: Path) -> list[str]:
+    """Return the lines of a pack, of which no more is unpacked than a real one may hold."""
+    limit = MOST_TIMES * path.stat().st_size + MOST_BESIDE
+    with gzip.open(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it unpacks to more than {MOST_TIMES} times its size")
+    return content.decode().split("\n")
+
+
 def read_pack(path: Path) -> Pack:
     """Read and check a pack; InputError: the file is no pack, or was changed after its export."""
-
-    def refuse(why: object) -> NoReturn:
-        raise InputError(f"{path}: no baseline pack as it was exported: {why}") from None
-
     try:
-        head, *lines = gzip.decompress(path.read_bytes()).decode().split("\n")
-        header = _Header.model_validate_json(head)
-        found = [_Answer.model_validate_json(line) for line in lines]
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        refuse(" ".join(str(error).split())[:200])
-    if header.sha256 != _digest(header.model_dump(exclude={"sha256"}), lines):
-        refuse("its sha256 is of other content")
-    answers: dict[str, dict[str, Completion]] = {task: {} for task in header.tasks}
-    for each in found:
-        if each.key in answers.get(each.task, {each.key}):
-            refuse(f"a second answer to a request of {each.task}, or one of no task: {each.key}")
-        answers[each.task][each.key] = Completion(**each.model_dump(exclude={"task", "key"}))
-    return Pack(path, header.sha256, header.origin, header.tasks, answers)
+        head, *lines = _unpacked(path)
+        header = parse_json(head)
+        digest = _Header.model_validate(header).sha256
+        if digest != _digest({k: v for k, v in header.items() if k != "sha256"}, lines):
+            raise ValueError("its sha256 is of other content")
+        answers: dict[str, dict[str, Completion]] = {task: {} for task in header["tasks"]}
+        for line in lines:
+            answer = _Answer.model_validate(parse_json(line)).model_dump()
+            task, key = answer.pop("task"), answer.pop("key")
+            if key in answers.get(task, {key}):
+                why = f"a second answer to a request of {task}, or one of no task: {key}"
+                raise ValueError(why)
+            answers[task][key] = Completion(**answer)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{path}: no baseline pack as it was exported: {why}") from error
+    return Pack(path, digest, header["origin"], header["tasks"], answers)
 
 
 def import_pack(path: Path, runs: Path) -> Pack:
@@ -212,16 +233,14 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
         pack = read_pack(path)
         if all(flat(made).get("model.weights") != weights for made in pack.made_with.values()):
             continue
-        found = (_unfit(pack.made_with.get(task), made, task) for task, made in here.items())
-        if (why := next(filter(None, found), None)) is None:
+        reasons = (_unfit(pack.made_with.get(task), made, task) for task, made in here.items())
+        if why := next(filter(None, reasons), None):
+            refused.append(f"{path}: NOT COMPARABLE: {why}; remove this file to ask BF16 here")
+        else:
             fitting.append(pack)
-            continue
-        refused.append(f"{path}: NOT COMPARABLE: {why}; remove this file to ask BF16 here")
-    if fitting:
-        return max(fitting, key=lambda pack: _fullness(pack, here))
-    if refused:
+    if refused and not fitting:
         raise InputError(refused[0])
-    return None
+    return max(fitting, key=lambda pack: _fullness(pack, here), default=None)
 
 
 def _fullness(pack: Pack, here: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:
@@ -236,7 +255,7 @@ def _unfit(pack: Mapping[str, Any] | None, here: Mapping[str, Any], task: str) -
     if pack is None:
         return f"it has no answers to {task}"
     for key, theirs, ours in differing(pack, here):
-        if not any(key == name or key.startswith(f"{name}.") for name in MAY_DIFFER):
+        if not f"{key}.".startswith(tuple(f"{name}." for name in MAY_DIFFER)):
             return f"{task} was answered with {key} {theirs}, and here it is {ours}"
     return None
 
@@ -251,8 +270,8 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def flat(made_with: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return `made_with` as a flat dict; the keys of nested dicts are joined: "versions.torch"."""
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for key, value in made_with.items():
-        inner = isinstance(value, Mapping)
-        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
+        name = f"{prefix}{key}"
+        pairs |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return pairs
