@@ -16,7 +16,7 @@ from quantize.host.files import read_json
 from quantize.pipeline.run import advance, bf16_model, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.pipeline.staleness import why_stale
-from quantize.recipe.sections import errors_of, load_recipe
+from quantize.recipe.reading import errors_of, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runtime import open as open

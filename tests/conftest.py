@@ -89,7 +89,7 @@ def _converted(source: Path, targets: list["Target"], out: Path, **options: Any)
 def _planned(checkpoint: Path, name: str) -> tuple["Recipe", list["Target"]]:
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import plan_targets
-    from quantize.recipe.sections import load_recipe
+    from quantize.recipe.reading import load_recipe
 
     recipe = load_recipe(name)
     return recipe, plan_targets(Checkpoint.open(checkpoint).tensors, recipe.quantization)

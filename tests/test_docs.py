@@ -18,7 +18,7 @@ from serving import running
 
 from quantize import cli
 from quantize.pipeline import rehearse
-from quantize.recipe.sections import shipped_recipes
+from quantize.recipe.reading import shipped_recipes
 from quantize.stages import denoising
 from quantize.stages.fidelity import fidelity
 

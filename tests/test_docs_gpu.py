@@ -25,7 +25,7 @@ from filelock import FileLock
 from server_process import KEY, process
 
 from quantize.bundled import CHECKPOINT
-from quantize.recipe.sections import shipped_recipes
+from quantize.recipe.reading import shipped_recipes
 
 pytestmark = pytest.mark.gpu
 FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]

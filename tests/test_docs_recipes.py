@@ -10,7 +10,8 @@ from recipe_reference import PAGE, page
 
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.sections import Recipe
 from quantize.stages.plan.plan import tensors_from_config
 
 CONTRACTS = """

@@ -14,7 +14,7 @@ from chats import add_chats
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Sampler, open

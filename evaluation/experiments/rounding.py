@@ -28,7 +28,8 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
-from quantize.recipe.sections import Quantization, Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Quantization, Recipe
 from quantize.recovery.samples import Request, sample_seed
 from quantize.runtime import Placement, open
 from quantize.runtime.engine.interface import Engine

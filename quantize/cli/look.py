@@ -15,7 +15,7 @@ ROW = "{:22}{:>10}{:>16}{:>16}{:>16}  {}"
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
     """List the recipes that ship with quantize, or print one: `quantize recipes nvfp4`."""
-    from quantize.recipe.sections import load_recipe, shipped_recipes
+    from quantize.recipe.reading import load_recipe, shipped_recipes
 
     shipped = shipped_recipes()
     if name is not None:
@@ -40,7 +40,7 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     at --rate; most answers end before their limit. Each question is answered once, or as often as
     --recipe says. A question mark means that the size of the data set is not known beforehand.
     """
-    from quantize.recipe.sections import load_recipe
+    from quantize.recipe.reading import load_recipe
     from quantize.recovery.catalog import known_tasks, shipped
     from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 

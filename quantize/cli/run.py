@@ -71,7 +71,7 @@ def _going_on(folder: RunDir) -> str | None:
     """Return the commands that do what a run still lacks; None if it lacks nothing, or is none."""
     from quantize.host.files import read_json
     from quantize.pipeline.staleness import why_stale
-    from quantize.recipe.sections import read_recipe
+    from quantize.recipe.reading import read_recipe
 
     if not folder.manifest_json.exists():
         return None

@@ -18,7 +18,8 @@ from quantize.host.files import read_json, write_json
 from quantize.host.progress import say, track
 from quantize.hub import signing
 from quantize.hub.repository import File, Hub
-from quantize.recipe.sections import Recipe, read_recipe
+from quantize.recipe.reading import read_recipe
+from quantize.recipe.sections import Recipe
 from quantize.reports.bundle import shareable
 from quantize.reports.card import Override, base_model, card_files
 from quantize.runs.folder import README, RunDir, is_card

@@ -22,7 +22,7 @@ from quantize.host.files import write_json
 from quantize.host.processes import best_device
 from quantize.pipeline.run import begin, check_source, working_in
 from quantize.pipeline.stages import Run, Task
-from quantize.recipe.sections import resolved
+from quantize.recipe.reading import resolved
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime.weights.beside import LOOKS

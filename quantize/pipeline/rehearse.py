@@ -30,7 +30,8 @@ from quantize.host.units import duration, size
 from quantize.pipeline.run import memory_plans, started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
-from quantize.recipe.sections import Recipe, resolved
+from quantize.recipe.reading import resolved
+from quantize.recipe.sections import Recipe
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.gpu.placement import budget_of
 from quantize.runtime.gpu.rates import link_rate

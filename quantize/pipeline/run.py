@@ -32,14 +32,8 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.sections import (
-    Recipe,
-    errors_of,
-    load_recipe,
-    read_recipe,
-    resolved,
-    shipped_recipes,
-)
+from quantize.recipe.reading import errors_of, load_recipe, read_recipe, resolved, shipped_recipes
+from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
 from quantize.runtime.gpu.memory import MemoryPlan

@@ -40,7 +40,8 @@ from quantize.host.progress import console, say, track
 from quantize.host.units import size
 from quantize.pipeline.knapsack import Knapsack
 from quantize.pipeline.run import bf16_model, working_in
-from quantize.recipe.sections import Quantization, Recipe, load_recipe, resolved
+from quantize.recipe.reading import load_recipe, resolved
+from quantize.recipe.sections import Quantization, Recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement

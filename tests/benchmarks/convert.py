@@ -42,7 +42,7 @@ def ours(source: Path, out: Path, recipe_name: str) -> Work:
     """Convert with this project."""
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import plan_targets
-    from quantize.recipe.sections import load_recipe
+    from quantize.recipe.reading import load_recipe
     from quantize.stages.convert.convert import convert
 
     for module in IMPORTED_BY_CONVERT:
@@ -76,7 +76,7 @@ def compressed_tensors(source: Path, out: Path) -> Work:
 
     from quantize.checkpoints.reader import Checkpoint
     from quantize.checkpoints.targets import plan_targets
-    from quantize.recipe.sections import load_recipe
+    from quantize.recipe.reading import load_recipe
 
     planned = plan_targets(Checkpoint.open(source).tensors, load_recipe("nvfp4a16").quantization)
     quantized = {target.name for target in planned if target.scheme}

@@ -34,7 +34,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.host.processes import best_device
 from quantize.pipeline.stages import Run, _convert
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages import device as devices
 from quantize.stages.convert import shard_pieces

@@ -70,7 +70,7 @@ def best(out: Path, points: tuple[str, ...], problems: int, scratch: Path) -> No
 
 def _judge(out: Path, shipped: str, settings: dict[str, Any], problems: int, scratch: Path) -> None:
     """Run a shipped recipe with other settings of evaluation; keep its report and rows."""
-    from quantize.recipe.sections import shipped_recipes
+    from quantize.recipe.reading import shipped_recipes
 
     began, runs = time.monotonic(), scratch / out.name
     runs.mkdir(parents=True, exist_ok=True)

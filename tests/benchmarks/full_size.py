@@ -29,7 +29,8 @@ import click
 
 from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import Calibration, Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Calibration, Recipe
 from quantize.runs.folder import RunDir
 
 Facts = dict[str, Any]

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from quantize.pipeline.run import advance, started
-from quantize.recipe.sections import load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
 
 THREADS, PROMPTS = (1, 2, 4), 4
 

@@ -14,7 +14,7 @@ from quick_run import in_few_steps
 
 import quantize
 from quantize.host.files import read_json
-from quantize.recipe.sections import shipped_recipes
+from quantize.recipe.reading import shipped_recipes
 from quantize.runtime.weights.load import load_packed
 from quantize.schemes.records import SCHEMES
 

@@ -14,7 +14,7 @@ import pytest
 from quantize.checkpoints.layout import bf16_layout, quantized_layout, stated_schemes
 from quantize.checkpoints.reader import TensorSpec, known_config
 from quantize.checkpoints.targets import plan_targets, sum_bytes
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.stages.convert.convert import quantized_config
 from quantize.stages.plan.plan import tensors_from_config
 

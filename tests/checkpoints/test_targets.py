@@ -14,7 +14,8 @@ from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import module_class, named_by, plan_targets, sum_bytes
 from quantize.errors import InputError
 from quantize.host.units import size
-from quantize.recipe.sections import Quantization, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Quantization
 from quantize.stages.plan.plan import plan_table, tensors_from_config
 
 REAL = "google/diffusiongemma-26B-A4B-it"

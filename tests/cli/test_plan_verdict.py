@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from quantize.cli import cli
 from quantize.pipeline.run import started
-from quantize.recipe.sections import load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
 
 
 def recipe_file(folder: Path, **changes: Any) -> Path:

@@ -16,7 +16,7 @@ from quantize.host.files import read_json, write_json
 from quantize.host.resources import free_memory, measured
 from quantize.pipeline.run import work
 from quantize.pipeline.stages import STAGES, Run
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs import manifest
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest, tool

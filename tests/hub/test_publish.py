@@ -19,7 +19,7 @@ from quantize import cli
 from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
-from quantize.recipe.sections import read_recipe
+from quantize.recipe.reading import read_recipe
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest

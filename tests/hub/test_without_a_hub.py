@@ -13,7 +13,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import read_json, write_text
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import why_stale
-from quantize.recipe.sections import read_recipe
+from quantize.recipe.reading import read_recipe
 from quantize.runs.folder import README, RESULTS, RunDir
 from quantize.runs.manifest import checksums
 

@@ -6,7 +6,7 @@ import pytest
 from quick_run import Quick
 
 from quantize.pipeline.stages import STAGES
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.cli import cli
 from quantize.host.files import read_json, write_json
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.stages.convert.convert import convert

@@ -26,7 +26,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs import digests
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint

@@ -16,7 +16,7 @@ import quantize
 from quantize.errors import GateError
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import judge
-from quantize.recipe.sections import read_recipe
+from quantize.recipe.reading import read_recipe
 from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
 from quantize.runs.weights import Weights

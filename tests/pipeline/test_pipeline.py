@@ -23,7 +23,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
-from quantize.recipe.sections import shipped_recipes
+from quantize.recipe.reading import shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages import denoising
 from quantize.stages.calibrate import calibrate as calibrate_stage

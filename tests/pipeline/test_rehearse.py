@@ -11,7 +11,8 @@ from quick_run import Done, Quick, made_up_replay, made_up_scores
 
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import rehearse
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Recipe
 from quantize.stages.evaluate.tasks import open_tasks
 
 STAGES = ["plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report"]

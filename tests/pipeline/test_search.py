@@ -34,7 +34,8 @@ from quantize.pipeline.search import (
     recipe_of,
     search,
 )
-from quantize.recipe.sections import Calibration, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Calibration
 from quantize.runtime import open as open_engine
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.gpu.gpus import GPUS

@@ -13,7 +13,7 @@ from quantize.host.files import read_json, write_json
 from quantize.pipeline.run import _set_by_the_machine
 from quantize.pipeline.stages import STAGES, stage
 from quantize.pipeline.staleness import why_stale
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages.convert import convert
 

@@ -11,7 +11,8 @@ from llm_compressor_oracle import need_llm_compressor
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, ResourceError
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Recipe
 from quantize.schemes.records import SCHEMES
 
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]

@@ -12,15 +12,8 @@ from pydantic import create_model
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe.sections import (
-    Evaluation,
-    Gate,
-    OwnTask,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from quantize.recipe.reading import load_recipe, parse_recipe, shipped_recipes
+from quantize.recipe.sections import Evaluation, Gate, OwnTask, Recipe
 from quantize.recovery.catalog import is_private, known_tasks, token_limit
 from quantize.recovery.strict_yaml import read_yaml
 from quantize.stages.evaluate.tasks import open_tasks

@@ -8,7 +8,8 @@ from faulty import scoring
 
 from quantize.errors import InputError
 from quantize.recipe.controls import JUDGED
-from quantize.recipe.sections import OperatingPoint, load_recipe, parse_recipe
+from quantize.recipe.reading import load_recipe, parse_recipe
+from quantize.recipe.sections import OperatingPoint
 from quantize.recovery.gate import Verdict, judge, passing
 from quantize.recovery.pairing import paired
 from quantize.recovery.statistics import Comparison

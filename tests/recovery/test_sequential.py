@@ -18,7 +18,7 @@ from worlds import (
     three_sigma,
 )
 
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
 from quantize.recovery.gate import judge, judge_task
 from quantize.recovery.health import Sign

@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
-from quantize.recipe.sections import Recipe, load_recipe, parse_recipe
+from quantize.recipe.reading import load_recipe, parse_recipe
+from quantize.recipe.sections import Recipe
 from quantize.reports.card import (
     SERVING,
     Override,

@@ -25,7 +25,7 @@ from quantize.bench.one_token import Continuation
 from quantize.bench.steps import profile_step
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
 from quantize.runtime.engine.interface import Canvas

@@ -23,7 +23,7 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.model.cells import Cache

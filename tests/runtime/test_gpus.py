@@ -19,7 +19,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
 from quantize.errors import InputError, ResourceError
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime.gpu import gpus
 from quantize.runtime.gpu.gpus import GPUS, check_gpu, named, verdict
 from quantize.stages.plan.gpu_support import floor, kernel_schemes

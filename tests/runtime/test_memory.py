@@ -17,7 +17,7 @@ from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import ResourceError
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.gpu.memory import (
     BEGUN_BYTES,

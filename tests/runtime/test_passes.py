@@ -21,7 +21,7 @@ from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime import Placement, Sampler, generate, open
 from quantize.runtime.engine import interface as protocol
 from quantize.runtime.engine.fused_engine import FusedEngine

@@ -17,7 +17,7 @@ from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import complete

@@ -24,7 +24,8 @@ from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.files import read_json
 from quantize.host.processes import ALONE
-from quantize.recipe.sections import Calibration, Quantization, Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Calibration, Quantization, Recipe
 from quantize.runtime import Sampler, generate, open
 from quantize.runtime.model import text_stack
 from quantize.runtime.model.inputs import ProductInputs

@@ -30,7 +30,8 @@ from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json
 from quantize.pipeline import stages as stage_module
-from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir
 from quantize.schemes import rounding
 from quantize.schemes.records import SCHEMES, Scheme

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from synthetic import synthetic_config, write_synthetic
 
 from quantize.errors import InputError
-from quantize.recipe.sections import load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
 from quantize.schemes.records import SCHEMES, Scheme
 from quantize.schemes.rounding import global_scale
 from quantize.stages.convert import convert as convert_module

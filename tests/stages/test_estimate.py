@@ -16,7 +16,8 @@ from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
-from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.sections import Recipe
 from quantize.runtime.gpu.gpus import GPUS, Gpu
 from quantize.stages.plan import estimate
 from quantize.stages.plan.estimate import (

@@ -18,13 +18,8 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.pipeline.stages import Run, evaluate_more
-from quantize.recipe.sections import (
-    Evaluation,
-    Gate,
-    OperatingPoint,
-    load_recipe,
-    shipped_recipes,
-)
+from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
 from quantize.recovery.samples import Completion, Request
 from quantize.runs.folder import RunDir
 from quantize.runs.models import FURTHER

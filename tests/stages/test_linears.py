@@ -18,7 +18,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import GateError
 from quantize.host.files import read_json
 from quantize.pipeline.stages import _close_enough
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.reports.sections import ranges_lines
 from quantize.runs.folder import RunDir
 from quantize.runtime import Sampler

@@ -13,7 +13,8 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
-from quantize.recipe.sections import Evaluation, Gate, OperatingPoint, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
 from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import Verdict
 from quantize.recovery.samples import Completion, Finished, Request

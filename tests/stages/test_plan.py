@@ -11,7 +11,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.pipeline.run import started
 from quantize.pipeline.stages import Run, stage
-from quantize.recipe.sections import load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
 from quantize.runs.folder import RunDir
 from quantize.stages.plan.show import show_plan
 

@@ -10,7 +10,7 @@ import pytest
 
 from quantize.host.files import write_json
 from quantize.recipe.controls import SETTINGS
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.recovery.gate import Verdict
 from quantize.runs.folder import RunDir
 from quantize.runs.weights import Weights

@@ -24,7 +24,8 @@ from quantize.checkpoints.reader import Checkpoint, read_header
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import read_json, write_json
-from quantize.recipe.sections import Calibration, Recipe, load_recipe, parse_recipe
+from quantize.recipe.reading import load_recipe, parse_recipe
+from quantize.recipe.sections import Calibration, Recipe
 from quantize.runtime import Sampler, generate
 from quantize.runtime.gpu.placement import CPU
 from quantize.runtime.record import recording, shuttle

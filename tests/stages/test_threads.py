@@ -14,7 +14,8 @@ from chats import add_chats
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import Calibration, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Calibration
 from quantize.stages import denoising
 from quantize.stages.calibrate.calibrate import calibrate
 from quantize.stages.convert.convert import convert

@@ -16,7 +16,7 @@ from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import stages as stage_module
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums
 from quantize.stages.device import PIECE_BYTES, Device

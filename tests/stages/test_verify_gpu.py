@@ -10,7 +10,7 @@ from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages.verify.verify import verify
 

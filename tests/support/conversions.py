@@ -9,7 +9,8 @@ from tiny import LAYERS
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
 from quantize.host.files import write_json
-from quantize.recipe.sections import Recipe, load_recipe
+from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Recipe
 from quantize.runs.digests import xxh3_of
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import Conversion, convert

@@ -12,7 +12,7 @@ from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.host.files import write_json, write_text
 from quantize.pipeline.stages import STAGES
 from quantize.pipeline.staleness import input_digests, remember
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.recovery.rows import Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir

@@ -20,7 +20,8 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.host.files import folder_when_complete, write_json
-from quantize.recipe.sections import Evaluation, Recipe, shipped_recipes
+from quantize.recipe.reading import shipped_recipes
+from quantize.recipe.sections import Evaluation, Recipe
 from quantize.recovery.rows import Row, Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quantize.checkpoints.targets import plan_targets, sum_bytes
-from quantize.recipe.sections import load_recipe
+from quantize.recipe.reading import load_recipe
 from quantize.recovery.statistics import Comparison, compare
 from quantize.recovery.terms import Terms
 from quantize.stages.plan.plan import described

@@ -17,7 +17,8 @@ import yaml
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
-from quantize.recipe.sections import Evaluation, Recipe, parse_recipe, shipped_recipes
+from quantize.recipe.reading import parse_recipe, shipped_recipes
+from quantize.recipe.sections import Evaluation, Recipe
 from quantize.recovery.samples import Completion, Finished, Request
 from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir

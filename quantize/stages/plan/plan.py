@@ -17,7 +17,8 @@ from quantize.checkpoints.reader import Checkpoint, TensorInfo, config_from, kno
 from quantize.checkpoints.targets import Target, plan_targets, sum_bytes
 from quantize.host.files import write_text
 from quantize.host.units import size
-from quantize.recipe.sections import Recipe, load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir
 
 

@@ -11,7 +11,8 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.host.progress import say
 from quantize.host.units import size
-from quantize.recipe.sections import Recipe, errors_of, load_recipe, resolved
+from quantize.recipe.reading import errors_of, load_recipe, resolved
+from quantize.recipe.sections import Recipe
 from quantize.stages.plan.estimate import (
     Machine,
     Row,
