@@ -69,6 +69,7 @@ class Options:
     origins: Sequence[str] = ()  # of web pages that may send requests
     fingerprint: str | None = None  # of the checkpoint, for /v1/models
     activations: str = "none"  # how activations are rounded, for /v1/models
+    judged_activations: Sequence[str] | None = None  # in which modes a gate judged; None if unknown
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):

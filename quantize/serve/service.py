@@ -158,6 +158,7 @@ class Service:
         """The served model, as GET /v1/models lists it."""
         model = {"id": self.options.model_name, "object": "model", "created": 0}
         told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
+        told |= {"judged_activations": self.options.judged_activations}
         return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
 
     def check_model(self, name: str) -> None:
