@@ -15,6 +15,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.host.files import read_json
 from quantize.recovery.pairing import in_common
@@ -124,8 +125,7 @@ def _figures(run: RunDir) -> dict[str, float]:
         nbytes = read_json(run.report_json, "sizes")["sizes"]["quantized_bytes"]
         figures["checkpoint, MB"] = nbytes / 1e6
     elif run.checkpoint.is_dir():
-        shards = run.checkpoint.glob("*.safetensors")
-        figures["checkpoint, MB"] = sum(file.stat().st_size for file in shards) / 1e6
+        figures["checkpoint, MB"] = Checkpoint.open(run.checkpoint).nbytes / 1e6
     if run.fidelity_json.exists():
         for mode, each in read_json(run.fidelity_json, "activations")["activations"].items():
             figures[f"KL from BF16, nats, activations {mode}"] = each["kl_nats"]["mean"]

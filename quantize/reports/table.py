@@ -16,9 +16,9 @@ OTHER_INTERVAL = {  # estimand -> name of the other estimand's interval
 def score_table(
     tasks: Sequence[Task], estimand: str, *, card: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the headings and one row of cells per task; a `card` has only the first 9 columns."""
+    """Return the headings and one row of cells per task; a `card` has only the first 10 columns."""
     columns = _columns(OTHER_INTERVAL[estimand])
-    columns = dict(list(columns.items())[:9]) if card else columns
+    columns = dict(list(columns.items())[:10]) if card else columns
     rows: list[list[str]] = []
     for task in tasks:
         if reason := task["not_comparable"]:
@@ -40,7 +40,7 @@ def _columns(other_interval: str) -> dict[str, Callable[[Task], str]]:
         "margin, pp": lambda t: f"{t['margin_pp']:g}",
         "recovery, %": lambda t: cell(t, "recovery", ".1f"),
         other_interval: lambda t: interval_text(t["other_interval"], "+.2f"),
-        "steps a token": lambda t: steps_text(t["step_inflation"]),
+        "steps a token": lambda t: steps_text(t.get("step_inflation")),
         "lost / won": lambda t: "-" if t["lost"] is None else f"{t['lost']} / {t['won']}",
         "tokens per forward": lambda t: _both(t, "tokens_per_forward", ".2f"),
     }

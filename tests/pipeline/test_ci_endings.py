@@ -16,7 +16,10 @@ import pytest
 from quick_run import TASK, Done, Quick, made_up_replay, made_up_scores
 
 from quantize.host.files import read_json, write_json
+from quantize.host.units import size
 from quantize.recovery.rows import Row
+from quantize.reports.compare import compare_runs
+from quantize.reports.headline import facts
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.stages.convert.convert import convert
@@ -276,3 +279,23 @@ def test_a_report_says_which_bound_it_judged_and_what_is_saturated(quick: Quick)
     assert f"{TASK}: BF16 answers everything correctly, so the task is saturated" in text
     assert "by layer: 1.000." in text  # routing
     assert "33333" not in text
+
+
+def test_compare_names_the_reports_size_with_and_without_a_report(quick: Quick) -> None:
+    """Bytes of all tensors: not those of the files, which have headers too."""
+    report = read_json(quick.folder.report_json)
+    nbytes = report["sizes"]["quantized_bytes"]
+    shards = quick.folder.checkpoint.glob("*.safetensors")
+    assert sum(shard.stat().st_size for shard in shards) > 1.1 * nbytes
+    told = dict(facts(report))["size"]
+    assert told.startswith(f"{size(nbytes)}, ")
+    for gone in (None, quick.folder.report_json):
+        if gone is not None:
+            gone.unlink()
+        found = compare_runs(quick.folder, quick.folder).facts["checkpoint, MB"]
+        assert found == (nbytes / 1e6, nbytes / 1e6)
+        (line,) = (
+            row for row in quick("compare", quick.folder.path, quick.folder.path).out.splitlines()
+            if "checkpoint, MB" in row
+        )  # fmt: skip
+        assert f"{nbytes / 1e6:.4g}" in line

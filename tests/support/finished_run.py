@@ -170,6 +170,7 @@ def comparison(task: str, margin: float) -> dict[str, Any]:
         "other_interval": {"low": -2.6, "high": 1.2},
         "recovery": 98.9,
         "recovery_interval": {"low": 97.1, "high": 100.8},
+        "step_inflation": {"ratio": 1.006, "low": 0.996, "high": 1.016},
         "margin_pp": margin,
         "confidence": 0.95,
     }
