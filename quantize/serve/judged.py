@@ -34,7 +34,9 @@ def judged_modes(checkpoint: Path, digest: str) -> list[str] | None:
         texts = [path.read_text("utf-8") for path in (checkpoint / RESULTS).glob("*.yaml")]
     except (OSError, KeyError, QuantizeError):
         return None  # another folder's files, or half a run
-    return sorted({mode for text in texts for mode in NOTED.findall(" ".join(text.split()))}) or None
+    return (
+        sorted({mode for text in texts for mode in NOTED.findall(" ".join(text.split()))}) or None
+    )
 
 
 def mode_line(

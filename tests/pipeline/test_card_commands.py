@@ -69,7 +69,13 @@ def commands(card: dict[str, list[str]]) -> dict[str, list[str]]:
     lines = "".join(card[""]).replace("\\\n", " ").splitlines()
     split = [shlex.split(line) for line in lines if line.strip()]
     found = {" ".join(words[:2]): words[2:] for words in split}
-    assert set(found) == {"pip install", "vllm serve", "docker run", "quantize generate", "quantize run"}
+    assert set(found) == {
+        "pip install",
+        "vllm serve",
+        "docker run",
+        "quantize generate",
+        "quantize run",
+    }
     return found
 
 
@@ -106,7 +112,10 @@ def test_our_own_commands_and_python_run_in_a_release(quick: Quick) -> None:
     """In the bundled model's folder: the tiny model's vocabulary has no word of a chat."""
     assert quick("adopt", quick.folder.path, "t10").code == 0
     card = card_of(quick)
-    found, recipe = commands(card), parse_recipe(quick.folder.recipe_yaml.read_text(), "recipe.yaml")
+    found, recipe = (
+        commands(card),
+        parse_recipe(quick.folder.recipe_yaml.read_text(), "recipe.yaml"),
+    )
     quick.monkeypatch.chdir(CHECKPOINT)
     words = found["quantize generate"]
     assert words[words.index("--activations") + 1] == recipe.evaluation.activations
@@ -114,7 +123,8 @@ def test_our_own_commands_and_python_run_in_a_release(quick: Quick) -> None:
     assert done.code == 0, done.err
     (python,) = card["python"]
     assert f'activations="{recipe.evaluation.activations}"' in python
-    exec(compile(ast.parse(python.replace("max_new_tokens=256", "max_new_tokens=16")), "card", "exec"), {})
+    tree = ast.parse(python.replace("max_new_tokens=256", "max_new_tokens=16"))
+    exec(compile(tree, "card", "exec"), {})
 
 
 def test_a_run_of_the_cards_recipe_would_make_the_same_release(quick: Quick) -> None:

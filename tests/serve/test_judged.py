@@ -95,7 +95,10 @@ def test_it_stands_at_start_and_among_the_models(
     run = finished_run(tmp_path)
     opened = checkpoint_of("NVFP4")
     opened.config |= json.loads((CHECKPOINT / "config.json").read_text())
-    digest, tokenizer = fingerprint(Checkpoint.open(run.checkpoint)), server.load_tokenizer(CHECKPOINT)
+    digest, tokenizer = (
+        fingerprint(Checkpoint.open(run.checkpoint)),
+        server.load_tokenizer(CHECKPOINT),
+    )
     monkeypatch.setattr(server, "load_tokenizer", lambda _: tokenizer)
     monkeypatch.setattr(server.Checkpoint, "open", lambda _: opened)
     monkeypatch.setattr(server, "fingerprint", lambda _: digest)
