@@ -101,6 +101,71 @@ def import_(pack: Path, out: Path) -> None:
     click.echo(f"{found.path}: {found}")
 
 
+@baseline.command("push")
+@PACK
+@click.argument("repo", metavar="ORG/NAME")
+@click.option(
+    "--sign", metavar="KEY.pem|sigstore",
+    help="Sign the pack: with a private key (elliptic curve, PEM), or by Sigstore.",
+)  # fmt: skip
+def push_(pack: Path, repo: str, sign: str | None) -> None:
+    """Upload the file PACK to a dataset repository of the Hub; a new one is private.
+
+    Prints what `quantize baseline pull` takes. No pack is replaced: its name is its sha256.
+    """
+    from quantize.hub.baselines import push_pack
+    from quantize.hub.signing import SIGSTORE
+    from quantize.stages.evaluate.baseline_pack import read_pack
+
+    digest, key = read_pack(pack).sha256, Path(sign) if sign not in (None, SIGSTORE) else None
+    click.echo(push_pack(pack, digest, repo, signed=sign is not None, key=key))
+
+
+@baseline.command("pull")
+@click.argument("named", metavar="ORG/NAME[@REVISION]")
+@click.option("--sha256", "digest", default="", help="Sha256 of the pack, or how it begins.")
+@click.option("--key", type=click.Path(path_type=Path), help="The signer's public key, PEM.")
+@click.option("--identity", help="With Sigstore: the account that signed.")
+@click.option("--issuer", help="With Sigstore: URL of the service where that account logged in.")
+@with_options("out")
+def pull_(named: str, digest: str, out: Path, **signer: Any) -> None:
+    """Download a pack of BF16's answers from the Hub and import it for the runs in the folder --out.
+
+    Without --key or --identity nobody says whose answers they are: `quantize baseline check` asks
+    BF16 a sample of them again.
+    """
+    from quantize.hub.baselines import Signer, pull_pack
+    from quantize.stages.evaluate.baseline_pack import import_pack
+
+    if (signer["identity"] is None) != (signer["issuer"] is None):
+        raise click.UsageError("--identity and --issuer go together")
+    pulled = pull_pack(named, digest, Signer(**signer) if any(signer.values()) else None)
+    found = import_pack(pulled.path, out, pulled.hub, pulled.digest)
+    click.echo(f"{found.path}: {found}")
+
+
+@baseline.command()
+@with_options("run")
+@click.option(
+    "--answers", default=40, show_default=True, type=click.IntRange(min=1),
+    help="How many of the run's imported answers BF16 gives again.",
+)  # fmt: skip
+@click.option("--seed", type=int, help="Draws them; by default one that nobody knows beforehand.")
+@with_options("data-dir", "machine")
+def check(run: Path, answers: int, seed: int | None, **options: Any) -> None:
+    """Ask BF16 a random sample of the answers again that RUN took from a pack.
+
+    Where GPU and packages are the pack's, each answer must be equal in every byte. Elsewhere the
+    pack must be as often right, by a sign test. The exit code is 1 if the sample speaks against the
+    pack. `quantize report RUN` then says what was found.
+    """
+    from quantize.pipeline.run import opened
+    from quantize.pipeline.stages import check_baseline
+
+    with opened(run, **options) as found:
+        check_baseline(found, answers, seed)
+
+
 @click.command()
 @click.argument("recipe")
 @click.option(

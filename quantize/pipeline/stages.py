@@ -325,6 +325,17 @@ def evaluate_more(
         measure_speeds(run.folder, run.source.folder, points, run.machine.place)
 
 
+def check_baseline(run: Run, answers: int, seed: int | None) -> None:
+    """Let BF16 give some of a run's imported answers again, as `stages.evaluate.spot_check` does."""
+    from quantize.stages.evaluate.spot_check import spot_check
+
+    about = read_json(run.folder.manifest_json, "source.fingerprint")["source"]
+    spot_check(
+        run.folder, run.source.folder, about["fingerprint"], run.recipe.evaluation, run.recipe.gate,
+        answers, seed, place=run.machine.place, data_dir=run.options.get("data_dir"),
+    )  # fmt: skip
+
+
 def _report(run: Run) -> None:
     from quantize.stages.report.report import report
 

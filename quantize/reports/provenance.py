@@ -61,10 +61,12 @@ def baseline_lines(content: Mapping[str, Any]) -> list[str]:
     if (found := content.get("baseline")) is None:
         return []
     made, tool = found["made_with"], found["tool"]
+    pulled = f", pulled from {found['hub']}" if "hub" in found else ""
     return [
         f"BF16's answers were made elsewhere and imported: on {made['device']} with torch "
         f"{made['versions.torch']}, by diffusiongemma-quantize {tool['version']} (commit "
-        f"{tool['commit'] or 'unknown'}); sha256 of the pack: {found['pack']}."
+        f"{tool['commit'] or 'unknown'}); sha256 of the pack: {found['pack']}{pulled}. "
+        f"{found.get('spot_check') or 'No spot check was made of them.'}"
     ]
 
 

@@ -27,6 +27,7 @@ class RunDir:
         self.verification_json = path / "verification.json"  # findings of the static checks
         self.fidelity_json = path / "fidelity.json"  # distance from BF16 on trajectories
         self.evaluation = path / "evaluation"  # scored samples: {bf16,quantized}/<task>.jsonl
+        self.spot_check_json = path / "spot-check.json"  # of an imported baseline
         self.report_json = path / "report.json"  # all that the reports show, and the verdict
         self.report_md, self.report_html = path / "report.md", path / "report.html"
         self.junit_xml = path / "junit.xml"  # the gate's results for a CI system

@@ -5,13 +5,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import FakeHub, Fault
+from fake_hub import TOKEN, FakeHub, Fault
 from finished_run import BASE, COMMIT, base_files, bless, finished_run, write_checkpoint
 from huggingface_hub import HfApi, constants
 
@@ -25,27 +25,11 @@ from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest
 from quantize.stages.report.report import judge_run
 
-TOKEN = "hf_PlantedTokenThatNobodyMaySee"
 REPO = "org/model"
 WEIGHTS, CARD = "Weights of nvfp4-0123abc", "Model card of nvfp4-0123abc"
 RESULTS = [f".eval_results/{task}.yaml" for task in ("aime25", "gpqa_diamond", "gsm8k")]
 # The client hands httpx its files the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
-    """A Hub, and an environment in which the client talks to it."""
-    with FakeHub(TOKEN) as fake:
-        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", fake.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-login"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield fake
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,12 @@ def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_answer_is_read_as_a_human_reads_it(task: str) -> None:
+    read = ours(task)
     lines = [line for line in battery() if line["task"] == task]
-    values = ours(task)([line["text"] for line in lines])
     wrong = [
-        (line["text"], line["value"], value)
-        for line, value in zip(lines, values, strict=True)
-        if not agree(value, line["value"], task)
+        (line["text"], line["value"], read(line["text"]))
+        for line in lines
+        if not agree(read(line["text"]), line["value"], task)
     ]
     assert wrong == []
 
@@ -85,12 +85,10 @@ def _is_fraction(value: str | None) -> bool:
 def test_lm_evals_own_definitions_read_less() -> None:
     """The forms for which our definitions differ; docs/evaluation.md says why."""
     read: dict[str, Any] = {task: lm_evals(task) for task in ("gsm8k", "aime25", "gpqa_diamond")}
-    assert read["gsm8k"](["#### 1. Eggs\n2 + 2\n#### 4"]) == ["1"]
-    boxes = [r"\boxed{70}, which stands within \boxed{}", r"\boxed{m+n=70}"]
-    within, equation = read["aime25"](boxes)
-    assert within != "70"
-    assert equation == "m+n=70"
-    assert read["gpqa_diamond"](["The answer is B."]) == [None]
+    assert read["gsm8k"]("#### 1. Eggs\n2 + 2\n#### 4") == "1"
+    assert read["aime25"](r"\boxed{70}, which stands within \boxed{}") != "70"
+    assert read["aime25"](r"\boxed{m+n=70}") == "m+n=70"
+    assert read["gpqa_diamond"]("The answer is B.") is None
 
 
 def test_docs_have_the_table_of_today() -> None:

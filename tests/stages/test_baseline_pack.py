@@ -11,14 +11,22 @@ import pytest
 from quick_run import TASK
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.errors import InputError
+from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.spot_check import SpotCheck
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
 from quantize.runs.folder import RunDir
-from quantize.stages.evaluate import answers, baseline_pack, compared_models, evaluate
+from quantize.runtime.gpu.placement import CPU
+from quantize.stages.evaluate import (
+    answers,
+    baseline_pack,
+    compared_models,
+    evaluate,
+    spot_check,
+)
 from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.baseline_pack import (
     Pack,
@@ -294,3 +302,94 @@ def test_a_pack_of_another_model_is_left_alone(pack: Path, tmp_path: Path) -> No
     evaluate.evaluate(run, CHECKPOINT, "another", SETTINGS, gate=GATE)
     assert "another" in Scripted.asked
     assert read_json(run.evaluation / "done.json")["tasks"] == [TASK]
+
+
+def forge(pack: Path, step: int) -> None:
+    """Replace every `step`-th answer, and mend the digest."""
+    head, *lines = gzip.decompress(pack.read_bytes()).decode().split("\n")
+    told = [json.loads(line) for line in lines]
+    for answer in told[::step]:
+        answer["text"] = "#### 99"
+    lines = [json.dumps(answer) for answer in told]
+    header = {k: v for k, v in json.loads(head).items() if k != "sha256"}
+    header["sha256"] = _digest(header, lines)
+    pack.write_bytes(gzip.compress("\n".join([json.dumps(header), *lines]).encode()))
+
+
+def check(run: RunDir, count: int, seed: int | None = None) -> SpotCheck:
+    return spot_check.spot_check(run, CHECKPOINT, "source", SETTINGS, GATE, count, seed, place=CPU)
+
+
+@pytest.fixture
+def made_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pack of a run under the conditions of this machine."""
+    for module in (answers, compared_models, evaluate, spot_check):
+        monkeypatch.setattr(module, "Answerer", Scripted)
+    export_pack(score(tmp_path / "made"), tmp_path / "here.jsonl.gz")
+    return tmp_path / "here.jsonl.gz"
+
+
+def test_a_spot_check_of_an_honest_pack(made_here: Path, tmp_path: Path) -> None:
+    import_pack(made_here, tmp_path / "here", "org/x@abc")
+    run = score(tmp_path / "here")
+    (said,) = baseline_lines({"baseline": _imported(run, [TASK])})
+    assert said.endswith("pulled from org/x@abc. No spot check was made of them.")
+    Scripted.asked.clear()
+    found = check(run, 10)
+    assert Scripted.asked == ["source"] * 10
+    assert (found.conditions_equal, found.answers) == (True, 10)
+    assert (found.differing, found.fault) == (0, None)
+    assert "10 of 10 answers are equal in every byte; had 25.9% of the pack been" in str(found)
+    (said,) = baseline_lines({"baseline": _imported(run, [TASK])})
+    assert said.endswith(f"Spot check: {found}.")
+    assert check(run, 99).answers == 24
+    assert found.seed != check(run, 10).seed  # nobody knows what is drawn
+    with pytest.raises(InputError, match="its BF16 answers were made here"):
+        check(RunDir(tmp_path / "made" / "run"), 4)
+
+
+def test_a_forged_share_is_found_at_the_stated_power(made_here: Path, tmp_path: Path) -> None:
+    forge(made_here, 4)
+    import_pack(made_here, tmp_path / "here")
+    run = score(tmp_path / "here")
+    caught = 0
+    for seed in range(12):
+        try:
+            check(run, 4, seed)
+        except GateError:
+            caught += 1
+    assert 5 <= caught <= 11  # a sample of 4 lacks all 6 forged answers in 28.8 % of draws
+    with pytest.raises(GateError, match="6 of 24 answers are not those"):
+        check(run, 24)
+    (said,) = baseline_lines({"baseline": _imported(run, [TASK])})
+    assert "Spot check: 6 of 24 answers are not those that BF16 gives here" in said
+
+
+def test_answers_of_another_machine_are_compared_by_their_scores(
+    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spot_check, "Answerer", Scripted)
+    import_pack(pack, tmp_path / "here")
+    run = score(tmp_path / "here")
+    found = check(run, 24)
+    assert (found.conditions_equal, found.fault) == (False, None)
+    right = int(sum(row.score for row in read_scoring(run.evaluation / "bf16", TASK).rows))
+    forge(pack, 1)  # BF16 would be wrong everywhere, and any candidate as good
+    import_pack(pack, tmp_path / "forged")
+    found = check(score(tmp_path / "forged"), 24)
+    assert (found.only_here_right, found.only_pack_right) == (right, 0)
+    assert found.differing == 24
+    assert right > 0
+
+
+@pytest.mark.parametrize(
+    ("pack_right", "here_right", "fault"),
+    [(0, 8, True), (0, 7, False), (8, 0, True), (5, 9, False)],
+)
+def test_a_sign_test_of_answers_that_only_one_side_solved(
+    pack_right: int, here_right: int, fault: bool
+) -> None:
+    """Of 8 such answers all on one side happen by chance in 2 / 2^8 = 0.8 %, of 7 in 1.6 %."""
+    found = SpotCheck("ab", 1, False, 40, 30, pack_right, here_right)
+    assert bool(found.fault) == fault
+    assert "of questions better or worse would have been found in 80% of checks" in str(found)

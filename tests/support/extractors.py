@@ -14,7 +14,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 BEGIN, END = "<!-- extractors: made by tests/support/extractors.py -->\n", "<!-- end -->"
 OWN = "own: "  # what a task's name begins with where the rest is a recipe's expression
 RECORD = DATA / "answers_math_verify.json"
-Read = Callable[[Sequence[str]], list[str | None]]  # what is read in each text
+Read = Callable[[str], str | None]
 
 
 def battery() -> list[dict[str, Any]]:
@@ -38,35 +38,32 @@ def battery() -> list[dict[str, Any]]:
 
 
 def ours(task: str) -> Read:
-    """Return what our task reads in answers: the first step of its first filter."""
+    """Return what our task reads in an answer: the first step of its first filter."""
     if task.startswith(OWN):
         form: Mapping[str, Any] = {"form": "match", "regex_pattern": task.removeprefix(OWN)}
     elif task == "gpqa_diamond":
-        return lambda texts: [final_choice(text) or None for text in texts]
+        return lambda text: final_choice(text) or None
     else:
         form = {
             k: v for k, v in shipped(task)["filter_list"][0]["filter"][0].items() if k != "function"
         }
     read = StatedAnswer(**form)
-    return lambda texts: [
-        None if value == NO_ANSWER else value
-        for (value,) in read.apply([[text] for text in texts], [])
-    ]
+    return lambda text: next(v if v != NO_ANSWER else None for v in read.apply([[text]], [])[0])
 
 
 def lm_evals(task: str) -> Read | None:
     """Return what lm-eval's own definition reads, None where it has no such task."""
     from lm_eval.filters.extraction import MultiChoiceRegexFilter, RegexFilter
 
-    def by(filter_: Any, texts: Sequence[str]) -> list[str | None]:
-        docs = [{"choices": [f"option {letter}" for letter in "abcd"]}] * len(texts)
-        found = filter_.apply([[text] for text in texts], docs)  # each call reads all of Unicode
-        return [None if value == NO_ANSWER else value.rstrip(".") for (value,) in found]
+    def by(filter_: Any, text: str) -> str | None:
+        docs = [{"choices": [f"option {letter}" for letter in "abcd"]}]
+        value = next(iter(filter_.apply([[text]], docs)))[0]
+        return None if value == NO_ANSWER else value.rstrip(".")
 
     if task.startswith(OWN):
         return partial(by, RegexFilter(task.removeprefix(OWN), -1))
     if task == "aime25":
-        return lambda texts: [_aime(text) for text in texts]
+        return _aime
     made: dict[str, Any] = {
         "gsm8k": RegexFilter(),
         "mmlu_pro": RegexFilter(r"answer is \(?([ABCDEFGHIJ])\)?"),
@@ -128,12 +125,8 @@ def shares(read: Callable[[str], Read | None]) -> dict[str, tuple[int, int] | No
     for task in dict.fromkeys(line["task"] for line in battery()):
         lines = [line for line in battery() if line["task"] == task]
         reader = read(task)
-        if reader is None:
-            found[task] = None
-            continue
-        values = reader([line["text"] for line in lines])
-        right = [agree(plain(v), x["value"], task) for v, x in zip(values, lines, strict=True)]
-        found[task] = sum(right), len(lines)
+        right = reader and sum(agree(plain(reader(x["text"])), x["value"], task) for x in lines)
+        found[task] = None if reader is None else (int(right or 0), len(lines))
     return found
 
 

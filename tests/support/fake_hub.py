@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
+TOKEN = "hf_PlantedTokenThatNobodyMaySee"
 LARGE = 100_000  # bytes from which a file is large; *.safetensors always are
 EMPTY_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 SIGNATURE = "?X-Amz-Signature=SignedByTheStore"
@@ -187,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
                 status, content, headers = self._route(body)
         except FailureError as failure:
             headers = {"X-Error-Code": failure.code, "X-Error-Message": failure.text}
-            text = json.dumps({"error": failure.text}).encode()
+            text = json.dumps({"error": failure.text, "url": f"{self.hub.url}/org/name"}).encode()
             self._answer(failure.status, text, {k: v for k, v in headers.items() if v})
             return
         if fault and fault.lost:
@@ -241,7 +242,8 @@ class Handler(BaseHTTPRequestHandler):
     def _route(self, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         url = urlsplit(self.path)
         self.query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        path = url.path
+        # A dataset and a model of one name are one repository here.
+        path = url.path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")
         if path.startswith("/store/"):
             return self._store(path, body)
         if path == "/api/validate-yaml":

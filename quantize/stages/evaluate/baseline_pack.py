@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from quantize.errors import InputError
-from quantize.host.files import parse_json, read_json, write_bytes
+from quantize.host.files import parse_json, read_json, write_bytes, write_json
 from quantize.host.locks import locked
 from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
 from quantize.reports.scores import read_scoring, scored_tasks
@@ -210,12 +210,25 @@ def read_pack(path: Path) -> Pack:
     return Pack(path, digest, header["origin"], header["tasks"], answers)
 
 
-def import_pack(path: Path, runs: Path) -> Pack:
-    """Check a pack, copy it to `imports(runs)` for all runs in the folder `runs`; return the copy."""
+def import_pack(path: Path, runs: Path, hub: str | None = None, sha256: str | None = None) -> Pack:
+    """Check a pack, copy it to `imports(runs)` for all runs in the folder `runs`; return the copy.
+
+    If the pack was pulled, `hub` is ORG/NAME@COMMIT of its repository, and is noted beside the copy,
+    and `sha256` is the one that its name there promises.
+    """
     pack = read_pack(path)
+    if sha256 is not None and sha256 != pack.sha256:
+        raise InputError(f"{hub}: the pack {sha256[:12]} holds another one ({pack.sha256[:12]})")
     place = imports(runs) / f"{pack.sha256[:12]}.jsonl.gz"
     write_bytes(place, path.read_bytes())
+    if hub is not None:
+        write_json(_noted(place), {"hub": hub})
     return replace(pack, path=place)
+
+
+def _noted(place: Path) -> Path:
+    """Return the file that says from where the pack at `place` was pulled."""
+    return place.with_name(place.name.replace(".jsonl.gz", ".hub.json"))
 
 
 def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]]) -> Pack | None:
@@ -231,6 +244,8 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
     refused, fitting = list[str](), list[Pack]()
     for path in sorted(folder.glob("*.jsonl.gz")):
         pack = read_pack(path)
+        if (noted := _noted(path)).exists():
+            pack = replace(pack, origin=pack.origin | read_json(noted, "hub"))
         if all(flat(made).get("model.weights") != weights for made in pack.made_with.values()):
             continue
         reasons = (_unfit(pack.made_with.get(task), made, task) for task, made in here.items())

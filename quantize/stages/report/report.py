@@ -193,7 +193,15 @@ def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
     """Return where BF16's answers were made, None if they were made here."""
     found = (run.evaluation / BASELINE / f"{task}.conditions.json" for task in tasks)
     models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in found]
-    return next((model["imported"] for model in models if "imported" in model), None)
+    pack = next((model["imported"] for model in models if "imported" in model), None)
+    path = run.spot_check_json
+    if (
+        pack
+        and path.exists()
+        and (checked := read_json(path, "pack", "said"))["pack"] == pack["pack"]
+    ):
+        return pack | {"spot_check": checked["said"]}
+    return pack
 
 
 def _verdict(
