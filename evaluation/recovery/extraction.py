@@ -14,11 +14,19 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from quantize.recovery.numerals import SEVERAL, stated_number
+from quantize.recovery.numerals import SEVERAL, number_name, stated_number
 
-VERSION = 2  # 1: lm-eval's filters, the first or the last match
+VERSION = 3  # 1: lm-eval's filters, first or last match; 2: fewer numbers and languages
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3001: ",", 0x3002: "."}
+_THOUGHTS = re.compile(r"<(think(?:ing)?)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+_FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
+# How some other languages say "answer is".
+FOREIGN = (
+    r"(?:r[ée]ponse(?: correcte| finale)?|respuesta(?: correcta| final)?|resposta(?: correta| final)?"
+    r"|risposta(?: corretta| finale)?|antwort|ответ|答案|答え|정답|답)[\"'”’*_ ]*+"
+    r"(?::|=|(?:est|es|é|è|ist|lautet)\b:?|是|为|は)\s*+(?:donc |la |l['’]option |option |opción )?"
+)
 _MARK = re.compile(r"(?<!#)#{4}(?!#)(.*?)(?=####|$)", re.MULTILINE)
 _OTHER_MARK = re.compile(r"^\W{0,4}?#{1,6}(?!#)(.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^\W{0,4}#{1,6}\W{0,4}(\d{1,2})[.):]\W{0,4}\s[^\W\d]", re.MULTILINE)
@@ -40,8 +48,13 @@ _ANSWER = re.compile(
     r"(?:(?:to|of|for)\s[^.:=\n]{1,60}?)?\s*+"
     r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
     r"\b:?)[\s*_]*+"
-    r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?",
+    r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?"
+    rf"|{FOREIGN}[\s*_]*+",
     re.I,
+)
+_NEXT_BOX = re.compile(r"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*")
+_EMPHASIS = re.compile(
+    r"\*\*([^*\n]{1,80})\*\*[^\d*\n]{0,80}[.!]\W*\Z|\*\*([^*\n]{1,80}[.!])\*\*\W*\Z"
 )
 _NUMBER_FIRST = re.compile(r"[\W_]{0,8}?(?:\\\w+\{?\s*)*[-+−]?[$€£]?\s*\d")
 _RELATIVE = re.compile(
@@ -72,8 +85,9 @@ _compiled = cache(re.compile)
 
 
 def tidy(text: str) -> str:
-    """Return a text without control tokens and tags, its full-width signs made ASCII."""
-    return _CONTROL.sub("", text.translate(_FULL_WIDTH)).replace("\\#", "#").strip()
+    """Return a text without thoughts, control tokens and tags, digits and full-width signs as ASCII."""
+    text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
+    return _CONTROL.sub("", _THOUGHTS.sub("", text)).replace("\\#", "#").strip()
 
 
 def seven_digits(answer: str) -> str | None:
@@ -95,8 +109,12 @@ def _chosen(text: str, forms: list[list[Found]]) -> str | None:
     elif said:
         number = said[-1][1]
     else:
-        last = text.rpartition("\n")[2].strip(_MARKED + ".\\[]()")
+        ending = text.rpartition("\n")[2]
+        last = ending.strip(_MARKED + ".\\[]()")
         number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
+        if number is None and (emphasis := _EMPHASIS.search(ending)):
+            content = emphasis[1] or emphasis[2]
+            number = None if _STEP.match(content) else _in_line(content)
     return None if number == SEVERAL else number
 
 
@@ -149,8 +167,12 @@ def _in_line(line: str) -> str | None:
 
 def _boxed(text: str) -> Iterator[Found]:
     """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
+    before = (0, "")  # where the box before ends, and its number
     for place, content, end in _boxes(text):
         number = stated_number(content)
+        if before[1] not in ("", number) and _NEXT_BOX.fullmatch(text[before[0] : place]):
+            number = SEVERAL
+        before = (end, number or "")
         if number is None and (behind := re.match(r"\}?\s*=\s*([^$\n\\]{1,40})", text[end:])):
             number = stated_number(behind[1])
         if number is not None:
@@ -189,8 +211,10 @@ def _said(text: str) -> Iterator[tuple[int, str, bool]]:
     """Yield (place, number, whether it is called final or correct) where the answer is named."""
     for match in _ANSWER.finditer(text):
         rest = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
-        if _RELATIVE.match(rest) or not (_NUMBER_FIRST.match(rest) or "=" in rest):
+        sentence = re.split(r"[.!?](?:\s|$)", rest)[0].rstrip("} ")
+        first = _NUMBER_FIRST.match(rest) or "=" in rest or number_name(sentence)
+        if _RELATIVE.match(rest) or not first:
             continue
-        number = stated_number(re.split(r"[.!?](?:\s|$)", rest)[0])
+        number = stated_number(sentence)
         if number is not None:
             yield match.start(), number, match[1] is not None

@@ -1,14 +1,16 @@
 r"""Reads the option that an answer chooses: "The answer is (B).", "_B_", "Option (B) is correct.".
 
 A sentence that names the answer and a box come before a sentence that calls an option right, and
-both before a last line that is nothing but a letter. Of several the last counts. An option that is
-denied, doubted or conditional ("not (B)", "if (B) is right") is not chosen, and neither are two.
+both before the only option that is marked as right ("(B) Correct: ..."). Then come a last line that
+is nothing but a letter, and a last sentence that concludes with an option ("Hence (B)."). Of several
+the last counts. An option that is denied, doubted or conditional ("not (B)", "if (B) is right") is
+not chosen, and neither are two.
 """
 
 import re
 from functools import cache
 
-from quantize.recovery.extraction import tidy
+from quantize.recovery.extraction import FOREIGN, tidy
 
 # What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, quotes, TeX.
 # It never backtracks (*+), since a damaged model may write asterisks for pages.
@@ -20,9 +22,10 @@ _ADVERB = (
     r"most likely|given by)\b,?\s*)?"
 )
 _NAMED = (
-    r"(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
+    r"(?:(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
     r"[\"'”’*_]*+\s*+(?::|=|(?:is|would be|should be|must be|has to be|will be)\b:?)"
-    r"|\bcorrect\s*:|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))[\s*_]*+"
+    r"|\bcorrect\s*:|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))"
+    rf"|故选|(?i:{FOREIGN}))[\s*_]*+"
 )
 _BOXED = r"\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])\s*+"
 _IS = r"\s+(?i:is|must be|would be|should be|has to be|seems|appears(?:\s+to\s+be)?|looks)\s+"
@@ -40,6 +43,13 @@ _DENYING = ["if", "If", "nor", "or", "and", "not", "that", "whether", "either", 
 _HENCE = (
     r"(?i:(?:therefore|hence|thus|so)\b[,:]?\s*+)?(?i:(?:the|my|final|correct|right|best)\s+){0,3}"
 )
+_CONCLUDING = r"\W*(?i:therefore|hence|thus|so|only|we conclude|in conclusion|consequently)\b[^()]*"
+_DENIAL = re.compile(
+    r"\bnot\b|n't\b|wrong|incorrect|false|exclu|eliminat|rul\w+ out|except|than\b|compar|unlike"
+    r"|\b(?:look|consider|check|assum|suppos)|\?"
+)
+_SHORT = 100  # characters of an answer that is nothing but an option and its text
+_MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
 # What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
 _CONJUNCTION = (
     r"because|since|as|is|and|or|due|by|for|with|given|from|in|on|at|where|which|when|if|after|per|but|"
@@ -54,10 +64,23 @@ def final_letter(answer: str, letters: str) -> str | None:
         if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
             last_match = max(matches, key=lambda match: match.start())
             return None if last_match["other"] else last_match["letter"].upper()
+    if right := {match[1] or match[2] for match in rules.marked_right.finditer(text)}:
+        return right.pop() if len(right) == 1 else None
     *before, last = text.rsplit("\n", 1)
-    introduced = before and re.search(r"(?:answer\W*|:\W*)$", before[0], re.IGNORECASE)
+    introduced = (
+        re.search(r"(?:answer\W*|:\W*)$", before[0], re.IGNORECASE)
+        if before
+        else len(last) <= _SHORT and not rules.more.search(last)
+    )
     alone = rules.alone.fullmatch(last) or (rules.before_text.match(last) if introduced else None)
-    return alone[1].upper() if alone else None
+    return alone[1].upper() if alone else _concluded(last, rules)
+
+
+def _concluded(last: str, rules: "_Rules") -> str | None:
+    """Return the option with which the last sentence concludes: "Hence (B).", "Only (B) fits."."""
+    sentence = re.split(r"(?<=[.!?])\s+", last.strip())[-1]
+    match = None if _DENIAL.search(sentence) else rules.concluded.fullmatch(sentence)
+    return match and (match[1] or match[2])
 
 
 class _Rules:
@@ -79,7 +102,20 @@ class _Rules:
         option = rf"{_MARKUP}{_NOUN}{_MARKUP}{letter}{another}"
         denied = "".join(f"(?<!{word} )" for word in _DENYING)
         right = rf"{_IS}{_RIGHT}(?!\s+(?:only|if|when|at|for)\b)(?!\s*\?)"
-        self.named = re.compile(rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}", re.MULTILINE)
+        doubted = r"(?![)\]*_$\"\s]*(?:\?|only\s+(?:for|if|when|in)\b))"
+        self.named = re.compile(
+            rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}{doubted}", re.MULTILINE
+        )
+        self.more = re.compile(rf"\b(?:is|are|and|or)\b|\?|{large}[).].*{large}[).]")
+        self.concluded = re.compile(
+            rf"{_CONCLUDING}(?:\(({large})\)[^\w(]*"
+            rf"|\(({large})\)\W*(?:holds|fits|matches|satisfies|works|remains|follows)\b[^()]*[.!]\W*)"
+        )
+        self.marked_right = re.compile(
+            rf"(?:^|(?<=[.;]\s))\W{{0,6}}\(?({large})[).:]\W{{0,6}}?{_MARK_OF_RIGHT}"
+            rf"|^\W*[✓✔✅☑]\W*({large})\b",
+            re.MULTILINE,
+        )
         self.chosen = re.compile(rf"{_CHOOSING}{option}")
         self.called_right = re.compile(
             rf"{denied}(?<![\w-])(?:(?i:option|choice|answer|statement)\s+)?{denied}[(*_]*+"

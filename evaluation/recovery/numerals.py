@@ -10,6 +10,7 @@ import ast
 import math
 import operator
 import re
+import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
@@ -52,7 +53,10 @@ _UNITS = re.compile(
     rf"{_FONT}\s*\{{[^{{}}\d]*\}}(?:\s*\^\s*\{{?\s*\d\s*\}}?)?|\^\s*\{{?\s*\\circ\s*\}}?"
     rf"|\\degree{_NO_LETTER}|°|\\?%|\\?[$€£¥]|(?<=\d)(?:st|nd|rd|th){_NO_LETTER}"
 )
-_WORD = r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+|\s*\^\s*\{?\d\}?)?|[A-Za-z]/[A-Za-z]|\([^()\d]*\))"
+_WORD = (
+    r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+|\s*\^\s*\{?\d\}?)?|[A-Za-z]/[A-Za-z]|m\s*\^\s*\{?[23]\}?"
+    r"|\([^()\d]*\))"
+)
 _UNIT_WORDS = re.compile(
     rf"(?<=[\d)}}])(?:\s+|(?=(?:[ckm]?m|kg|g|deg\w*|units?|hours?|min\w*)\b)){_WORD}(?:[\s-]+{_WORD})*\s*$"
 )
@@ -60,9 +64,25 @@ _JOINING = re.compile(r"\b(?:or|and|to)\b|\\pm")
 _RANGE = re.compile(r"\s*(\d[\d,.]*)\s*[-–—]\s*(\d[\d,.]*)\s*")
 # Numbers side by side; "7 0" and "1 4 4" are one number with spaces in it.
 _SIDE_BY_SIDE = re.compile(
-    r"\d\d\s+\d|\d\s+\d\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
+    r"\d\d\s+\d|\d\s+\d\d|\d\.\s+\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
 )
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}| )\d{3})+)(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|[ '’_])\d{3})+)(?!\d)")
+_COMMA_AS_POINT = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,2})(?![\d.,])")  # 1.234,50
+_ROUNDED = re.compile(
+    r".*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$", re.DOTALL
+)
+_ONE_SIGN_FRACTION = re.compile(r"[¼-¾⅐-⅞]")
+_SCALE = re.compile(r"(?<=\d)(?:k\b|\s*(thousand|million|billion)\b)(?:\s+(?=[a-z]))?")
+_SCALES = {"thousand": 3, "million": 6, "billion": 9}
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "  # noqa: SIM905
+    "sixteen seventeen eighteen nineteen".split()
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()  # noqa: SIM905
+_NAMES = {name: n for n, name in enumerate(_ONES)} | {
+    f"{ten}-{_ONES[one]}" if one else ten: 10 * (n + 2) + one
+    for n, ten in enumerate(_TENS) for one in range(10)
+}  # fmt: skip
 _MIXED = re.compile(r"(?<![\d/.])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?!\d)")
 _FRACTION = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
@@ -70,6 +90,8 @@ _ROOT = re.compile(r"\\sqrt\s*\{?\s*(\d{1,15})\s*\}?")
 _OPERATORS = {
     rf"\\(?:cdot|times|ast){_NO_LETTER}|[×·∙⋅]": "*",
     rf"\\div{_NO_LETTER}|÷": "/",
+    r"(?<=\d)\s*[xX]\s*(?=\d)": "*",
+    r"(?<=\d)[eE](?=[-+]?\d)": "*10^",
     r"\^": "**",
     r"[−–]": "-",
     r"\\[()\[\]]": "",
@@ -82,7 +104,7 @@ _FUNCTIONS = set(
 _UNKNOWNS = set(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma "  # noqa: SIM905
     "tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell infty sum prod "
-    "int lim dots ldots cdots vdots ddots leftarrow".split()
+    "int lim dots ldots cdots vdots ddots leftarrow lfloor lceil".split()
 )
 _COMPUTED: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -98,6 +120,10 @@ def stated_number(text: str) -> str | None:
     """
     if len(text) > LONGEST:
         return None
+    if (named := number_name(text)) is not None:
+        return named
+    text = _ROUNDED.sub(r"\1", text)
+    text = _ONE_SIGN_FRACTION.sub(lambda m: f" {_as_quotient(m[0])}", text)
     text = _SPACES.sub(" ", _INVISIBLE.sub("", text))
     text = _NUMBER_IN_TEXT.sub(r" \1 ", _WORD_IN_TEXT.sub(r" \1 ", text)).replace("&=", "=")
     text = _COMMENT.sub(r"\1", _LABEL.sub("", text.strip(_AROUND))).strip(_AROUND)
@@ -109,6 +135,12 @@ def stated_number(text: str) -> str | None:
         text = text[equations.start(1) :]
     sides = (_side(side) for side in reversed(_SIDES.split(_UNITS.sub(" ", text))))
     return next((number for number in sides if number is not None), None)
+
+
+def number_name(text: str) -> str | None:
+    """Return the number from 0 to 99 whose English name `text` is, None if it is none."""
+    name = re.sub(r"\\text\w*|[^A-Za-z\d-]", "", text).lower()
+    return str(_NAMES[name]) if name in _NAMES else None
 
 
 def written(value: Fraction) -> str:
@@ -155,6 +187,11 @@ def _side(text: str) -> str | None:
     return None if value is None else written(value % base if base else value)
 
 
+def _as_quotient(sign: str) -> str:
+    """Return "1/2" for the one sign that means it."""
+    return unicodedata.normalize("NFKC", sign).replace("\u2044", "/")
+
+
 def _ascending(low: str, high: str) -> bool:
     try:
         return float(low.replace(",", "")) < float(high.replace(",", ""))
@@ -164,7 +201,9 @@ def _ascending(low: str, high: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return arithmetic in Python's notation, with what is not arithmetic left as it stands."""
+    text = _COMMA_AS_POINT.sub(lambda m: f"{m[1].replace('.', '')}.{m[2]}", text)
     text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _SCALE.sub(lambda m: f"*10^{_SCALES.get(m[1], 3)} ", text)
     text = _MIXED.sub(
         r"(\1+\2/\3)", _UNIT_WORDS.sub("", text.strip()).rstrip(" .,;:!").strip(" ,;")
     )
@@ -191,6 +230,8 @@ def _binomial(match: re.Match[str]) -> str:
 
 def _computed(text: str) -> Fraction | None:
     text = "".join(text.replace("[", "(").replace("]", ")").split())
+    if "_" in text:  # Python would read 1_0 as 10
+        return None
     try:
         return _value(ast.parse(re.sub(r"(?<![\d.])0+(?=\d)", "", text), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):

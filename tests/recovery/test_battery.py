@@ -1,4 +1,4 @@
-"""334 written answers, by task, and the value that a careful human reads in each.
+"""657 written answers, by task, and the value that a careful human reads in each.
 
 The texts are our own, in the forms that models write; no question of any benchmark. A value was
 given to each text before any code read it. `tests/support/extractors.py` says what lm-eval's own
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extractors import PAGE, RECORD, agree, battery, lm_evals, ours, page
+from extractors import BATTERY, HELD_OUT, PAGE, RECORD, agree, battery, lm_evals, ours, page, right
 from scripted import run, write_jsonl
 
 from quantize.recovery import extraction
@@ -24,7 +24,7 @@ from quantize.recovery.numerals import SEVERAL, rational, stated_number, written
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {2: "e643c11a9f13"}  # version of the rule -> digest of its modules
+RULE = {3: "4a525ba061d9"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -45,6 +45,18 @@ def test_every_answer_is_read_as_a_human_reads_it(task: str) -> None:
         if not agree(read(line["text"]), line["value"], task)
     ]
     assert wrong == []
+
+
+def test_held_out_answers_are_new_and_all_but_one_are_read() -> None:
+    """A human reads 70, a sum behind a box that holds the fraction; we read the box."""
+    texts = {(line["task"], line["text"]) for line in battery()}
+    assert not [line for line in battery(HELD_OUT) if (line["task"], line["text"]) in texts]
+    found = right(ours, HELD_OUT)
+    assert {task: found[task].count(False) for task in found if not all(found[task])} == {
+        "aime25": 1
+    }
+    kept = json.loads(RECORD.read_text("utf-8"))["held_out"]
+    assert {rule: sum(map(sum, kept[rule].values())) for rule in "12"} == {"1": 85, "2": 111}
 
 
 def test_the_version_is_raised_when_the_rule_changes() -> None:
@@ -84,19 +96,25 @@ def _is_fraction(value: str | None) -> bool:
 
 def test_lm_evals_own_definitions_read_less() -> None:
     """The forms for which our definitions differ; docs/evaluation.md says why."""
-    read: dict[str, Any] = {task: lm_evals(task) for task in ("gsm8k", "aime25", "gpqa_diamond")}
-    assert read["gsm8k"]("#### 1. Eggs\n2 + 2\n#### 4") == "1"
-    assert read["aime25"](r"\boxed{70}, which stands within \boxed{}") != "70"
-    assert read["aime25"](r"\boxed{m+n=70}") == "m+n=70"
-    assert read["gpqa_diamond"]("The answer is B.") is None
+    forms = {
+        "gsm8k": {"#### 1. Eggs\n2 + 2\n#### 4": "1"},
+        "aime25": {r"\boxed{m+n=70}": "m+n=70"},
+        "gpqa_diamond": {"The answer is B.": None},
+    }
+    for task, texts in forms.items():
+        read: Any = lm_evals(task, *texts)
+        assert {text: read(text) for text in texts} == texts
+    aime: Any = lm_evals("aime25")
+    assert aime(r"\boxed{70}, which stands within \boxed{}") != "70"
 
 
 def test_docs_have_the_table_of_today() -> None:
     assert PAGE.read_text("utf-8") == page(), "run python tests/support/extractors.py"
-    right = json.loads(RECORD.read_text("utf-8"))["right"]
-    assert {task: len(found) for task, found in right.items()} == {
-        task: sum(line["task"] == task for line in battery()) for task in right
-    }
+    kept = json.loads(RECORD.read_text("utf-8"))
+    for name, found in ((BATTERY, kept["right"]), (HELD_OUT, kept["held_out"]["right"])):
+        assert {task: len(lines) for task, lines in found.items()} == {
+            task: sum(line["task"] == task for line in battery(name)) for task in found
+        }
 
 
 @pytest.mark.parametrize(
@@ -108,6 +126,10 @@ def test_docs_have_the_table_of_today() -> None:
         (r"\binom{8}{4}", "70"), (r"\sqrt{4900}", "70"), (r"7\sqrt{2}", r"7sqrt"), ("2^10", "1024"),
         ("3 or 4", SEVERAL), ("3, 4", SEVERAL), ("13-15", SEVERAL), ("m=50, n=20", SEVERAL),
         ("m=50, n=20, m+n=70", "70"), ("x < 70", None), ("2x", None), (r"\theta", None), ("", None),
+        ("1 000 000", "1000000"), ("1'234", "1234"), ("1_000", "1000"), ("1_0", None), ("½", "0.5"),
+        ("2½", "2.5"), ("12k", "12000"), ("3.5 million", "3500000"), ("1.2e3", "1200"), ("3x4", "12"),
+        ("1.234,50", "1234.5"), ("11.6, rounded to 12", "12"), ("pi, rounded to 2 places", None),
+        ("seventy-two", "72"), (r"\text{ten}", "10"), ("ten men", None),
         ("9^9^9^9", None), ("1/0", None), ("1" * 2000, None), ("a" * 100, None), ("1 1 1 1 1", SEVERAL),
     ],
 )  # fmt: skip

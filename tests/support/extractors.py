@@ -5,8 +5,10 @@ r"""Reads the battery of answers by our rule, lm-eval's and math-verify; makes d
 
 `tests/data/answers.jsonl` has an answer's text by task, and the value that a careful human reads in
 it, null where the answer states none. An extractor is right on a line if it reads this value, or
-nothing where there is none. math-verify is no dependency: what it reads is kept in
-`tests/data/answers_math_verify.json`, with its version, and made again with --record.
+nothing where there is none. `answers_held_out.jsonl` has the same of answers that were written when
+version 2 of our rule was done, without looking at it. What cannot be read here again is kept in
+`answers_math_verify.json`: what math-verify reads, which is no dependency (made again with
+--record), and what versions 1 and 2 of our rule read of the held-out answers, before a mend.
 """
 
 import contextlib
@@ -15,7 +17,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,17 @@ from quantize.recovery.rows import NO_ANSWER
 
 DATA = Path(__file__).parents[1] / "data"
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
-BEGIN, END = "<!-- extractors: made by tests/support/extractors.py -->\n", "<!-- end -->"
+BEGIN, END = "<!-- {}: made by tests/support/extractors.py -->\n", "<!-- end -->"
 OWN = "own: "  # what a task's name begins with where the rest is a recipe's expression
+HELD_OUT, BATTERY = "answers_held_out", "answers"
 RECORD = DATA / "answers_math_verify.json"
+ROUND = str.maketrans("{}", "()")
 Read = Callable[[str], str | None]
 
 
-def battery() -> list[dict[str, Any]]:
-    """Return the lines of the battery: task, text, value."""
-    return [json.loads(line) for line in (DATA / "answers.jsonl").read_text("utf-8").splitlines()]
+def battery(name: str = BATTERY) -> list[dict[str, Any]]:
+    """Return the lines of a battery: task, text, value."""
+    return [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text("utf-8").splitlines()]
 
 
 def ours(task: str) -> Read:
@@ -51,17 +54,26 @@ def ours(task: str) -> Read:
     return lambda text: next(v if v != NO_ANSWER else None for v in read.apply([[text]], [])[0])
 
 
-def lm_evals(task: str) -> Read | None:
-    """Return what lm-eval's own definition reads, None where it has no such task."""
+def lm_evals(task: str, *more: str) -> Read | None:
+    """Return what lm-eval's own definition reads in the batteries' texts; None: it has no such task.
+
+    `more` are other texts that will be asked for.
+    """
     from lm_eval.filters.extraction import MultiChoiceRegexFilter, RegexFilter
 
-    def by(filter_: Any, text: str) -> str | None:
-        docs = [{"choices": [f"option {letter}" for letter in "abcd"]}]
-        value = next(iter(filter_.apply([[text]], docs)))[0]
-        return None if value == NO_ANSWER else value.rstrip(".")
+    def by(filter_: Any, *more: str) -> Read:
+        """Read all texts of the task in one call: lm-eval makes a table of all signs in each."""
+        lines = [line for name in (BATTERY, HELD_OUT) for line in battery(name)]
+        texts = [*more, *(line["text"] for line in lines if line["task"] == task)]
+        docs = [{"choices": [f"option {letter}" for letter in "abcd"]}] * len(texts)
+        values = [value for (value,) in filter_.apply([[text] for text in texts], docs)]
+        return {
+            text: None if value == NO_ANSWER else value.rstrip(".")
+            for text, value in zip(texts, values, strict=True)
+        }.__getitem__
 
     if task.startswith(OWN):
-        return partial(by, RegexFilter(task.removeprefix(OWN), -1))
+        return by(RegexFilter(task.removeprefix(OWN), -1), *more)
     if task == "aime25":
         return _aime
     made: dict[str, Any] = {
@@ -71,7 +83,7 @@ def lm_evals(task: str) -> Read | None:
             r"(\([A-Z]\))", -1, ignore_case=True, ignore_punctuation=True
         ),
     }  # fmt: skip
-    return partial(by, made[task]) if task in made else None
+    return by(made[task], *more) if task in made else None
 
 
 def _aime(text: str) -> str | None:
@@ -112,21 +124,27 @@ def agree(value: str | None, human: str | None, task: str) -> bool:
     """Return whether an extractor reads what a human reads; lm-eval's aime25 has no "nothing"."""
     if value is None or human is None:
         return value == human or (human is None and task == "aime25" and not _is_number(value))
-    return value == human or (_is_number(value) and rational(value) == rational(human))
+    if _is_number(value):
+        return rational(value) == rational(human)
+    return value.translate(ROUND) == human.translate(ROUND)  # 5\\sqrt(2), or (B)
 
 
 def _is_number(value: str | None) -> bool:
     return value is not None and rational(value.replace(",", "")) is not None
 
 
-def shares(read: Callable[[str], Read | None]) -> dict[str, tuple[int, int] | None]:
-    """Return task -> (lines on which an extractor is right, lines); None: it has no such task."""
-    found: dict[str, tuple[int, int] | None] = {}
-    for task in dict.fromkeys(line["task"] for line in battery()):
-        lines = [line for line in battery() if line["task"] == task]
-        reader = read(task)
-        right = reader and sum(agree(plain(reader(x["text"])), x["value"], task) for x in lines)
-        found[task] = None if reader is None else (int(right or 0), len(lines))
+def right(read: Callable[[str], Read | None], name: str) -> dict[str, list[bool]]:
+    """Return task -> on which of a battery's lines an extractor is right; without tasks it lacks."""
+    readers: dict[str, Read | None] = {}
+    found: dict[str, list[bool]] = {}
+    for line in battery(name):
+        task = line["task"]
+        if task not in readers:
+            readers[task] = read(task)
+        if reader := readers[task]:
+            found.setdefault(task, []).append(
+                agree(plain(reader(line["text"])), line["value"], task)
+            )
     return found
 
 
@@ -136,42 +154,58 @@ def plain(value: str | None) -> str | None:
 
 
 def record() -> None:
-    """Write on which lines of the battery math-verify is right, by task."""
+    """Write on which lines of both batteries math-verify is right, by task."""
     from importlib.metadata import version
 
-    right: dict[str, list[bool]] = {}
-    for line in battery():
-        if not line["task"].startswith(OWN):
-            right.setdefault(line["task"], []).append(math_verify_is_right(line))
-    content = {"math-verify": version("math-verify"), "right": right}
+    content: dict[str, Any] = json.loads(RECORD.read_text("utf-8"))
+    content["math-verify"] = version("math-verify")
+    for name, place in ((BATTERY, content), (HELD_OUT, content["held_out"])):
+        place["right"] = {}
+        for line in battery(name):
+            if not line["task"].startswith(OWN):
+                found = place["right"].setdefault(line["task"], [])
+                found.append(math_verify_is_right(line))
     RECORD.write_text(json.dumps(content) + "\n", "utf-8")
 
 
-def table() -> str:
-    """Return docs' table: right readings by task and extractor."""
-    record = json.loads(RECORD.read_text("utf-8"))
-    theirs = {task: (sum(right), len(right)) for task, right in record["right"].items()}
-    columns = [shares(ours), shares(lm_evals), theirs]
-    lines = [
-        f"| task | answers | ours | lm-eval's own definition | math-verify {record['math-verify']} |",
-        "|---|---:|---:|---:|---:|",
+def table(name: str) -> str:
+    """Return docs' table of a battery: right readings by task and extractor."""
+    kept = json.loads(RECORD.read_text("utf-8"))
+    kept, version = kept["held_out"] if name == HELD_OUT else kept, kept["math-verify"]
+    columns = {"ours": right(ours, name)}
+    if name == HELD_OUT:
+        columns = {
+            "ours, when first read": kept["2"], "ours, version 1": kept["1"],
+            "ours, today": right(ours, name),
+        }  # fmt: skip
+    columns |= {
+        "lm-eval's own definition": right(lm_evals, name),
+        f"math-verify {version}": kept["right"],
+    }
+    lines = [f"| task | answers | {' | '.join(columns)} |", "|---|" + "---:|" * (1 + len(columns))]
+    counts = {task: len(found) for task, found in right(ours, name).items()}
+    for task, count in counts.items():
+        cells = [str(sum(column[task])) if task in column else "-" for column in columns.values()]
+        shown = f"own, `{task.removeprefix(OWN)}`" if task.startswith(OWN) else f"`{task}`"
+        lines.append(f"| {shown} | {count} | {' | '.join(cells)} |")
+    both = kept["right"].keys()
+    sums = [
+        str(sum(sum(column[task]) for task in both)) if both <= column.keys() else "-"
+        for column in columns.values()
     ]
-    for task in columns[0]:
-        cells = [column.get(task) for column in columns]
-        name = f"own, `{task.removeprefix(OWN)}`" if task.startswith(OWN) else f"`{task}`"
-        assert cells[0] is not None
-        counts = " | ".join("-" if cell is None else str(cell[0]) for cell in cells)
-        lines.append(f"| {name} | {cells[0][1]} | {counts} |")
-    sums = [sum((column[task] or (0, 0))[0] for task in theirs) for column in (columns[0], theirs)]
-    count = sum(number for _, number in theirs.values())
-    lines.append(f"| all that math-verify can read | {count} | {sums[0]} | - | {sums[1]} |")
+    total = sum(counts[task] for task in both)
+    lines.append(f"| all that math-verify can read | {total} | {' | '.join(sums)} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
-    """Return docs/evaluation.md with the table of today."""
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    return before + BEGIN + "\n" + table() + "\n" + END + rest.partition(END)[2]
+    """Return docs/evaluation.md with the tables of today."""
+    text = PAGE.read_text("utf-8")
+    for name in (BATTERY, HELD_OUT):
+        begin = BEGIN.format(name)
+        before, _, rest = text.partition(begin)
+        text = before + begin + "\n" + table(name) + "\n" + END + rest.partition(END)[2]
+    return text
 
 
 if __name__ == "__main__":
