@@ -27,6 +27,7 @@ lint: $(READY)
 	PYTHONPATH=evaluation $(BIN)/lint-imports
 	$(BIN)/pyrefly check --min-severity error
 	$(BIN)/python tests/support/names.py
+	$(BIN)/python tests/support/subjects.py
 
 # The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
 test-cpus: $(READY)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         search,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Run",
     "compare",

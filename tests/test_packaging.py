@@ -202,6 +202,8 @@ def test_a_release_is_ready_only_when_version_changelog_and_tag_agree() -> None:
     for given, says in (
         (("0.3.0", dated, "", "", "abc"), "begins with '0.2.0, 2026-12-01', not with 0.3.0"),
         (("0.2.0", "## Unreleased\n## 0.2.0", "", "", "abc"), "begins with 'Unreleased'"),
+        (("0.2.0", "## 0.2.0\n", "", "", "abc"), "begins with '0.2.0', not with 0.2.0 and a date"),
+        (("0.2.0", "## 0.2.01, 2026-12-01\n", "", "", "abc"), "begins with '0.2.01, "),
         (("0.2.0", dated, " M README.md", "", "abc"), "uncommitted: M README.md"),
         (("0.2.0", dated, "", "abd", "abc"), "stands for abd, not for HEAD"),
     ):

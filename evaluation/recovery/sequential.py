@@ -135,12 +135,13 @@ def nominal_levels(fractions: tuple[float, ...], alpha: float) -> tuple[float, .
     """Return for each look the largest p-value that decides; `fractions` are the looks' information."""
     levels: list[float] = []
     at, density = np.zeros(1), np.ones(1)  # before the first look the motion is at 0, weight 1
-    before = already = 0.0
+    before = already = step = bound = 0.0
     for fraction in fractions:
+        if levels:
+            at, density = _go_on(at, density, step, bound, before)
         step, to_spend = math.sqrt(fraction - before), spent(fraction, alpha) - already
         bound = _bound(at, density, step, to_spend, fraction)
         levels.append(float(ndtr(-bound / math.sqrt(fraction))))
-        at, density = _go_on(at, density, step, bound, fraction)
         before, already = fraction, already + to_spend
     return tuple(levels)
 

@@ -1,22 +1,24 @@
 """Computes which tensors a checkpoint must hold by its config.json, and checks that it holds them.
 
 The BF16 layout is that of transformers' own class, under on-disk names: 1,047 tensors for the 26B
-model. If the config has all fields that shapes depend on, `architecture` computes the layout, since
-importing transformers takes seconds. The quantized layout follows from the BF16 layout and
+model. transformers takes seconds to import, so the layouts that it has for the models of KNOWN are kept
+in a file, by what their shapes depend on. The quantized layout follows from the BF16 layout and
 `quantization_config`: if a config group targets a Linear that `ignore` does not name, the tensors of
 the group's scheme replace the Linear's weight. Each projection of an expert is one Linear.
 """
 
+import hashlib
+import importlib.resources
 import json
 import math
 import re
 import textwrap
 from collections.abc import Callable, Container, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
-from quantize.checkpoints.architecture import spelled_out
+from quantize.checkpoints.config_form import SIZES
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
 from quantize.checkpoints.targets import (
@@ -32,6 +34,12 @@ from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SUFFIXES, OnDisk, Scheme, refusal, scheme_of_group
 
 VISION = re.compile(r"model\.encoder\.(vision_tower|embed_vision)\.")
+# Names and shapes of published models and of the bundled one; tests/support/layouts.py writes the file.
+KNOWN = importlib.resources.files("quantize.checkpoints").joinpath("known_models", "layouts.json")
+SHAPING = {  # section of a config -> the keys that decide names and shapes
+    "text_config": (*SIZES["text_config"], "layer_types"),
+    "vision_config": (*SIZES["vision_config"], "standardize", "use_clipped_linears"),
+}
 WIDER = ("F16", "F32", "F64")  # dtypes that a BF16 model may have been saved in
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
@@ -51,7 +59,21 @@ def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
     Raise InputError if transformers cannot build the model.
     """
-    return spelled_out(config) or built(config)
+    known: Any = _known().get(shape_key(config))
+    if known is None:
+        return built(config)
+    return {name: TensorSpec("BF16", tuple(shape)) for name, shape in known.items()}
+
+
+def shape_key(config: dict[str, Any]) -> str:
+    """Return 16 hex digits of a hash over all that names and shapes of a model's tensors depend on."""
+    sizes = [[config[section][key] for key in keys] for section, keys in SHAPING.items()]
+    return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()[:16]
+
+
+@cache
+def _known() -> dict[str, dict[str, list[int]]]:
+    return json.loads(KNOWN.read_text("utf-8"))
 
 
 def built(config: dict[str, Any]) -> dict[str, TensorSpec]:

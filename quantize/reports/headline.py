@@ -168,13 +168,18 @@ def published_rows(content: Mapping[str, Any]) -> list[list[str]]:
     ours = {task["task"]: task for task in tasks}
     return [
         [
-            *(row["name"], block["by"], f"{row['bf16']:.1f}"),
-            *("{:.1f} ({:.1f} %)".format(*row[s]) if s in row else "-" for s in ("fp8", "nvfp4")),
+            *(row["name"], block["by"], f"{row['bf16']}"),
+            *(_printed(row.get(scheme, ())) for scheme in ("fp8", "nvfp4")),
             *_beside(row["bf16"], ours.get(row.get("task"))),
         ]
         for block in _published(content)["scores"]
         for row in block["rows"]
     ]
+
+
+def _printed(scores: Sequence[float]) -> str:
+    """Return a published accuracy, with its recovery if that was printed too; "-" if neither was."""
+    return " ".join(map(str.format, ("{}", "({} %)"), map(str, scores))) or "-"
 
 
 def _beside(printed: float, task: Mapping[str, Any] | None) -> list[str]:

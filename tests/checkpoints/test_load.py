@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import recipe_for, run
+from compressed_tensors.quantization import QuantizationConfig
+from conversions import DENSE, MIXED, recipe_for, run
 from safetensors.torch import load_file, save_file
 from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints import load as load_module
+from quantize.checkpoints.config_form import google_form
 from quantize.checkpoints.layout import ConfigSchemes
 from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
@@ -48,13 +50,22 @@ def test_both_trees_hold_the_same_weights_once(artifact: Path) -> None:
     assert model.lm_head.weight.data_ptr() == model.model.decoder.embed_tokens.weight.data_ptr()
 
 
-def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact: Path) -> None:
-    checkpoint = Checkpoint.open(artifact)
-    decompressor = Decompressor(checkpoint.config)
-    groups = ConfigSchemes(checkpoint.config["quantization_config"])
+@pytest.mark.parametrize(
+    "scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "NVFP4", "NVFP4A16", MIXED], ids=str
+)
+def test_every_quantized_weight_equals_compressed_tensors_decompression(
+    tiny_checkpoint: Path, tmp_path: Path, scheme: str | dict[str, list[str]]
+) -> None:
+    """The version that is installed reads a checkpoint whose config.json has Google's form."""
+    run(tiny_checkpoint, tmp_path / "out", recipe_for(scheme))
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    config = dict(checkpoint.config)
+    stated = config.pop("quantization_config")
+    assert config == google_form(config)
+    groups, decompressor = ConfigSchemes(stated), Decompressor(checkpoint.config)
     weights = {name: lazy[...] for name, lazy in lazy_weights(checkpoint).items()}
     compared = 0
-    for module, (scheme, _) in read_input_schemes(checkpoint).items():
+    for module, (scheme_of_module, _) in read_input_schemes(checkpoint).items():
         prefix, _, part = module.rpartition(".")
         if ".experts." in module:
             prefix, _, expert = prefix.rpartition(".")
@@ -64,15 +75,18 @@ def test_every_quantized_weight_equals_compressed_tensors_decompression(artifact
                 mine = mine.chunk(2)[part == "up_proj"]
         else:
             mine = weights[f"{module}.weight"]
-        suffixes = scheme.compressed.tensors(*mine.shape)
+        suffixes = scheme_of_module.compressed.tensors(*mine.shape)
         stored = {suffix: checkpoint.read(f"{module}.{suffix}") for suffix in suffixes}
         theirs = decompressor.weight(str(groups.group_of(module)), stored)
         assert mine.dtype == theirs.dtype == torch.bfloat16
         assert torch.equal(mine, theirs), module
         compared += 1
-    assert (
-        compared == LAYERS * EXPERTS * 3 + LAYERS * 3 + LAYERS * 4 - 1
-    )  # one full layer: no v_proj
+    assert compared == LAYERS * EXPERTS * 3 + DENSE
+    parsed = QuantizationConfig.model_validate(stated)
+    assert str(parsed.quantization_status.value) == "compressed"
+    for name, group in stated["config_groups"].items():
+        assert parsed.config_groups[name].targets == group["targets"]
+        assert parsed.config_groups[name].weights.num_bits == group["weights"]["num_bits"]
 
 
 def test_the_quantized_model_generates(artifact: Path) -> None:

@@ -187,6 +187,27 @@ def test_every_p_value_of_a_sign(estimand: Estimand) -> None:
     assert (limit, fails) == pytest.approx((5, p_by_formula(1.5 * ten - thirty, 15, 1.5)))
 
 
+def test_answers_to_one_question_are_units_by_these_questions_alone() -> None:
+    """BF16 shows the sign in half of the answers to each of 20 questions, the candidate in none."""
+    base, quantized = np.tile([0.0, 1.0], (20, 4)), np.zeros((20, 8))
+    limit, passes, _ = sign_p_values(base, quantized, "these_questions", 1)
+    variance = 8 * 20 * 1.5**2 * 2 / 7  # of 1.5 x; one event is 1.5
+    shape = variance / 1.5**2
+    assert (limit, passes) == pytest.approx((25, gammaincc(shape + 1, shape + 120 / 1.5)))
+    limit, passes, _ = sign_p_values(base, quantized, "such_questions", 1)
+    assert (limit, passes) == pytest.approx((25, np.exp(-20 * 0.25)))  # all questions are alike
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_a_sign_that_nothing_shows_has_an_interval(confidence: float) -> None:
+    """It is two-sided: each end is missed with half of what the confidence leaves."""
+    none = np.zeros((100, 1))
+    sign = compare_sign(none, none, replace(terms(5), confidence=confidence), None)
+    reach = -np.log((1 - confidence) / 2)  # of 100 answers, and so points
+    assert (sign.low, sign.difference_pp, sign.high) == pytest.approx((-reach, 0, reach))
+    assert (sign.limit_pp, sign.p_at_least_limit, sign.p_at_most_limit) == (None, None, None)
+
+
 def test_canvases_that_took_all_steps_are_counted() -> None:
     steps = compared(scoring(), scoring(**NEVER)).step_inflation
     assert steps is not None
@@ -235,9 +256,10 @@ def p_of(
     """Return the p-values [2, rounds] of accuracy, or of a sign with a limit, of one look alone."""
     if limit_pp is None:
         return np.array(margin_p_values(total(y - x, estimand), margin_pp))
-    judged = terms(margin_pp, estimand)
-    found = [compare_sign(1 - a, 1 - b, judged, limit_pp) for a, b in zip(x, y, strict=True)]
-    return np.array([[sign.p_at_least_limit, sign.p_at_most_limit] for sign in found]).T
+    found = np.array(sign_p_values(1 - x, 1 - y, estimand, limit_pp)[1:])
+    first = compare_sign(1 - x[0], 1 - y[0], terms(margin_pp, estimand), limit_pp)
+    assert [first.p_at_least_limit, first.p_at_most_limit] == pytest.approx(found[:, 0].tolist())
+    return found
 
 
 @pytest.mark.parametrize(  # share of the margin: BF16's own share of the last sign

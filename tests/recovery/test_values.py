@@ -16,9 +16,11 @@ from quantize.recovery.estimands import (
     needed,
     total,
 )
-from quantize.recovery.gate import judge, judge_task, not_comparable
+from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
+from quantize.recovery.health import Sign
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.steps import StepInflation
 from quantize.recovery.terms import Terms
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
@@ -196,6 +198,53 @@ def test_sentences_of_a_run() -> None:
         "INCONCLUSIVE",
         "a: an answer does not tell its denoising steps, so max_step_inflation is not judged",
     )
+    assert judge({"a": None, "b": None}) == Verdict("INCONCLUSIVE", "a, b: not asked")
+
+
+def test_sentences_of_a_sign() -> None:
+    """A task fails by a sign above its limit, and is open by one that may be above it."""
+    passed = one_answer(2, 0, 398)
+    sign = Sign(0.1, 0.35, 25.0, 20.5, 29.5, 2.5, p_at_least_limit=1.0, p_at_most_limit=0.001)
+    told = (
+        "t: 35.0 % of answers are cut at the token limit, 10.0 % of BF16's; +25.0 points "
+        "[+20.5, +29.5], +2.5 are allowed"
+    )
+    above = replace(passed, health={"cut": sign})
+    failed = Verdict("FAIL", told, "these_questions")
+    assert judge_task("t", above) == judge({"t": above}) == failed
+    open_ = replace(passed, health={"cut": replace(sign, p_at_most_limit=0.9)})
+    seen = judge_task("t", passed).reason
+    undecided = Verdict("INCONCLUSIVE", f"{seen}; {told}", "these_questions")
+    assert judge_task("t", open_) == judge({"t": open_}) == undecided
+
+
+def test_steps_are_told_by_the_look_that_decided() -> None:
+    """The first look has no steps; the second decides; the third and the last shares are others'."""
+    passed = one_answer(2, 0, 398)
+
+    def steps(ratio: float, p: float) -> StepInflation:
+        return StepInflation(ratio, ratio - 0.1, ratio + 0.1, (0, 0), ratio - 0.05, p)
+
+    found = [None, steps(1.3, 0.01), steps(1.4, 0.001)]
+    looks = tuple(
+        {
+            **asdict(passed) | asdict(passed.difference_bounds),
+            "step_inflation": each and asdict(each),
+            "questions": 100 * (number + 1),
+            "level": 0.02,
+        }
+        for number, each in enumerate(found)
+    )
+    told = (
+        "t: takes {} % more denoising steps a token; at 95% it is above {} %; 10 % are allowed "
+        "({} questions x 1)"
+    )
+    for seen, words in (
+        ((), ("50.0", "45.0", "400")),
+        (looks, ("30.0", "25.0", "200")),
+    ):
+        run = replace(passed, looks=seen, step_inflation=steps(1.5, 0.01), max_step_inflation=0.1)
+        assert judge({"t": run}) == Verdict("FAIL", told.format(*words), "these_questions")
 
 
 def test_reach_at_its_border() -> None:

@@ -38,6 +38,7 @@ from quantize.recovery.health import SIGNS
 from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs, question_tables
+from quantize.reports.headline import published_rows
 from quantize.reports.junit import junit
 from quantize.reports.questions import question_counts, questions_and_canvases
 from quantize.reports.render import html, markdown
@@ -178,6 +179,40 @@ def test_published_figures_stand_in_reports_on_their_model_alone(full: RunDir) -
         assert text.count("not asked") >= 8
         assert "covered" in text
         assert "1,288 on an H200" in text
+
+
+def test_published_figures_stand_beside_ours_by_task_and_thinking(full: RunDir) -> None:
+    content = read_json(full.report_json)
+    content["model"] |= {"bundled": False, "model": "google/diffusiongemma-26B-A4B-it"}
+    plain = next(task for task in content["tasks"] if task["task"] == "gsm8k")
+    low, high = {"low": 0.89, "high": 0.91}, {"low": 0.93, "high": 0.95}
+    plain |= {
+        "gated": True,
+        "base": 0.9,
+        "base_interval": low,
+        "quantized": 0.9,
+        "quantized_interval": low,
+    }
+    thinking = plain | {"task": "gsm8k_thinking", "base": 0.94, "base_interval": high}
+    content["tasks"] = [plain, thinking]
+    rows = published_rows(content)
+    nvidia = {
+        row[0].removesuffix(", thinking"): row[2:] for row in rows if row[1].startswith("NVIDIA")
+    }
+    assert {name: tuple(row[:3]) for name, row in nvidia.items()} == {
+        "GPQA Diamond": ("69.4", "-", "68.6"), "AIME25": ("68.33", "-", "67.33"),
+        "GSM8K": ("94.54", "-", "94.01"), "IFEval": ("94.01", "-", "94.56"),
+        "HumanEval": ("94.09", "-", "95.0"), "MMMLU": ("88.5", "-", "88.13"),
+        "MMLU-Pro": ("81.0", "-", "80.7"),
+    }  # fmt: skip
+    ours = ["94.0 [93.0, 95.0]", "90.0 [89.0, 91.0]", "covered"]
+    assert nvidia.pop("GSM8K")[3:] == ours
+    assert all(row[3] == "not asked" for row in nvidia.values())
+    red_hat = {row[0]: row[2:] for row in rows if row[1].startswith("RedHatAI")}
+    assert red_hat["GSM8K"] == [
+        "94.3", "94.2 (99.9 %)", "94.3 (100.0 %)", *["90.0 [89.0, 91.0]"] * 2, "not covered",
+    ]  # fmt: skip
+    assert red_hat["GSM8K, thinking"][3:] == [*ours[:2], "not covered"]
 
 
 def test_what_a_release_manager_reads_first(full: RunDir) -> None:

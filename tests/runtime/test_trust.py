@@ -1,5 +1,6 @@
 """The self-test at the door of a GPU that is not here, and what happens where a kernel is broken."""
 
+import ast
 import json
 import time
 from collections.abc import Callable
@@ -7,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from fused_dequant.launch import dispatch, targets
 from fused_dequant.tune import cases, launches, selftest, steptest
 from fused_dequant.tune.candidates import Product
 from fused_dequant.weights import layout_for, tuning
 from fused_dequant.weights.tuning import Config
+from triton.compiler.errors import CompilationError
 
 from quantize.errors import ResourceError
 from quantize.runtime.gpu import gpus, trust
@@ -122,6 +125,35 @@ def test_a_gpu_whose_plain_kernel_is_broken_is_refused(
     pretend(gpu, *broken)
     with pytest.raises(ResourceError, match=r"are wrong: a relative error.*hides this GPU"):
         trust.trust({broken[-1]}, None, CUDA)
+
+
+def test_a_kernel_that_does_not_compile_is_one_line_with_the_compilers_reason(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Triton's message quotes the kernel first, and a function that it calls fails by its own error."""
+    why = "source and result must have the same logical storage size"
+    fault = selftest.fault
+    pretend(H200)
+    monkeypatch.setattr(selftest, "fault", fault)
+    fails = {"nvfp4_fragments"}
+
+    def relative_error(layout: str, _: torch.device) -> float:
+        if layout not in fails:
+            return 1e-3
+        line = ast.parse("def kernel():\n    return inner()").body[0]
+        inner = CompilationError("def inner():\n    return 1", line, why)
+        raise CompilationError("def kernel():\n    return inner()", line, None) from inner
+
+    monkeypatch.setattr(selftest, "relative_error", relative_error)
+    said = f"products of {{}} do not run with triton {triton.__version__}: CompilationError: {why}"
+    assert not trust.trust({"nvfp4"}, None, CUDA)
+    assert dispatch.distrusted == fails
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"{H200[0]}: {said.format('nvfp4_fragments')}: a plainer kernel is taken" in printed
+    dispatch.distrusted.clear()
+    fails.add("fp8")
+    with pytest.raises(ResourceError, match=f"^{H200[0]}: {said.format('fp8')}, and no other"):
+        trust.trust({"fp8"}, None, CUDA)
 
 
 def test_other_versions_and_damaged_files_are_tested_again(

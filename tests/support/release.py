@@ -28,11 +28,9 @@ def faults(version: str, changelog: str, changed: str, tagged: str, head: str) -
     """What stands in the way, from texts: the changelog, `git status`, the tag's and HEAD's commits."""
     found = [f"uncommitted: {line.strip()}" for line in changed.splitlines()]
     heads = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
-    if not heads or not heads[0].startswith(version):
-        first = heads[0] if heads else "nothing"
-        found.append(
-            f"CHANGELOG.md begins with {first!r}, not with {version}: date what is unreleased"
-        )
+    first = heads[0] if heads else "nothing"
+    if not re.fullmatch(rf"{re.escape(version)}, \d{{4}}-\d\d-\d\d", first):
+        found.append(f"CHANGELOG.md begins with {first!r}, not with {version} and a date: write it")
     if tagged and tagged != head:
         found.append(
             f"the tag v{version} stands for {tagged[:12]}, not for HEAD: raise the version"

@@ -69,9 +69,16 @@ def describe(relative_error: Callable[[], float]) -> str | None:
     try:
         error = relative_error()
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used
-        reason = (str(failure).strip() or "?").splitlines()[0][:200]
-        return f"do not run with {_triton()}: {type(failure).__name__}: {reason}"
+        return f"do not run with {_triton()}: {_reason(failure)}"
     return None if error <= LARGEST_ERROR else f"are wrong: a relative error of {error:.1e}"
+
+
+def _reason(failure: BaseException) -> str:
+    """Return in one line why a launch failed: its first cause, without the source Triton quotes."""
+    while failure.__cause__:
+        failure = failure.__cause__
+    reason = getattr(failure, "error_message", None) or str(failure) or "?"
+    return f"{type(failure).__name__}: {' '.join(str(reason).split())[:200]}"
 
 
 def _triton() -> str:
