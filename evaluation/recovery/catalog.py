@@ -26,20 +26,20 @@ def known_tasks() -> list[str]:
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 
-def notes(task: str, own: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-    """Return the `metadata` of a recipe's task `own`, or of the shipped `task`; {} if unknown.
+def notes(task: str, definition: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    """Return the `metadata` of a task by its `definition`, or of one that ships; {} if unknown.
 
     Keys: `private`; `questions`, the size of the data set; `prompt_tokens`, the length of the
     longest prompt, if prompts are long; `margin_pp`, the loss allowed by default, in points.
     """
-    if own is None and task not in known_tasks():
+    if definition is None and task not in known_tasks():
         return {}
-    return (shipped(task) if own is None else own)["metadata"]
+    return (shipped(task) if definition is None else definition)["metadata"]
 
 
-def is_private(task: str, own: Mapping[str, Any] | None = None) -> bool:
+def is_private(task: str, definition: Mapping[str, Any] | None = None) -> bool:
     """Return whether a task is private: no text of its questions and answers may be kept."""
-    return bool(notes(task, own).get("private"))
+    return bool(notes(task, definition).get("private"))
 
 
 def token_limit(fields: Mapping[str, Any]) -> int:
@@ -61,9 +61,9 @@ def shipped(task: str) -> Mapping[str, Any]:
 
 def files_of(task: str) -> list[Path]:
     """Return a shipped task's files: the lm-eval file that it extends, if any, then its own."""
-    own = TASKS / f"{task}.yaml"
-    base = read_task(own)["metadata"].get("lm_eval")
-    return [LM_EVAL / base, own] if base else [own]
+    file = TASKS / f"{task}.yaml"
+    base = read_task(file)["metadata"].get("lm_eval")
+    return [LM_EVAL / base, file] if base else [file]
 
 
 def read_task(file: Path, included: int = 0) -> dict[str, Any]:

@@ -48,6 +48,10 @@ from scipy.special import gammaincc, gammainccinv, stdtr, stdtrit
 
 Estimand = Literal["these_questions", "such_questions"]
 ESTIMANDS: tuple[Estimand, ...] = get_args(Estimand)
+IN_WORDS: dict[Estimand, str] = {
+    "these_questions": "on these questions",
+    "such_questions": "on questions like these",
+}
 ROUNDING = 1e-12  # rounding error of p-values: 1 - 0.9 is a little under 0.1
 
 Floats = NDArray[np.float64]
@@ -85,7 +89,7 @@ class Total:
 
     def times(self, factor: float) -> "Total":
         """Return the total expected for `factor` times as many units, like those observed."""
-        units, freedom = (math.ceil(each * factor) for each in (self.units, self.freedom))
+        units, freedom = (math.ceil(count * factor) for count in (self.units, self.freedom))
         return Total(units, self.value * factor, self.variance * factor, self.jump, freedom)
 
 

@@ -102,7 +102,7 @@ Found = tuple[int, str]  # where in the text, and the number there, or SEVERAL
 def _chosen(text: str, forms: list[list[Found]]) -> str | None:
     """Return the last number of the first form that has one; a later correction overrides it."""
     said = list(_said(text))
-    formal = next((found for found in forms if found), None)
+    formal = next((of_form for of_form in forms if of_form), None)
     if formal:
         after = [number for place, number, firmly in said if firmly and place > formal[-1][0]]
         number = after[-1] if after else formal[-1][1]
@@ -124,7 +124,7 @@ def _marked(text: str) -> Iterator[Found]:
     A line with words beside its number ("2 checks") may be a heading too. It counts if it ends the
     text, or if no line is a number alone.
     """
-    found: list[tuple[int, str, bool]] = []
+    marked: list[tuple[int, str, bool]] = []
     headings, expected = set[int](), 1
     for match in _HEADING.finditer(text):
         if int(match[1]) == expected:
@@ -140,9 +140,9 @@ def _marked(text: str) -> Iterator[Found]:
             line = below if labelled or _ONLY_NUMBER.fullmatch(below.strip(_MARKED + ".")) else ""
         if number := _in_line(line):
             ends = not text[match.end() :].strip(_MARKED + ".\n")
-            found.append((match.start(), number, ends or not re.search(r"[^\W\d_]{2}", line)))
-    certain = [(place, number) for place, number, is_certain in found if is_certain]
-    yield from certain or [(place, number) for place, number, _ in found]
+            marked.append((match.start(), number, ends or not re.search(r"[^\W\d_]{2}", line)))
+    certain = [(place, number) for place, number, is_certain in marked if is_certain]
+    yield from certain or [(place, number) for place, number, _ in marked]
 
 
 def _headed(text: str) -> Iterator[Found]:
@@ -197,14 +197,14 @@ def _boxes(text: str) -> Iterator[tuple[int, str, int]]:
 
 def _pairs(text: str) -> dict[int, int]:
     """Return where each bracket is closed, for all brackets that are."""
-    found: dict[int, int] = {}
+    closings: dict[int, int] = {}
     open_: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
     for place, sign in enumerate(text):
         if sign in _CLOSING:
             open_[_CLOSING[sign]].append(place)
         elif open_.get(sign):
-            found[open_[sign].pop()] = place
-    return found
+            closings[open_[sign].pop()] = place
+    return closings
 
 
 def _said(text: str) -> Iterator[tuple[int, str, bool]]:

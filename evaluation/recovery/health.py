@@ -28,7 +28,6 @@ For simulated error rates see docs/evaluation.md.
 """
 
 import re
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,7 +40,7 @@ from quantize.recovery.estimands import (
     total,
     unseen_loss_p,
 )
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Sign, Terms
 
 SIGNS = {
     "empty": "empty",
@@ -60,20 +59,6 @@ _CONTROL = re.compile(r"<\|?[a-z_]+\|?>")
 _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
 
 
-@dataclass(frozen=True)
-class Sign:
-    """How often both models' answers show a sign; if unjudged, its limit and p-values are None."""
-
-    base: float  # share of BF16's answers that have the sign, 0 to 1
-    quantized: float  # share of the candidate's answers
-    difference_pp: float  # quantized - base in points; `low` and `high` are its interval's ends
-    low: float
-    high: float
-    limit_pp: float | None  # points by which the sign may be more frequent
-    p_at_least_limit: float | None  # p-value of "difference at least the limit"; small: sign passes
-    p_at_most_limit: float | None  # p-value of "difference at most the limit"; small: run fails
-
-
 def without_thinking(text: str) -> str:
     """Return the text after the last closed thinking channel, and before one that is not closed."""
     return text.rpartition(END_OF_THINKING)[2].partition(THINKING)[0]
@@ -83,12 +68,12 @@ def text_signs(text: str) -> list[str]:
     """Return the signs of ill health (of OF_TEXT) in an answer's whole text, thoughts included."""
     words = text.split()
     grams = [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
-    found = {
+    shown = {
         "empty": not _CONTROL.sub("", without_thinking(text)).strip(),
         "open_thought": THINKING in text.rpartition(END_OF_THINKING)[2],
         "stutter": len(words) >= _LEAST_WORDS and 1 - len({*grams}) / len(grams) >= _REPEATED,
     }
-    return [sign for sign, shown in found.items() if shown]
+    return [sign for sign, is_shown in shown.items() if is_shown]
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:

@@ -26,11 +26,11 @@ def templates() -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    found: Any = ImmutableSandboxedEnvironment(
+    environment: Any = ImmutableSandboxedEnvironment(
         undefined=StrictUndefined, keep_trailing_newline=True
     )
-    found.filters["regex_replace"] = _regex_replace
-    return found
+    environment.filters["regex_replace"] = _regex_replace
+    return environment
 
 
 def _regex_replace(string: str, pattern: str, repl: str, count: int = 0) -> str:
@@ -122,10 +122,10 @@ def _count(file: Path, stamp: tuple[int, int], texts: tuple[str, ...]) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"a field stands there twice, of {', '.join(found)}")
-    return found
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"a field stands there twice, of {', '.join(fields)}")
+    return fields
 
 
 def _fields(template: str) -> set[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 from quantize.recovery.catalog import is_private
 from quantize.recovery.health import text_signs
-from quantize.recovery.sequential import Answer
 
+Answer = tuple[int, int]  # (index of a question in its data set, index of a repeat)
 NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matches
 
 
@@ -69,10 +69,10 @@ class Scoring:
         self, value: Callable[[Row], Any] = lambda row: row.score
     ) -> dict[str, list[Any]]:
         """Return document's name -> list of `value(row)`, one per repeat; by default the scores."""
-        found: dict[str, list[Any]] = {}
+        values: dict[str, list[Any]] = {}
         for row in self.rows:
-            found.setdefault(self.names[row.doc_id], []).append(value(row))
-        return found
+            values.setdefault(self.names[row.doc_id], []).append(value(row))
+        return values
 
     @cached_property
     def names(self) -> dict[int, str]:

@@ -163,15 +163,15 @@ class SampleStore:
             if not line.endswith(b"\n"):
                 break
             try:
-                found = json.loads(line)
-                if found["sha256"] != _sha256(found["batch"]):
+                stored = json.loads(line)
+                if stored["sha256"] != _sha256(stored["batch"]):
                     raise ValueError("its digest is of another batch")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path}: line {number} was changed or damaged ({error}); remove the file to "
                     f"start over"
                 ) from error
-            self.done |= {row.pop("key"): Completion(**row) for row in found["batch"]}
+            self.done |= {row.pop("key"): Completion(**row) for row in stored["batch"]}
             whole += len(line)
         return whole
 

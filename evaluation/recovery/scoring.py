@@ -82,7 +82,7 @@ def score(
         results = _evaluate(model, task, loaded, part.questions)
         if results is None or store.share.rank > 0:
             continue
-        metrics = [each["metric"] for each in results["configs"][task]["metric_list"]]
+        metrics = [entry["metric"] for entry in results["configs"][task]["metric_list"]]
         metric = "exact_match" if "exact_match" in metrics else metrics[0]
         rows += _rows(results["samples"][task], model, metric)
         conditions = _conditions(task, results, seed, sampler)
@@ -135,9 +135,9 @@ def size(
     Raise ValueError if the data set cannot be fetched or read; the message says what to do.
     """
     try:
-        found = _loaded(task, definition, data_file)["tasks"][task]
-        limit = int(found.config.generation_kwargs["max_gen_toks"])
-        return len(list(found.eval_docs)), limit
+        loaded = _loaded(task, definition, data_file)["tasks"][task]
+        limit = int(loaded.config.generation_kwargs["max_gen_toks"])
+        return len(list(loaded.eval_docs)), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
         private = is_private(task, definition)
         what = "" if private else " ".join(str(error).split())[:200]
@@ -156,9 +156,9 @@ def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
         return str
     if definition is None:
         return lambda text: final_choice(without_thinking(text))
-    found = finding(definition)
+    find = finding(definition)
     stops = definition["generation_kwargs"].get("until") or []
-    return lambda text: found(cut(text, stops))
+    return lambda text: find(cut(text, stops))
 
 
 def _hashed(row: Row) -> Row:

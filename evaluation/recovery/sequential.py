@@ -27,7 +27,7 @@ looks never increase the sequential p-value.
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import Any
@@ -36,18 +36,22 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 
-from quantize.recovery.estimands import ROUNDING, Estimand, Floats, units, unseen_loss_p
-from quantize.recovery.gate import IN_WORDS, judge, passes
+from quantize.recovery.estimands import (
+    IN_WORDS,
+    ROUNDING,
+    Estimand,
+    Floats,
+    units,
+    unseen_loss_p,
+)
+from quantize.recovery.gate import judge, passes
 from quantize.recovery.health import limits_of
-from quantize.recovery.statistics import Comparison
-from quantize.recovery.terms import Terms
+from quantize.recovery.rows import Answer
+from quantize.recovery.terms import Comparison, Terms
 
 # Fractions of the units at the looks. An undamaged run ends mostly at 0.4 or 0.5, never before 0.3.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
-
-
-Answer = tuple[int, int]  # (index of a question in its data set, index of a repeat)
 
 
 @dataclass(frozen=True)
@@ -155,8 +159,8 @@ def _bound(at: Floats, density: Floats, step: float, to_spend: float, fraction: 
     end = 9 * math.sqrt(fraction)
     if excess(end) > 0:  # what may be spent is too small to tell from 0
         return end
-    found: float = brentq(excess, -end, end)  # type: ignore[assignment]
-    return found
+    bound: float = brentq(excess, -end, end)  # type: ignore[assignment]
+    return bound
 
 
 def _go_on(
@@ -205,40 +209,46 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
     )
 
 
-def at_looks(found: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
-    """Return the last comparison in `found` (one per look), with sequential p-values and `looks`."""
-    fractions, last = tuple(look.fraction for look in looks), found[-1]
-    levels = nominal_levels(fractions, 1 - last.confidence)
-
-    def over_looks(parts: Sequence[Any], *keys: str) -> Any:
-        """Return the last part with sequential p-values; a look without the part counts as 1."""
-        values = {key: [getattr(part, key, 1.0) for part in parts] for key in keys}
-        return replace(
-            parts[-1],
-            **{k: None if None in p else sequential_p(fractions, p) for k, p in values.items()},
-        )
-
-    steps = [each.step_inflation for each in found]
-    signs = ("p_at_least_limit", "p_at_most_limit")
+def at_looks(seen: Sequence[Comparison], looks: Sequence[Look]) -> Comparison:
+    """Return the last comparison in `seen` (one per look), with sequential p-values and `looks`."""
+    fractions = tuple(look.fraction for look in looks)
+    levels = nominal_levels(fractions, 1 - seen[-1].confidence)
     return replace(
-        over_looks(found, "p_at_least_margin", "p_at_most_margin"),
-        health={
-            name: over_looks([each.health[name] for each in found], *signs) for name in last.health
-        },
-        step_inflation=last.step_inflation and over_looks(steps, "p_at_most_limit"),
+        _over_looks(fractions, seen),
         looks=tuple(
             {
                 **asdict(look),
-                "difference_pp": each.difference_pp,
-                **asdict(each.difference_bounds),
-                "p_at_least_margin": each.p_at_least_margin,
-                "p_at_most_margin": each.p_at_most_margin,
-                "step_inflation": each.step_inflation and asdict(each.step_inflation),
+                "difference_pp": comparison.difference_pp,
+                **asdict(comparison.difference_bounds),
+                "p_at_least_margin": comparison.p_at_least_margin,
+                "p_at_most_margin": comparison.p_at_most_margin,
+                "step_inflation": comparison.step_inflation and asdict(comparison.step_inflation),
                 "level": level,
             }
-            for look, each, level in zip(looks, found, levels, strict=True)
+            for look, comparison, level in zip(looks, seen, levels, strict=True)
         ),
     )
+
+
+def _over_looks(fractions: Sequence[float], records: Sequence[Any]) -> Any:
+    """Return the last record (one per look), with every `p_at_...` in it made sequential.
+
+    A look without the record counts as p-value 1; a p-value that some look states as None stays so.
+    """
+    last = records[-1]
+    changed: dict[str, Any] = {}
+    values: list[Any]
+    for name, value in vars(last).items():
+        values = [getattr(record, name, 1.0) for record in records]
+        if name.startswith("p_at_"):
+            changed[name] = None if None in values else sequential_p(fractions, values)
+        elif is_dataclass(value):
+            changed[name] = _over_looks(fractions, values)
+        elif isinstance(value, Mapping) and any(map(is_dataclass, value.values())):
+            changed[name] = {
+                key: _over_looks(fractions, [table.get(key) for table in values]) for key in value
+            }
+    return replace(last, **changed)
 
 
 def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
@@ -248,7 +258,7 @@ def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     """
     if judge(seen).outcome == "FAIL":
         return []
-    return [task for task, each in seen.items() if each is None or not passes(each)]
+    return [task for task, c in seen.items() if c is None or not passes(c)]
 
 
 def until_decided(

@@ -15,7 +15,7 @@ times as many questions for the same power.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,58 +32,10 @@ from quantize.recovery.estimands import (
     ratio_limits,
     total,
 )
-from quantize.recovery.health import Sign
-from quantize.recovery.steps import StepInflation
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Interval, Terms
 
 Name = TypeVar("Name")
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A confidence interval; a limit that does not exist (of a ratio to zero, say) is None."""
-
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison(Terms):
-    """A quantized model compared with its base model on one task, and the comparison's terms.
-
-    Accuracies are 0 to 1; differences, their intervals and bounds are in percentage points.
-    Intervals have the terms' confidence and estimand; only `other_interval` has the other estimand.
-    """
-
-    questions: int  # number of paired questions
-    repeats: int  # number of answers per question from each model
-    units: int  # number of answers or of questions, whichever the estimand counts
-    base: float  # accuracy of the base model
-    base_interval: Interval  # interval of `base`
-    quantized: float  # accuracy of the quantized model
-    quantized_interval: Interval  # interval of `quantized`
-    difference_pp: float  # quantized - base in percentage points
-    difference_interval: Interval  # its two-sided interval
-    difference_bounds: Interval  # its one-sided bounds, each at `confidence`, which the gate uses
-    other_interval: Interval  # like `difference_interval`, but of the other estimand
-    p_at_least_margin: float  # p-value of "the loss is at least the margin"; PASS needs a small one
-    p_at_most_margin: float  # p-value of "the loss is at most the margin"; FAIL needs a small one
-    needed: float | None  # multiple of `units` that would decide, were all like these; None if none
-    recovery: float | None  # 100 * quantized / base; None when the base scores 0
-    recovery_interval: Interval  # its two-sided interval
-    lost: int | None  # questions that only the base answers right, None if repeats > 1
-    won: int | None  # questions that only the quantized model answers right, None if repeats > 1
-    mcnemar_p: float | None  # exact two-sided p of lost against won, None if repeats > 1
-    # One entry per interim look (`sequential`), with this look's own difference, one-sided bounds
-    # (`low`, `high`) and p-values. If there are any, the p-values above are sequential, while the
-    # bounds above are only the last look's.
-    looks: tuple[Mapping[str, Any], ...] = ()
-    step_inflation: StepInflation | None = None  # None if an answer does not report its steps
-    # Sign of ill health -> how often both models' answers have it (`recovery.health`).
-    health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
-    unjudged: Sequence[str] = ()  # signs that have a limit, but cannot be seen in what is stored
-    length: Sequence[float] | None = None  # ratio of mean tokens to the base's, its interval's ends
 
 
 def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
@@ -134,13 +86,13 @@ def holm(
 
     With `weights` (Holm 1979), each hypothesis' share of the error is proportional to its weight.
     """
-    each = weights or dict.fromkeys(p_values, 1.0)
+    weight = weights or dict.fromkeys(p_values, 1.0)
     adjusted: dict[Name, float] = {}
-    largest, rest = 0.0, math.fsum(each[name] for name in p_values)
-    for name, p in sorted(p_values.items(), key=lambda item: item[1] / each[item[0]]):
-        largest = max(largest, min(1.0, rest / each[name] * p))
+    largest, rest = 0.0, math.fsum(weight[name] for name in p_values)
+    for name, p in sorted(p_values.items(), key=lambda item: item[1] / weight[item[0]]):
+        largest = max(largest, min(1.0, rest / weight[name] * p))
         adjusted[name] = largest
-        rest -= each[name]
+        rest -= weight[name]
     return adjusted
 
 

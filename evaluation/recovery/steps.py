@@ -15,29 +15,16 @@ less information than `sequential` assumes: the test decides too rarely (simulat
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from quantize.recovery.estimands import Floats
+from quantize.recovery.terms import StepInflation
 
 # Question -> (denoising steps, tokens), each summed over one model's answers to it.
 Costs = Mapping[str, tuple[int, int]]
-
-
-@dataclass(frozen=True)
-class StepInflation:
-    """The ratio of the quantized model's denoising steps per token to BF16's."""
-
-    ratio: float  # steps per token, quantized over BF16; 1.07 is 7 % more
-    low: float  # limits of the ratio's two-sided interval
-    high: float
-    never_stopped: Sequence[float]  # shares of canvases that took all steps: [BF16, quantized]
-    bound: float  # one-sided lower bound of the ratio
-    # P-value of "the inflation is at most the limit"; a small one fails the gate. None: no limit.
-    p_at_most_limit: float | None
 
 
 def step_inflation(
@@ -83,5 +70,5 @@ def exceeds_p(middle: Any, error: Any, freedom: int, limit: float) -> Any:
     """Return the one-sided p-value of "the ratio is at most 1 + limit", from `log_ratio`'s results."""
     above = middle - math.log1p(limit)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = stdtr(freedom, -above / error)
-    return np.where(error > 0, found, above <= 0)[()]
+        students = stdtr(freedom, -above / error)
+    return np.where(error > 0, students, above <= 0)[()]

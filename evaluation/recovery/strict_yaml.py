@@ -62,6 +62,8 @@ def _values(node: Any, known: dict[int, int]) -> int:
     if id(node) not in known:
         known[id(node)] = MOST_VALUES  # until it is known: an alias within what it names has no end
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
-        flat = (part for each in parts for part in (each if isinstance(each, tuple) else (each,)))
+        flat = (
+            part for entry in parts for part in (entry if isinstance(entry, tuple) else (entry,))
+        )
         known[id(node)] = min(1 + sum(_values(part, known) for part in flat), MOST_VALUES + 1)
     return known[id(node)]

@@ -14,8 +14,7 @@ from quantize.host.files import REDO, read_json, write_json, write_text
 from quantize.recovery.gate import Verdict
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Row, Scoring
-from quantize.recovery.statistics import Comparison
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Terms, unmeasured
 from quantize.runs.folder import RunDir
 
 
@@ -23,13 +22,12 @@ def pair(
     base: Scoring, other: Scoring, terms: Terms, **may_differ: Any
 ) -> tuple[dict[str, Any], Comparison | None]:
     """Return (report.json's entry on two scorings, their comparison or None if not comparable)."""
-    found = paired(base, other, terms, **may_differ)
+    outcome = paired(base, other, terms, **may_differ)
     base, other, _ = in_common(base, other)
-    comparison = found if isinstance(found, Comparison) else None
-    empty = {"step_inflation": None, "health": {}, "unjudged": [], "length": None}
+    comparison = outcome if isinstance(outcome, Comparison) else None
     entry = {
-        "not_comparable": found.reason if isinstance(found, Verdict) else None,
-        **(asdict(comparison) if comparison else asdict(terms) | empty),
+        "not_comparable": outcome.reason if isinstance(outcome, Verdict) else None,
+        **(asdict(comparison) if comparison else asdict(terms) | unmeasured()),
         "thinking": bool(other.conditions.get("generation", {}).get("thinking")),
         "made_with": other.made_with,
         "bf16_counts": counts(base.rows),

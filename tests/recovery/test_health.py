@@ -15,8 +15,8 @@ from quantize.recovery.health import SIGNS, compare_sign, limits_of, sign_p_valu
 from quantize.recovery.pairing import paired
 from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan, nominal_levels
-from quantize.recovery.statistics import Comparison, holm
-from quantize.recovery.terms import Terms
+from quantize.recovery.statistics import holm
+from quantize.recovery.terms import Comparison, Terms
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 NINE = "a b c d e f g h i "

@@ -12,8 +12,7 @@ from quantize.recipe.reading import load_recipe, parse_recipe
 from quantize.recipe.sections import OperatingPoint
 from quantize.recovery.gate import Verdict, judge, passing
 from quantize.recovery.pairing import paired
-from quantize.recovery.statistics import Comparison
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Terms
 from quantize.reports.headline import chosen_point
 from quantize.runtime import Sampler
 

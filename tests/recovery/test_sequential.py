@@ -21,7 +21,6 @@ from worlds import (
 from quantize.recipe.reading import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
 from quantize.recovery.gate import judge, judge_task
-from quantize.recovery.health import Sign
 from quantize.recovery.sequential import (
     FRACTIONS,
     Plan,
@@ -33,8 +32,7 @@ from quantize.recovery.sequential import (
     until_decided,
 )
 from quantize.recovery.statistics import compare
-from quantize.recovery.steps import StepInflation
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Sign, StepInflation, Terms
 from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
 
 EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)

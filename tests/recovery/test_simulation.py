@@ -36,8 +36,8 @@ from quantize.recovery.estimands import (
     total,
 )
 from quantize.recovery.gate import judge_task
-from quantize.recovery.statistics import Interval, compare
-from quantize.recovery.terms import Terms
+from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Interval, Terms
 
 BLOCK = 100  # rounds
 ROUNDS = 1000

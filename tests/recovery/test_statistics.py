@@ -13,8 +13,8 @@ from scipy import stats
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_loss_p
 from quantize.recovery.gate import judge, judge_task, not_comparable
 from quantize.recovery.sequential import Plan, at_looks, out_of_reach
-from quantize.recovery.statistics import Comparison, compare, holm, mcnemar
-from quantize.recovery.terms import Terms
+from quantize.recovery.statistics import compare, holm, mcnemar
+from quantize.recovery.terms import Comparison, Terms
 
 
 def scores(values: list[float]) -> dict[str, list[float]]:

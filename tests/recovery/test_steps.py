@@ -11,9 +11,9 @@ from worlds import RECIPES, Bench, by_name, many_costs, three_sigma
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats
 from quantize.recovery.gate import judge
 from quantize.recovery.sequential import Plan, nominal_levels
-from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Terms
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
 

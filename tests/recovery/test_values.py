@@ -17,11 +17,9 @@ from quantize.recovery.estimands import (
     total,
 )
 from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
-from quantize.recovery.health import Sign
 from quantize.recovery.sequential import Plan, out_of_reach
-from quantize.recovery.statistics import Comparison, compare
-from quantize.recovery.steps import StepInflation
-from quantize.recovery.terms import Terms
+from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Comparison, Sign, StepInflation, Terms
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
 BASE = np.ones((40, 3))

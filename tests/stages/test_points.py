@@ -62,7 +62,13 @@ def scores_of(folder: Path, weights: str) -> Scores:
 def judged(outcome: str = "PASS", speeds: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     comparisons: Any = {
         name: {
-            task: SimpleNamespace(unjudged=(), p_at_least_margin=p, health={})
+            task: SimpleNamespace(
+                unjudged=(),
+                p_at_least_margin=p,
+                p_at_most_margin=1.0,
+                max_step_inflation=None,
+                health={},
+            )
             for task, p in zip((ONE, TWO), found, strict=False)
         }
         for name, (_, _, found) in POINTS.items()

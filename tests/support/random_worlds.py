@@ -32,9 +32,9 @@ from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats, margin_p_va
 from quantize.recovery.gate import judge, passing
 from quantize.recovery.health import MORE, compare_sign, limits_of, sign_p_values
 from quantize.recovery.sequential import Look, Plan, at_looks, nominal_levels, until_decided
-from quantize.recovery.statistics import Comparison, compare
+from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Terms
 
 ALPHA, INFLATION = 0.05, 0.1
 DAMAGE = ("single", "whole", "mixed")

@@ -12,8 +12,8 @@ from typing import Any
 
 from quantize.checkpoints.targets import plan_targets, sum_bytes
 from quantize.recipe.reading import load_recipe
-from quantize.recovery.statistics import Comparison, compare
-from quantize.recovery.terms import Terms
+from quantize.recovery.statistics import compare
+from quantize.recovery.terms import Comparison, Terms
 from quantize.stages.plan.plan import described
 
 RESULTS: dict[str, Any] = json.loads(

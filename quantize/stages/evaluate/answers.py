@@ -20,7 +20,7 @@ from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Finished, SampleStore, Share
 from quantize.recovery.scoring import score
 from quantize.recovery.sequential import Part
-from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import BASELINE

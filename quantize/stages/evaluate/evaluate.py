@@ -29,7 +29,7 @@ from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.gate import judge
 from quantize.recovery.sequential import out_of_reach, until_decided
 from quantize.recovery.served import ServerError
-from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Comparison
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
 from quantize.runtime import Sampler

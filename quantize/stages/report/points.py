@@ -9,7 +9,7 @@ from quantize.host.files import read_json
 from quantize.recipe.controls import CONTROLS, JUDGED, SETTINGS
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, decides, passing
-from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Comparison
 from quantize.runs.models import AT_POINT
 from quantize.stages.report.rows import Scores
 

@@ -19,7 +19,7 @@ from quantize.host.files import TEMPORARY_SUFFIX, read_json, write_json, write_t
 from quantize.host.progress import say
 from quantize.recipe.sections import Recipe
 from quantize.recovery.gate import Verdict, judge, judge_task
-from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Comparison
 from quantize.reports.junit import junit
 from quantize.reports.provenance import made
 from quantize.reports.questions import questions_and_canvases, unread

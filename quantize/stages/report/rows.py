@@ -9,7 +9,7 @@ from quantize.host.files import read_json
 from quantize.recipe.controls import JUDGED, SETTINGS
 from quantize.recipe.sections import Recipe
 from quantize.recovery.rows import Scoring
-from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Comparison
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, FURTHER
