@@ -72,7 +72,7 @@ def _check_transformers() -> None:
     for finding in packages():
         if finding.level == NEEDED and finding.what.startswith("transformers"):
             raise ResourceError(
-                f"transformers {finding.found} is installed, and quantize.hf is made for "
+                f"transformers {finding.seen} is installed, and quantize.hf is made for "
                 f"{finding.what}: {finding.advice}"
             )
 

@@ -50,35 +50,35 @@ def right(
 def main(problems: int, checkpoint: Path, rows: tuple[str, ...], answers: Path | None) -> None:
     """Print the table."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer, own = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
+    tokenizer, stated = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     heldout = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:problems]]
     prompts = [
-        encode_chat(tokenizer, [{"role": "user", "content": each["question"]}], thinking=False)
-        for each in heldout
+        encode_chat(tokenizer, [{"role": "user", "content": problem["question"]}], thinking=False)
+        for problem in heldout
     ]
-    numbers, seeds = [str(each["answer_number"]) for each in heldout], list(range(problems))
-    found: dict[str, list[bool]] = {}
+    numbers, seeds = [str(problem["answer_number"]) for problem in heldout], list(range(problems))
+    outcomes: dict[str, list[bool]] = {}
     if answers is not None and answers.exists():
-        found = json.loads(answers.read_text())
+        outcomes = json.loads(answers.read_text())
     print("| steps | accuracy | tokens/forward | ms/canvas of 32 | tokens/s |")
     print("|---|---:|---:|---:|---:|")
     for row in rows:
-        sampler = own
+        sampler = stated
         if row.isdigit():
-            sampler = replace(own, max_denoising_steps=int(row), confidence_threshold=NEVER)
+            sampler = replace(stated, max_denoising_steps=int(row), confidence_threshold=NEVER)
         engine = FusedEngine(load_packed(checkpoint, device), capacity=BATCH, max_context=1024)
-        budget = own.max_new_tokens
+        budget = stated.max_new_tokens
         if device == "cuda":  # kernels are compiled and graphs captured
             complete(engine, prompts[:BATCH], seeds, max_new_tokens=budget, sampler=sampler)
         started = time.perf_counter()
         samples = complete(engine, prompts, seeds, max_new_tokens=budget, sampler=sampler)
         seconds = time.perf_counter() - started
-        found[row] = right(samples, numbers, tokenizer.decode)
-        _print_row(row, found[row], samples, seconds)
+        outcomes[row] = right(samples, numbers, tokenizer.decode)
+        _print_row(row, outcomes[row], samples, seconds)
     if answers is not None:
-        answers.write_text(json.dumps(found))
-    for row in found.keys() - {"adaptive"} if "adaptive" in found else ():
-        _print_difference(row, found[row], found["adaptive"])
+        answers.write_text(json.dumps(outcomes))
+    for row in outcomes.keys() - {"adaptive"} if "adaptive" in outcomes else ():
+        _print_difference(row, outcomes[row], outcomes["adaptive"])
 
 
 def _print_row(row: str, correct: list[bool], samples: list[Sample], seconds: float) -> None:

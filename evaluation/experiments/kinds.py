@@ -34,14 +34,14 @@ SOLVED = 8  # problems before the one to be solved
 KINDS = 3
 
 
-def write_mix(folder: Path, each: int) -> Path:
-    """Write a JSONL file of chats, `each` of every kind, and their pictures; return its path."""
+def write_mix(folder: Path, count: int) -> Path:
+    """Write a JSONL file of chats, `count` of every kind, and their pictures; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = HELDOUT.read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in lines[FIRST : FIRST + KINDS * each * (SOLVED + 1)]]
+    rows = [json.loads(line) for line in lines[FIRST : FIRST + KINDS * count * (SOLVED + 1)]]
     draw = torch.Generator().manual_seed(0)
     chats: list[list[dict[str, Any]]] = []
-    for index in range(KINDS * each):
+    for index in range(KINDS * count):
         asked, *solved = rows[index * (SOLVED + 1) : (index + 1) * (SOLVED + 1)]
         content: Any = asked["question"]
         if index % KINDS == 2:
@@ -65,15 +65,15 @@ def write_mix(folder: Path, each: int) -> Path:
 @click.argument(
     "checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True)
 )
-@click.option("--each", default=32, show_default=True, help="Trajectories a kind.")
+@click.option("--each", "count", default=32, show_default=True, help="Trajectories a kind.")
 @click.option("--mode", type=click.Choice(ACTIVATION_MODES), default="per_layer", show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 def main(
-    folder: Path, checkpoints: tuple[Path, ...], each: int, mode: ActivationMode, device: str
+    folder: Path, checkpoints: tuple[Path, ...], count: int, mode: ActivationMode, device: str
 ) -> None:
     """Print a table of KL from BF16: one row for each checkpoint and kind of prompt."""
     mix = Calibration(
-        datasets=[str(write_mix(folder, each))], prompts=KINDS * each, canvases=CANVASES,
+        datasets=[str(write_mix(folder, count))], prompts=KINDS * count, canvases=CANVASES,
         thinking=0.5, batch_size=BATCH, max_prompt_tokens=4096,
     )  # fmt: skip
     window: int = Checkpoint.open(CHECKPOINT).config["text_config"]["sliding_window"]
@@ -82,33 +82,33 @@ def main(
         Sampler.from_checkpoint(CHECKPOINT),
     )
 
-    def engine(path: Path, own: ActivationMode) -> Engine:
+    def engine(path: Path, activations: ActivationMode) -> Engine:
         return open(
             path,
             device=device,
-            activations=own,
+            activations=activations,
             capacity=BATCH,
         )
 
     reference = engine(CHECKPOINT, "none")
     made = record_all(reference, prompts, mix, sampler, title="recording BF16")
     compared = [Compared(engine(path, mode)) for path in checkpoints]
-    found = replay(reference, compared, made, sampler, batch_size=BATCH)
+    measured = replay(reference, compared, made, sampler, batch_size=BATCH)
     kinds = [trajectory.prompt.kind(window) for trajectory in made]
     print(
         "| checkpoint | kind of prompt | trajectories | tokens | KL x 1000 |\n|---|---|---:|---:|---|"
     )
-    for path, distances in zip(checkpoints, found, strict=True):
+    for path, distances in zip(checkpoints, measured, strict=True):
         for entry in summarize(distances, kinds)["by_kind"]:
-            own = [
+            of_kind = [
                 len(t.prompt.ids)
                 for t, kind in zip(made, kinds, strict=True)
                 if kind == entry["kind"]
             ]
             mean, (low, high) = entry["kl_nats"]["mean"], entry["kl_nats"]["interval"]
             print(
-                f"| {path.parent.name} | {entry['kind']} | {entry['trajectories']} | {min(own)} to "
-                f"{max(own)} | {1000 * mean:.2f} [{1000 * low:.2f}, {1000 * high:.2f}] |",
+                f"| {path.parent.name} | {entry['kind']} | {entry['trajectories']} | {min(of_kind)} to "
+                f"{max(of_kind)} | {1000 * mean:.2f} [{1000 * low:.2f}, {1000 * high:.2f}] |",
                 flush=True,
             )
 

@@ -150,24 +150,24 @@ def replay_all(
     out: Path, names: Sequence[str], modes: Sequence[ActivationMode], count: int, device: str
 ) -> None:
     """Replay (variant, mode) pairs that have no file yet, all at once; write their KL by trajectory."""
-    left: list[tuple[str, ActivationMode]] = [
+    waiting: list[tuple[str, ActivationMode]] = [
         (name, mode)
         for name in names
         for mode in modes
         if not (out / "replay" / f"{name}-{mode}.json").exists()
     ]
-    if not left:
+    if not waiting:
         return
 
     def engine(folder: Path, mode: ActivationMode) -> Engine:
         return open(folder, device=device, activations=mode, capacity=BATCH)
 
     reference = engine(CHECKPOINT, "none")
-    compared = [Compared(engine(out / name / "checkpoint", mode)) for name, mode in left]
+    compared = [Compared(engine(out / name / "checkpoint", mode)) for name, mode in waiting]
     sampler = Sampler.from_checkpoint(CHECKPOINT)
-    found = replay(reference, compared, recorded(reference, count), sampler, batch_size=BATCH)
+    measured = replay(reference, compared, recorded(reference, count), sampler, batch_size=BATCH)
     (out / "replay").mkdir(exist_ok=True)
-    for (name, mode), distances in zip(left, found, strict=True):
+    for (name, mode), distances in zip(waiting, measured, strict=True):
         kl = by_trajectory(distances, lambda step: step.kl.mean().item())
         write_json(out / "replay" / f"{name}-{mode}.json", {"kl": list(kl.values())})
 
@@ -225,12 +225,12 @@ def table(out: Path, base: str = "w4a4") -> list[str]:
         "|---|---|---:|---|---:|---|",
     ]
     kl = {path.stem: read_json(path)["kl"] for path in sorted((out / "replay").glob("*.json"))}
-    for name, found in kl.items():
+    for name, by_mode in kl.items():
         variant, mode = name.rsplit("-", 1)
-        theirs, none = kl.get(f"{base}-{mode}", found), kl.get(f"{variant}-none", found)
+        theirs, none = kl.get(f"{base}-{mode}", by_mode), kl.get(f"{variant}-none", by_mode)
         shown.append(
-            f"| {variant} | {mode} | {1000 * mean(found):.2f} | {differing(found, theirs, 1000)} | "
-            f"{mean(found) / mean(theirs):.3f} | {differing(found, none, 1000)} |"
+            f"| {variant} | {mode} | {1000 * mean(by_mode):.2f} | {differing(by_mode, theirs, 1000)} | "
+            f"{mean(by_mode) / mean(theirs):.3f} | {differing(by_mode, none, 1000)} |"
         )
     shown += [
         "",
@@ -238,12 +238,12 @@ def table(out: Path, base: str = "w4a4") -> list[str]:
         "|---|---|---:|---|---|---:|",
     ]
     made = {path.stem: read_json(path) for path in sorted((out / "answers").glob("*.json"))}
-    for name, found in made.items() if "bf16-none" in made else ():
+    for name, by_mode in made.items() if "bf16-none" in made else ():
         variant, mode = name.rsplit("-", 1)
         bf16 = made["bf16-none"]
-        mine, theirs = per_problem(found["right"]), per_problem(bf16["right"])
-        none = per_problem(made.get(f"{variant}-none", found)["right"])
-        steps = found["steps"] / found["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
+        mine, theirs = per_problem(by_mode["right"]), per_problem(bf16["right"])
+        none = per_problem(made.get(f"{variant}-none", by_mode)["right"])
+        steps = by_mode["steps"] / by_mode["tokens"] / (bf16["steps"] / bf16["tokens"]) - 1
         shown.append(
             f"| {variant} | {mode} | {mean(mine):.4f} | {differing(mine, theirs, 100)} | "
             f"{differing(mine, none, 100)} | {steps:+.1%} |"
@@ -256,8 +256,8 @@ def table(out: Path, base: str = "w4a4") -> list[str]:
     for path in sorted((out / "served").glob("*.json")):
         theirs = [float(bit) for bit in read_json(path)["right"]]
         name = path.stem
-        if found := made.get(f"{name}-none"):
-            ours = [float(right) for right in found["right"][0][: len(theirs)]]
+        if by_mode := made.get(f"{name}-none"):
+            ours = [float(right) for right in by_mode["right"][0][: len(theirs)]]
             shown.append(
                 f"| {name} | {mean(theirs):.4f} | {mean(ours):.4f} | {differing(theirs, ours, 100)} |"
             )

@@ -117,13 +117,13 @@ def damage(
     return list(by_trajectory(distances, lambda step: step.kl.mean().item()).values())
 
 
-def row(name: str, mode: str, held: str, found: list[float], own: list[float]) -> str:
+def row(name: str, mode: str, held: str, kl: list[float], baseline: list[float]) -> str:
     """Return a line of the table; KL in nats x 1000, differences from `own` paired by trajectory."""
-    low, high = bootstrap_interval([b - a for a, b in zip(own, found, strict=True)])
-    most = sum(sorted(found)[-6:]) / sum(found)
-    middle = math.exp(mean(math.log(max(each, 1e-9)) for each in found))
+    low, high = bootstrap_interval([b - a for a, b in zip(baseline, kl, strict=True)])
+    most = sum(sorted(kl)[-6:]) / sum(kl)
+    middle = math.exp(mean(math.log(max(nats, 1e-9)) for nats in kl))
     return (
-        f"| {name} | {mode} | {held} | {1000 * mean(found):.2f} [{1000 * low:+.2f}, {1000 * high:+.2f}]"
+        f"| {name} | {mode} | {held} | {1000 * mean(kl):.2f} [{1000 * low:+.2f}, {1000 * high:+.2f}]"
         f" | {1000 * middle:.2f} | {most:.0%} |"
     )
 
@@ -150,11 +150,11 @@ def main(folders: tuple[Path, ...], count: int, modes: tuple[ActivationMode, ...
     print("|---|---|---|---:|---:|---:|")
     for folder in folders:
         for mode in modes:
-            own: list[float] = []
+            baseline: list[float] = []
             for held in HELD:
-                found = damage(reference, folder, mode, held, trajectories)
-                own = own or found
-                print(row(folder.parent.name, mode, held, found, own), flush=True)
+                kl = damage(reference, folder, mode, held, trajectories)
+                baseline = baseline or kl
+                print(row(folder.parent.name, mode, held, kl, baseline), flush=True)
 
 
 if __name__ == "__main__":

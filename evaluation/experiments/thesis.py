@@ -210,10 +210,10 @@ def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
         rounding, mode = MADE[what]
         folder = folder_of(out, source, seed) / rounding
         compared.append(Compared(open(folder, device=device, activations=mode, capacity=BATCH)))
-    found = replay(reference, compared, recorded(reference, count), SAMPLER, batch_size=BATCH)
+    distances = replay(reference, compared, recorded(reference, count), SAMPLER, batch_size=BATCH)
     result = {
         "/".join(map(str, arm)): list(by_trajectory(d, lambda s: s.kl.mean().item()).values())
-        for arm, d in zip(arms(), found, strict=True)
+        for arm, d in zip(arms(), distances, strict=True)
     }
     write_json(path, result)
     return result
@@ -240,17 +240,17 @@ def table(kl: dict[str, list[float]]) -> list[str]:
         "|---|---|---:|---|---|---|---|",
     ]
     for what in MADE:
-        own = over_seeds(kl, what, SOURCES[-1])
+        last = over_seeds(kl, what, SOURCES[-1])
         for source in SOURCES:
-            found = over_seeds(kl, what, source)
+            ratios = over_seeds(kl, what, source)
             by_seed = [mean(kl[f"{what}/{source}/{seed}"]) for seed in SEEDS]
-            seeds = ", ".join(f"{1000 * each:.2f}" for each in by_seed)
-            row = f"| {what} | {source} | {1000 * mean(found):.2f} |"
+            seeds = ", ".join(f"{1000 * nats:.2f}" for nats in by_seed)
+            row = f"| {what} | {source} | {1000 * mean(ratios):.2f} |"
             if source == SOURCES[-1]:
                 lines.append(f"{row} | | | {seeds} |")
                 continue
-            less = [1000 * (a - b) for a, b in zip(own, found, strict=True)]
-            logs = [math.log(a / b) for a, b in zip(own, found, strict=True)]
+            less = [1000 * (a - b) for a, b in zip(last, ratios, strict=True)]
+            logs = [math.log(a / b) for a, b in zip(last, ratios, strict=True)]
             low, high = map(math.exp, bootstrap_interval(logs))
             ratio = f"{math.exp(mean(logs)):.2f} [{low:.2f}, {high:.2f}]"
             lines.append(

@@ -50,12 +50,12 @@ class SomeSlots:
 
     def denoise(self, slots: Sequence[int], *_: Any) -> list[Canvas | None]:
         """Denoise until a slot, or all if `whole`, has a canvas; return each slot's canvas or None."""
-        found: dict[int, Canvas] = {}
-        while not found or (self._whole and len(found) < len(slots)):
-            left = [slot for slot in slots if slot not in found]
-            done = zip(left, self._engine.denoise(left), strict=True)
-            found |= {slot: canvas for slot, canvas in done if canvas}
-        return [found.get(slot) for slot in slots]
+        finished: dict[int, Canvas] = {}
+        while not finished or (self._whole and len(finished) < len(slots)):
+            running = [slot for slot in slots if slot not in finished]
+            done = zip(running, self._engine.denoise(running), strict=True)
+            finished |= {slot: canvas for slot, canvas in done if canvas}
+        return [finished.get(slot) for slot in slots]
 
 
 def adaptive_rows(
@@ -70,17 +70,17 @@ def adaptive_rows(
         engine.release(slot)
     batch, length = len(prompts), engine.canvas_length
     requests = [prompt for _ in range(REQUESTS) for prompt in prompts]
-    own = replace(sampler, max_length=None, eos_token_ids=())
+    endless = replace(sampler, max_length=None, eos_token_ids=())
     if stops is not None:
-        own = replace(own, confidence_threshold=NEVER)
-        each = list(itertools.islice(itertools.cycle(stops), 2 * len(requests)))
-        engine.stops = lambda seed, canvas: each[2 * seed + canvas]
+        endless = replace(endless, confidence_threshold=NEVER)
+        lengths = list(itertools.islice(itertools.cycle(stops), 2 * len(requests)))
+        engine.stops = lambda seed, canvas: lengths[2 * seed + canvas]
     rows: list[AdaptiveRow] = []
     ways = {"by step": False, "by canvas": True}
     for name, whole in [*ways.items()] * 2:  # the first time captures graphs
         held: Any = SomeSlots(engine, batch, whole=whole)
         started, seeds = time.perf_counter(), range(len(requests))
-        samples = complete(held, requests, seeds, max_new_tokens=2 * length, sampler=own)
+        samples = complete(held, requests, seeds, max_new_tokens=2 * length, sampler=endless)
         seconds = time.perf_counter() - started
         steps = [count for sample in samples for count in sample.steps_per_canvas]
         rows.append(AdaptiveRow(batch, name, len(steps) * length / seconds, steps))
@@ -97,21 +97,21 @@ def speeds(
     """
     engine = open(checkpoint, place)
     prompts = random_prompts(engine.model.weights, context, engine.capacity)
-    own, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
-    found = {
-        name: adaptive_rows(engine, prompts, own, spread(each, count))[0].tokens_a_second
-        for name, each in steps.items()
+    stated, count = Sampler.from_checkpoint(checkpoint), 2 * REQUESTS * engine.capacity
+    rates = {
+        name: adaptive_rows(engine, prompts, stated, spread(counts, count))[0].tokens_a_second
+        for name, counts in steps.items()
     }
     engine.close()
-    return found
+    return rates
 
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return `count` of the sorted `steps`, evenly spaced, shuffled with a fixed seed."""
     ordered = sorted(steps)
-    found = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
-    random.Random(0).shuffle(found)
-    return found
+    quantiles = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
+    random.Random(0).shuffle(quantiles)
+    return quantiles
 
 
 def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:

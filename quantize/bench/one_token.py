@@ -47,11 +47,11 @@ class Continuation:
 
     def run(self, count: int) -> list[list[int]]:
         """Append `count` tokens to each of B texts and return the tokens, [B][count]."""
-        found: list[Tensor] = []
+        tokens: list[Tensor] = []
         for _ in range(count):
             self._append()
-            found.append(self._tokens.clone())
-        return torch.cat(found, 1).tolist()
+            tokens.append(self._tokens.clone())
+        return torch.cat(tokens, 1).tolist()
 
     def experts_hit(self) -> list[int]:
         """Run one pass without a CUDA graph; return how many experts it reaches in each layer."""
@@ -62,7 +62,7 @@ class Continuation:
         return reached
 
     def _pass(self) -> None:
-        own = self._model.encoding(self._tokens, self._slots, self._start, whole=True)
-        h = self._model.run([own])[0]
+        encoded = self._model.encoding(self._tokens, self._slots, self._start, whole=True)
+        h = self._model.run([encoded])[0]
         self._tokens.copy_(self._model.logits(h).argmax(-1, keepdim=True))
         self._start += 1

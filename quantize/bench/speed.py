@@ -147,8 +147,8 @@ def bench(
     samplers, batches = {name: _sampler(name, checkpoint) for name in steps}, sorted(set(batches))
     stopping = None if stops is None else read_stops(stops)
     rates = measure_rates(torch.device("cuda"))
-    own = Checkpoint.open(checkpoint).config if checkpoint else config or {}
-    length = context + 2 * model_config(own).canvas_length  # an adaptive request's, too
+    stated = Checkpoint.open(checkpoint).config if checkpoint else config or {}
+    length = context + 2 * model_config(stated).canvas_length  # an adaptive request's, too
     model = checkpoint or _random(random, config)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -174,16 +174,16 @@ def bench(
             say(f"batch {batch}, adaptive steps")
             result.adaptive.extend(adaptive_rows(engine, prompts[:batch], adaptive, stopping))
     for batch in batches:
-        own = prompts[:batch]
+        batch_prompts = prompts[:batch]
         if autoregressive:
             say(f"batch {batch}, one token a forward")
-            times, own_hit = _measure_tokens(engine, own, canvases)
+            times, own_hit = _measure_tokens(engine, batch_prompts, canvases)
             floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
             result.rows.append(_row(batch, ONE_TOKEN, own_hit, floor, times, hourly_price))
         shape = batch, context, statistics.mean(hit)
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
-            times = _measure(engine, own, sampler, canvases)
+            times = _measure(engine, batch_prompts, sampler, canvases)
             floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
             if _below(
                 floor, times
@@ -195,12 +195,12 @@ def bench(
 
 
 def _sampler(steps: str, checkpoint: Path | None) -> Sampler:
-    own = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
+    stated = Sampler.from_checkpoint(checkpoint) if checkpoint else Sampler()
     if steps == ADAPTIVE:
-        return own
+        return stated
     if not steps.isdigit() or int(steps) < 1:
         raise InputError(f"steps {steps!r}: a number above 0, or adaptive")
-    return replace(own, max_denoising_steps=int(steps), confidence_threshold=NEVER)
+    return replace(stated, max_denoising_steps=int(steps), confidence_threshold=NEVER)
 
 
 def _random(mix: str | None, config: dict[str, Any] | None) -> RandomModel:
@@ -212,11 +212,14 @@ def _random(mix: str | None, config: dict[str, Any] | None) -> RandomModel:
 
 def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
     """Return how many experts one denoising step of one canvas reaches, layer by layer."""
-    own = FusedEngine(engine.model.weights, capacity=1, max_context=engine.max_length, graphs=False)
-    own.admit(0, prompt, 0, Sampler(max_denoising_steps=1))
-    own.model.routed = []
-    own.denoise([0])
-    step = own.model.routed[-len(own.model.weights.layers) :]  # without a short prompt's encoding
+    probe = FusedEngine(
+        engine.model.weights, capacity=1, max_context=engine.max_length, graphs=False
+    )
+    probe.admit(0, prompt, 0, Sampler(max_denoising_steps=1))
+    probe.model.routed = []
+    probe.denoise([0])
+    layers = len(probe.model.weights.layers)
+    step = probe.model.routed[-layers:]  # without a short prompt's encoding
     return [int(ids.unique().numel()) for ids in step]
 
 
@@ -237,8 +240,8 @@ def _measure(
 
     def canvas() -> int:
         done = engine.denoise(slots)
-        for slot, own in zip(slots, before, strict=True):
-            engine.rewind(slot, own.tokens if own else [])
+        for slot, sequence in zip(slots, before, strict=True):
+            engine.rewind(slot, sequence.tokens if sequence else [])
         return max(canvas.steps for canvas in done if canvas) + 1
 
     times = _repeated(canvas, canvases, engine.device, len(slots) * engine.canvas_length)
@@ -278,8 +281,8 @@ def _measure_tokens(
     times = _repeated(canvas, canvases, engine.device, len(slots) * length)
     for slot in slots:
         engine.release(slot)
-    own = {"first_canvas_ms": first * 1e3, "ms_a_step": times["ms_a_forward"], "parts": {}}
-    return times | own, hit
+    figures = {"first_canvas_ms": first * 1e3, "ms_a_step": times["ms_a_forward"], "parts": {}}
+    return times | figures, hit
 
 
 def _repeated(
@@ -295,17 +298,17 @@ def _repeated(
             started = time.perf_counter()
             forwards += canvas()
             seconds.append(time.perf_counter() - started)
-    median, each = statistics.median(seconds), forwards / len(seconds)
+    median, per_run = statistics.median(seconds), forwards / len(seconds)
     watts, clocks = seen.watts, seen.clocks
     joules = watts and watts * sum(seconds) / forwards
     return {
-        "forwards_a_canvas": each,
+        "forwards_a_canvas": per_run,
         "ms_a_canvas": median * 1e3,
-        "ms_a_forward": median * 1e3 / each,
+        "ms_a_forward": median * 1e3 / per_run,
         "tokens_a_second": tokens / median,
         "watts": watts,
         "joules_a_forward": joules,
-        "tokens_a_joule": tokens / (joules * each) if joules else None,
+        "tokens_a_joule": tokens / (joules * per_run) if joules else None,
         "clock_mhz": statistics.mean(clock.mhz for clock in clocks) if clocks else None,
         "power_capped": statistics.mean(clock.capped for clock in clocks) if clocks else None,
     }

@@ -58,6 +58,6 @@ def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
 
 def _within(event: Any, part: Any) -> bool:
     """Return whether a kernel ran on the stream and within the time span of a profiled part."""
-    own, span = event.time_range, part.time_range
-    inside = span.start <= own.start and own.end <= span.end
+    inner, span = event.time_range, part.time_range
+    inside = span.start <= inner.start and inner.end <= span.end
     return inside and event.device_resource_id == part.device_resource_id

@@ -62,17 +62,17 @@ def tune_gpu(
         return tuning.choose(verb, scheme, product.M, product.N, product.K, device)
 
     path = tuning.table_path(name, folder)
-    found: list[search.TunedProduct] = []
+    tuned: list[search.TunedProduct] = []
     try:
         for choice in track(search.tuned(chosen, now, timer), "tuning", len(chosen), "products"):
-            found.append(choice)
-            if len(found) % SAVED_EVERY == 0 or len(found) == len(chosen):
-                search.write_table(path, name, target, found)
+            tuned.append(choice)
+            if len(tuned) % SAVED_EVERY == 0 or len(tuned) == len(chosen):
+                search.write_table(path, name, target, tuned)
     except ValueError as error:
         raise ResourceError(f"{name}: {error}; please report this") from error
     tuning.forget()
     say(f"wrote {path}")
-    return found
+    return tuned
 
 
 def gains_table(choices: Sequence["TunedProduct"]) -> Table:

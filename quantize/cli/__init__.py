@@ -51,10 +51,10 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
         for title, names in GROUPS.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
+            commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(title):
                 formatter.write_dl(
-                    [(n.ljust(width), c.get_short_help_str(200)) for n, c in found if c]
+                    [(n.ljust(width), c.get_short_help_str(200)) for n, c in commands if c]
                 )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -32,8 +32,8 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     from quantize.pipeline.judge import judging
     from quantize.pipeline.run import advance
 
-    with judging(checkpoint, against, recipe, out, **options) as found:
-        return advance(found)
+    with judging(checkpoint, against, recipe, out, **options) as judged:
+        return advance(judged)
 
 
 @click.command()
@@ -56,10 +56,10 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     from quantize.runs.folder import existing_run
 
     a, b = existing_run(run_a), existing_run(run_b)
-    found = compare_runs(a, b)
-    Console().print(comparison_table(found, a, b), *question_tables(found, questions))
-    if found.not_comparable:
-        say(f"NOT COMPARABLE: {found.not_comparable}")
+    comparison = compare_runs(a, b)
+    Console().print(comparison_table(comparison, a, b), *question_tables(comparison, questions))
+    if comparison.not_comparable:
+        say(f"NOT COMPARABLE: {comparison.not_comparable}")
         return 4
     return 0
 
@@ -97,8 +97,8 @@ def import_(pack: Path, out: Path) -> None:
     """
     from quantize.stages.evaluate.baseline_pack import import_pack
 
-    found = import_pack(pack, out)
-    click.echo(f"{found.path}: {found}")
+    pack_read = import_pack(pack, out)
+    click.echo(f"{pack_read.path}: {pack_read}")
 
 
 @baseline.command("push")
@@ -140,8 +140,8 @@ def pull_(named: str, digest: str, out: Path, **signer: Any) -> None:
     if (signer["identity"] is None) != (signer["issuer"] is None):
         raise click.UsageError("--identity and --issuer go together")
     pulled = pull_pack(named, digest, Signer(**signer) if any(signer.values()) else None)
-    found = import_pack(pulled.path, out, pulled.hub, pulled.digest)
-    click.echo(f"{found.path}: {found}")
+    pack_read = import_pack(pulled.path, out, pulled.hub, pulled.digest)
+    click.echo(f"{pack_read.path}: {pack_read}")
 
 
 @baseline.command()
@@ -162,8 +162,8 @@ def check(run: Path, answers: int, seed: int | None, **options: Any) -> None:
     from quantize.pipeline.run import opened
     from quantize.pipeline.stages import check_baseline
 
-    with opened(run, **options) as found:
-        check_baseline(found, answers, seed)
+    with opened(run, **options) as opened_run:
+        check_baseline(opened_run, answers, seed)
 
 
 @click.command()

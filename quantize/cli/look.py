@@ -45,16 +45,16 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     from quantize.stages.plan.estimate import EVALUATED_TOKENS_A_SECOND
 
     loaded = load_recipe(recipe) if recipe else None
-    found: dict[str, tuple[Mapping[str, Any], str]] = {}
+    listed: dict[str, tuple[Mapping[str, Any], str]] = {}
     repeats: dict[str, int] = {}
     for part in filter(None, (loaded.bundled.evaluation, loaded.evaluation) if loaded else ()):
         repeats |= part.repeats
-        for name, own in part.own_tasks.items():
-            found[name] = own.definition(), str(own.data or own.lm_eval)
-    found |= {name: (shipped(name), _data(shipped(name))) for name in known_tasks()}
+        for name, own_task in part.own_tasks.items():
+            listed[name] = own_task.definition(), str(own_task.data or own_task.lm_eval)
+    listed |= {name: (shipped(name), _data(shipped(name))) for name in known_tasks()}
     heads = ("questions", "tokens/answer", "tokens at most", "hours at most")
     click.echo(ROW.format("task", *heads, "data"))
-    for name, (task, data) in found.items():
+    for name, (task, data) in listed.items():
         costs = _costs(task, repeats.get(name, 1), rate or EVALUATED_TOKENS_A_SECOND)
         click.echo(ROW.format(name, *costs, data))
 
@@ -92,11 +92,11 @@ def inspect(checkpoint: str) -> int:
     from quantize.host.progress import say
     from quantize.runtime.weights.beside import LOOKS
 
-    found = inspect_checkpoint(resolve(checkpoint), LOOKS)
-    Console().print(inspection_table(found))
-    for problem in found.problems:
+    inspection = inspect_checkpoint(resolve(checkpoint), LOOKS)
+    Console().print(inspection_table(inspection))
+    for problem in inspection.problems:
         say(f"problem: {problem}")
-    return 1 if found.problems else 0
+    return 1 if inspection.problems else 0
 
 
 @click.command()
@@ -110,9 +110,9 @@ def doctor(out: Path) -> int:
     from quantize import __version__
     from quantize.host.doctor import NEEDED, findings
 
-    found = list(findings(out, __version__))
-    for finding in found:
-        click.echo(f"{finding.what}: {finding.found}")
+    checks = list(findings(out, __version__))
+    for finding in checks:
+        click.echo(f"{finding.what}: {finding.seen}")
         if finding.advice:
             click.echo(f"  -> {finding.advice}")
-    return 3 if any(finding.advice and finding.level == NEEDED for finding in found) else 0
+    return 3 if any(finding.advice and finding.level == NEEDED for finding in checks) else 0

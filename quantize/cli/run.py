@@ -21,8 +21,8 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
     """Do everything: plan, calibrate, round, convert, verify, replay, evaluate, report, gate."""
     from quantize.pipeline.run import advance, started
 
-    with started(recipe, model, out, **options) as found:
-        return advance(found, until)
+    with started(recipe, model, out, **options) as started_run:
+        return advance(started_run, until)
 
 
 @click.command()
@@ -62,8 +62,11 @@ def status(run: Path) -> None:
     if not process and (commands := _going_on(folder)):
         click.echo(f"go on with {commands}")
     if process and folder.progress_json.exists():
-        found = read_json(folder.progress_json, "under_way", "said")
-        for line in [*found["under_way"], *(f"last said: {each}" for each in found["said"])]:
+        progress = read_json(folder.progress_json, "under_way", "said")
+        for line in [
+            *progress["under_way"],
+            *(f"last said: {sentence}" for sentence in progress["said"]),
+        ]:
             click.echo(line)
 
 

@@ -32,8 +32,8 @@ def card(run: Path, repo: str | None) -> None:
 @click.command()
 @with_options("run")
 @click.argument("point", required=False)
-@click.option("--own", is_flag=True, help="Restore the model's own settings instead.")
-def adopt(run: Path, point: str | None, own: bool) -> int:
+@click.option("--own", "restores", is_flag=True, help="Restore the model's own settings instead.")
+def adopt(run: Path, point: str | None, restores: bool) -> int:
     """Write sampler settings into the checkpoint: those of an operating point that passed.
 
     Without POINT, the fastest point that passes is taken. The settings go into the checkpoint's
@@ -41,9 +41,9 @@ def adopt(run: Path, point: str | None, own: bool) -> int:
     """
     from quantize.pipeline.adopt import adopt as adopt_point
 
-    if own and point:
+    if restores and point:
         raise click.UsageError("name a point, or --own, not both")
-    return adopt_point(run, point, own=own)
+    return adopt_point(run, point, restores=restores)
 
 
 @click.command()

@@ -51,8 +51,8 @@ def command_of(stage: Stage) -> click.Command:
     def command(run: Path, **options: Any) -> int:
         from quantize.pipeline.run import opened, run_alone
 
-        with opened(run, **options) as found:
-            return run_alone(found, stage)
+        with opened(run, **options) as opened_run:
+            return run_alone(opened_run, stage)
 
     return command
 

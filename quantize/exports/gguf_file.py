@@ -64,7 +64,7 @@ def export_gguf(
     tensors = plan_tensors(source, kept_as)
     before = fingerprint(source)
     types = [tensor.type for tensor in tensors]
-    main = next(each for each in ("NVFP4", "Q8_0", "BF16") if each in types)
+    main = next(kind for kind in ("NVFP4", "Q8_0", "BF16") if kind in types)
     keys: dict[str, Any] = {
         "general.type": "model",
         "general.name": name,
@@ -73,7 +73,7 @@ def export_gguf(
         FINGERPRINT: before,
     }
     keys |= metadata(source)
-    rows = next(each.shape[0] for each in tensors if each.name == "token_embd.weight")
+    rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     keys |= vocabulary(source.folder, rows)
     folder = out.with_name(out.name + TEMPORARY_SUFFIX)
     lock = folder.with_name(folder.name + ".lock")
@@ -121,7 +121,7 @@ def _stretches(
     shards = [Shard(name, header, (), 0)]
     for piece in map(_piece, tensors):
         last = shards[-1]
-        if sum(each.nbytes for each in last.pieces) >= stretch:
+        if sum(piece.nbytes for piece in last.pieces) >= stretch:
             shards.append(Shard(name, b"", (piece,), last.begin + last.nbytes))
         else:
             shards[-1] = replace(last, pieces=(*last.pieces, piece))

@@ -79,14 +79,14 @@ def _heads(source: Checkpoint, layer: int) -> tuple[int, int]:
 
 def _diffusion(source: Checkpoint) -> dict[str, Any]:
     """Return the canvas length, and the sampler's settings that generation_config.json states."""
-    found: dict[str, Any] = {"diffusion.canvas_length": source.config["canvas_length"]}
+    values: dict[str, Any] = {"diffusion.canvas_length": source.config["canvas_length"]}
     path = source.folder / "generation_config.json"
     if not path.is_file():
-        return found
+        return values
     stated = read_json_object(path)
     stated = (stated.get("sampler_config") or {}) | stated
-    for name, each in CONTROLS.items():
-        if each.metadata["gguf"] and stated.get(name) is not None:
-            kind: Any = each.type
-            found[f"diffusion.{each.metadata['gguf']}"] = kind(stated[name])
-    return found
+    for name, control in CONTROLS.items():
+        if control.metadata["gguf"] and stated.get(name) is not None:
+            kind: Any = control.type
+            values[f"diffusion.{control.metadata['gguf']}"] = kind(stated[name])
+    return values

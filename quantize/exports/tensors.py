@@ -84,7 +84,7 @@ def _gguf_name(name: str) -> str | None:
     """Return the GGUF name of a tensor of the BF16 layout, or None for the vision tower's."""
     if name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision.")):
         return None
-    tree, layer, plain = found.groups() if (found := NAME.fullmatch(name)) else ("", None, name)
+    tree, layer, plain = match.groups() if (match := NAME.fullmatch(name)) else ("", None, name)
     here = "model.layers.0." if layer else "model."
     known = OWN.get(plain) or (OF_GEMMA.get_name(here + plain) or "").removeprefix("blk.0.")
     if not known or (layer is None and tree != "decoder"):
@@ -101,7 +101,7 @@ def plan_tensors(source: Checkpoint, kept_as: KeptAs) -> list[GGUFTensor]:
     Raise InputError if GGUF cannot hold a scheme or a width, or llama.cpp has no name for a tensor.
     """
     schemes = schemes_by_module(source.config)
-    if refused := [(m, each) for m, each in schemes.items() if each.codes is not E2M1_GROUPS]:
+    if refused := [(m, scheme) for m, scheme in schemes.items() if scheme.codes is not E2M1_GROUPS]:
         module, scheme = refused[0]
         raise InputError(
             f"{source.folder}: {module} is {scheme} ({len(refused)} Linears in all), which GGUF cannot "
@@ -165,8 +165,8 @@ class _Planner:
     ) -> Iterator[GGUFTensor]:
         """Yield a weight tensor and a scale tensor for Linears that are adjacent in one tensor."""
         _check_width(modules[0], shape, "NVFP4")
-        each = math.prod(shape) // len(modules) // 2  # bytes of codes
-        runs = _runs(len(modules), each * len(modules))
+        code_bytes = math.prod(shape) // len(modules) // 2  # bytes of codes
+        runs = _runs(len(modules), code_bytes * len(modules))
         tasks = tuple(partial(self._read_blocks, modules[start:stop]) for start, stop in runs)
         yield GGUFTensor(target, "NVFP4", shape, tasks)
         scale = target.removesuffix("weight") + "scale"
@@ -176,11 +176,11 @@ class _Planner:
         self, target: str, shape: tuple[int, ...], modules: Sequence[str]
     ) -> Iterator[GGUFTensor]:
         """Yield the tensors of gate and up, or of down, for all experts of a layer."""
-        each = len(modules) // shape[0]
+        per_expert = len(modules) // shape[0]
         separate = (shape[0], *linear_shape(shape, tuple(modules)))
-        for index, part in enumerate(("gate", "up")[:each]):  # a name without gate_up stays
+        for index, part in enumerate(("gate", "up")[:per_expert]):  # a name without gate_up stays
             yield from self._linears(
-                target.replace("gate_up", part), separate, modules[index::each]
+                target.replace("gate_up", part), separate, modules[index::per_expert]
             )
 
     def _read_blocks(self, modules: Sequence[str]) -> torch.Tensor:
@@ -193,15 +193,15 @@ class _Planner:
 
     def _read_scales(self, modules: Sequence[str]) -> torch.Tensor:
         """Return each module's 1 / global scale (FP32), times the router's scale for down experts."""
-        found: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for module in modules:
             inverse = f"{module}.weight_scale_2"  # ModelOpt's
             if inverse in self.source.tensors:
-                found.append(read_finite(self.source, inverse).reshape(1))
+                values.append(read_finite(self.source, inverse).reshape(1))
             else:
                 scale = read_finite(self.source, f"{module}.weight_global_scale")
-                found.append(1 / scale.reshape(1))
-        scales = torch.cat(found)
+                values.append(1 / scale.reshape(1))
+        scales = torch.cat(values)
         if modules[0].endswith(FIRST_DOWN):
             router = modules[0].replace(FIRST_DOWN, ROUTER_SCALE)
             scales = scales * read_finite(self.source, router).float()

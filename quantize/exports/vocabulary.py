@@ -81,7 +81,7 @@ def _kind(path: Path, stated: dict[str, Any]) -> tuple[str, str]:
 def _tokens(path: Path, stated: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     """Return the texts and the GGUF token types of a vocabulary; indices are token ids."""
     added = {token["content"]: token for token in stated.get("added_tokens") or []}
-    ids: dict[str, int] = stated["model"]["vocab"] | {t: each["id"] for t, each in added.items()}
+    ids: dict[str, int] = stated["model"]["vocab"] | {t: entry["id"] for t, entry in added.items()}
     if len(by_id := {index: text for text, index in ids.items()}) != len(ids):
         raise InputError(f"{path}: two of its tokens have the same id; {FIX}")
     if outside := sorted(index for index in by_id if not 0 <= index < size):
@@ -104,14 +104,14 @@ def _type(text: str, added: dict[str, Any] | None) -> TokenType:
 
 
 def _merge(path: Path, merge: str | Sequence[str]) -> str:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    if " " in left + right:
-        raise InputError(f"{path}: the merge {[left, right]} has a space, which GGUF cannot hold")
-    return f"{left} {right}"
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    if " " in first + second:
+        raise InputError(f"{path}: the merge {[first, second]} has a space, which GGUF cannot hold")
+    return f"{first} {second}"
 
 
 def _special_ids(path: Path, stated: dict[str, Any], texts: list[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for name, theirs in SPECIAL.items():
         token = stated.get(f"{name}_token", DEFAULT.get(name))
         text = token.get("content") if isinstance(token, dict) else token
@@ -119,8 +119,8 @@ def _special_ids(path: Path, stated: dict[str, Any], texts: list[str]) -> dict[s
             continue
         if text not in texts:
             raise InputError(f"{path}: {name}_token {text!r} is no token of tokenizer.json; {FIX}")
-        found[f"{theirs}_token_id"] = texts.index(text)
-    return found
+        ids[f"{theirs}_token_id"] = texts.index(text)
+    return ids
 
 
 def _chat_template(folder: Path, about: dict[str, Any]) -> str:

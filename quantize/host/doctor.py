@@ -27,13 +27,13 @@ NEEDED, WANTED = "needed", "wanted"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: its name, what was found, and advice (None if all is well).
+    """One thing that was checked: its name, what was seen, and advice (None if all is well).
 
     `level` is NEEDED if commands fail without the thing, else WANTED.
     """
 
     what: str
-    found: str
+    seen: str
     advice: str | None = None
     level: str = WANTED
 
@@ -72,13 +72,13 @@ def packages() -> Iterator[Finding]:
         stands = (e for e in extras if not need.marker or need.marker.evaluate({"extra": e}))
         if (extra := next(stands, None)) is None:
             continue
-        found = next((d.version for d in metadata.distributions(name=need.name)), None)
-        if found is not None and need.specifier.contains(found, prereleases=True):
-            fine.append(f"{need.name} {found}")
+        installed = next((d.version for d in metadata.distributions(name=need.name)), None)
+        if installed is not None and need.specifier.contains(installed, prereleases=True):
+            fine.append(f"{need.name} {installed}")
             continue
         asked = f"{need.name}{need.specifier}" + (f", for {EXTRAS[extra]}" if extra else "")
         command = f"pip install '{DISTRIBUTION}{f'[{extra}]' if extra else ''}'"
-        yield Finding(asked, found or "missing", command, WANTED if extra else NEEDED)
+        yield Finding(asked, installed or "missing", command, WANTED if extra else NEEDED)
     yield Finding("packages", ", ".join(fine))
 
 
@@ -97,9 +97,9 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         one = torch.cuda.get_device_properties(index)
         target = f"sm_{one.major}{one.minor}"
-        found = f"{one.name}, {target}, {size(one.total_memory)}, CUDA {torch.version.cuda}"
+        gpu = f"{one.name}, {target}, {size(one.total_memory)}, CUDA {torch.version.cuda}"
         old = f"{target} has no kernels here (sm_80 is the oldest); hide it to use the CPU"
-        yield Finding(f"GPU {index}", found, old if one.major < 8 else None)
+        yield Finding(f"GPU {index}", gpu, old if one.major < 8 else None)
     yield Finding("driver", _driver() or "nvidia-smi is not here")
 
 

@@ -53,11 +53,11 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
     if not isinstance(value, dict):
         raise InputError(f"{path}: not a JSON object; {remedy}")
     for key in keys:
-        found: Any = value
+        inner: Any = value
         for part in key.split("."):
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(inner, dict) or part not in inner:
                 raise InputError(f"{path}: {key!r} is missing there; {remedy}")
-            found = found[part]
+            inner = inner[part]
     return value
 
 

@@ -30,18 +30,18 @@ class Processes:
         """Return this process' share of the work: every `count`-th item, from index `rank` on."""
         return work[self.rank :: self.count]
 
-    def others(self, found: T) -> list[T]:
+    def others(self, value: T) -> list[T]:
         """Send `found` to all others and return theirs, by rank; every process must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
-        _distributed().all_gather_object(everyone, found)
+        _distributed().all_gather_object(everyone, value)
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
-    def of_first(self, found: T) -> T:
+    def of_first(self, value: T) -> T:
         """Return what the first process passed as `found`; all processes must call this."""
-        others = self.others(found)
-        return found if self.rank == 0 else others[0]
+        others = self.others(value)
+        return value if self.rank == 0 else others[0]
 
     def wait(self) -> None:
         """Return once all processes have called this."""

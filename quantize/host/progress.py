@@ -74,8 +74,8 @@ class Meter:
         parts = [*counted, *filter(None, [self.item]), *self._token_rate(seconds)]
         parts.append(duration(seconds))
         if self.total is not None and 0 < self.made < self.total:
-            left = seconds / self.made * (self.total - self.made)
-            parts.append(f"about {duration(left)} left")
+            remaining = seconds / self.made * (self.total - self.made)
+            parts.append(f"about {duration(remaining)} left")
         return ", ".join(parts)
 
     def end(self) -> str:
@@ -124,7 +124,7 @@ def metered(title: str, total: int | None, unit: str, *, brief: bool = False) ->
 @contextmanager
 def within(meter: Meter) -> Generator[bool]:
     """List a meter as running in this block; yield True if no outer meter has a total or unit."""
-    is_outermost = all(each.total is None and not each.unit for each in _under_way)
+    is_outermost = all(meter.total is None and not meter.unit for meter in _under_way)
     _under_way.append(meter)
     try:
         yield is_outermost
@@ -134,7 +134,7 @@ def within(meter: Meter) -> Generator[bool]:
 
 def _inner(meter: Meter) -> list[str]:
     inner = _under_way[_under_way.index(meter) + 1 :] if meter in _under_way else []
-    return [f"{each.title} {each.made:,}/{each.total or '?'}" for each in inner]
+    return [f"{meter.title} {meter.made:,}/{meter.total or '?'}" for meter in inner]
 
 
 @contextmanager

@@ -80,8 +80,8 @@ def measured() -> Generator[dict[str, Any]]:
 
 def _peak_bytes() -> int | None:
     with suppress(OSError):
-        found = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())  # of 1,024 bytes
-        return int(found[1]) * 1024 if found else None
+        match = re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())  # of 1,024 bytes
+        return int(match[1]) * 1024 if match else None
     return None
 
 

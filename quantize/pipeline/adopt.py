@@ -21,11 +21,11 @@ from quantize.runs.models import AT_POINT
 from quantize.runs.weights import Weights
 
 
-def adopt(path: Path, name: str | None, *, own: bool) -> int:
+def adopt(path: Path, name: str | None, *, restores: bool) -> int:
     """Write a point's sampler settings to the checkpoint, verify and report; return the exit code.
 
     `path` is a run's folder. `name` is the operating point; None takes the fastest point that passes.
-    If `own` is set, the model's own settings are restored instead.
+    If it `restores`, the model's own settings are restored instead.
 
     Raises:
         InputError: a result is stale; the point was not judged, or on other weights, or not in the
@@ -34,7 +34,7 @@ def adopt(path: Path, name: str | None, *, own: bool) -> int:
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)
-        settings = {} if own else _settings(run, name)
+        settings = {} if restores else _settings(run, name)
         _write(run, settings)
         return advance(run)
 
@@ -48,31 +48,33 @@ def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
             f"{run.folder.path} --steps T` judges one"
         )
     fastest = fastest_point(report)
-    found = [p for p in points if (p is fastest if name is None else p["name"] == name)]
-    if name is not None and not found:
+    chosen = [p for p in points if (p is fastest if name is None else p["name"] == name)]
+    if name is not None and not chosen:
         judged = ", ".join(point["name"] for point in points)
         raise InputError(f"no operating point {name!r} was judged; there are: {judged}")
-    if not found or not found[0]["passes"]:
+    if not chosen or not chosen[0]["passes"]:
         none = "no operating point passes and is faster than the model's own settings"
         what = f"operating point {name} does not pass" if name else none
         raise GateError(f"{run.folder.report_json}: {what}")
     candidate = next(task["made_with"] for task in report["tasks"] if task["gated"])
     if why := Weights.of(run.folder).fault(
-        AT_POINT + found[0]["name"], _made_with(report, found[0])
+        AT_POINT + chosen[0]["name"], _made_with(report, chosen[0])
     ):
-        raise InputError(f"operating point {found[0]['name']}: {why}")
-    if found[0]["activations"] != candidate["model"]["activations"]:
+        raise InputError(f"operating point {chosen[0]['name']}: {why}")
+    if chosen[0]["activations"] != candidate["model"]["activations"]:
         raise InputError(
-            f"operating point {found[0]['name']} rounds activations {found[0]['activations']}, which "
-            f"{GENERATION} cannot state; serve it with --activations {found[0]['activations']}"
+            f"operating point {chosen[0]['name']} rounds activations {chosen[0]['activations']}, which "
+            f"{GENERATION} cannot state; serve it with --activations {chosen[0]['activations']}"
         )
-    return found[0]["settings"]
+    return chosen[0]["settings"]
 
 
 def _made_with(report: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the conditions of a point's answers to the first task, as the report has them."""
-    own = (t["made_with"] for t in report["tasks"] if t["activations"] == f"at {point['name']}")
-    return next(own, {})
+    at_point = (
+        t["made_with"] for t in report["tasks"] if t["activations"] == f"at {point['name']}"
+    )
+    return next(at_point, {})
 
 
 def _write(run: Run, settings: Mapping[str, Any]) -> None:

@@ -59,15 +59,15 @@ def judging(
     digest, judged = fingerprint(source), fingerprint(checkpoint)
     more = ["fine-tuned"] if fine_tuned else []
     folder = RunDir(out / f"judge-{recipe.digest(digest, judged, *more)}")
-    found = inspect(checkpoint.folder, LOOKS)
-    targets = _targets(found, inspect(source.folder))
+    inspection = inspect(checkpoint.folder, LOOKS)
+    targets = _targets(inspection, inspect(source.folder))
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}
     instead["convert"] = partial(_link, checkpoint)
-    instead["verify"] = partial(_verify, checkpoint, found, fine_tuned)
+    instead["verify"] = partial(_verify, checkpoint, inspection, fine_tuned)
     run = Run(folder, recipe, source, targets, against is None, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
-        Console().print(inspection_table(found))
+        Console().print(inspection_table(inspection))
         yield run
 
 
@@ -77,25 +77,28 @@ def _link(checkpoint: Checkpoint, run: Run) -> None:
     run.folder.checkpoint.symlink_to(checkpoint.folder.resolve())
 
 
-def _verify(checkpoint: Checkpoint, found: Inspection, fine_tuned: bool, run: Run) -> None:
-    check = {"name": "inspect", "looked_at": found.tensors, "passed": not found.problems}
-    content: dict[str, Any] = {"checks": [check | {"faults": found.problems}], "relative_error": {}}
+def _verify(checkpoint: Checkpoint, inspection: Inspection, fine_tuned: bool, run: Run) -> None:
+    check = {"name": "inspect", "looked_at": inspection.tensors, "passed": not inspection.problems}
+    content: dict[str, Any] = {
+        "checks": [check | {"faults": inspection.problems}],
+        "relative_error": {},
+    }
     if fine_tuned:
         content["checks"].append(FINE_TUNED)
-    elif not found.problems:
+    elif not inspection.problems:
         compared = compare(checkpoint, run.source, best_device())
         content |= compared | {"checks": content["checks"] + compared["checks"]}
-    passed = all(each["passed"] for each in content["checks"])
+    passed = all(check["passed"] for check in content["checks"])
     identity = {"artifact": fingerprint(checkpoint), "passed": passed}
     write_json(run.folder.verification_json, identity | content)
 
 
-def _targets(found: Inspection, source: Inspection) -> list[Target]:
+def _targets(inspection: Inspection, source: Inspection) -> list[Target]:
     before: dict[str, int] = {}
     for row in source.rows:
         before[row.kind] = before.get(row.kind, 0) + row.nbytes
     targets: list[Target] = []
-    for row in found.rows:
+    for row in inspection.rows:
         modules = (row.kind,) * row.count if row.quantized else ()
         spent = before.pop(row.kind, 0)  # a class of two schemes has its bytes once
         targets.append(Target(row.kind, row.kind, None, row.scheme, (), modules, spent, row.nbytes))

@@ -21,7 +21,9 @@ class Knapsack:
     def __init__(self, groups: Sequence[Sequence[Choice]]) -> None:
         sizes = [len(options) for options in groups]
         self._first = np.cumsum([0, *sizes[:-1]])
-        self._bytes, self._damage = np.array([o for each in groups for o in each], dtype=float).T
+        self._bytes, self._damage = np.array(
+            [o for options in groups for o in options], dtype=float
+        ).T
         rows = np.repeat(np.arange(len(sizes)), sizes), np.arange(sum(sizes))
         self._one = LinearConstraint(csr_array((np.ones(sum(sizes)), rows)), 1, 1)
         self.least = int(np.minimum.reduceat(self._bytes, self._first).sum())
@@ -33,13 +35,13 @@ class Knapsack:
         Raises:
             InputError: not even the smallest options fit.
         """
-        found = self._least(self._damage, self._bytes, nbytes)
-        if found is None:
+        picked = self._least(self._damage, self._bytes, nbytes)
+        if picked is None:
             raise InputError(
                 f"no choice is so small: the searched parts take at least {self.least:,} bytes, and "
                 f"{max(nbytes, 0):,} are left for them beside what is not searched"
             )
-        return self._options(found)
+        return self._options(picked)
 
     def cheapest(self, damage: float) -> list[int]:
         """Find the fewest bytes with at most `damage`; return the index of each group's chosen option.
@@ -47,16 +49,16 @@ class Knapsack:
         Raises:
             InputError: every combination of options does more damage.
         """
-        found = self._least(self._bytes, self._damage, damage)
-        if found is None:
+        picked = self._least(self._bytes, self._damage, damage)
+        if picked is None:
             least = np.minimum.reduceat(self._damage, self._first).sum()
             raise InputError(f"no choice does so little damage: the least is {least:.4g}")
-        return self._options(found)
+        return self._options(picked)
 
     def frontier(self, points: int) -> list[Choice]:
         """Return pairs (bytes, least damage with at most these bytes) for the possible `budgets`."""
-        found = [(n, self._least(self._damage, self._bytes, n)) for n in self.budgets(points)]
-        return [(budget, float(x @ self._damage)) for budget, x in found if x is not None]
+        choices = [(n, self._least(self._damage, self._bytes, n)) for n in self.budgets(points)]
+        return [(budget, float(x @ self._damage)) for budget, x in choices if x is not None]
 
     def budgets(self, points: int) -> list[int]:
         """Return up to `points` evenly spaced budgets in bytes, from smallest to largest choice."""
@@ -64,15 +66,15 @@ class Knapsack:
 
     def _least(self, cost: np.ndarray, bounded: np.ndarray, limit: float) -> np.ndarray | None:
         # HiGHS keeps a limit to 1e-6 and ends that near to the optimum: numbers below 1 are scaled up.
-        scale, unit = (max(1.0, 1e6 / (abs(own).max() or 1)) for own in (cost, bounded))
+        scale, unit = (max(1.0, 1e6 / (abs(values).max() or 1)) for values in (cost, bounded))
         within = LinearConstraint(bounded[None] * unit, ub=limit * unit)
-        found = milp(
+        solution = milp(
             cost * scale, integrality=1, bounds=(0, 1), constraints=[self._one, within],
             options={"mip_rel_gap": 0},
         )  # fmt: skip
-        if found.x is None:
+        if solution.x is None:
             return None
-        x = found.x.round()
+        x = solution.x.round()
         over = float(bounded @ x) - limit  # where an x was a little off 0 or 1
         return x if over <= 1e-12 * limit else self._least(cost, bounded, limit - over)
 

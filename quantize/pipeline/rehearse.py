@@ -48,12 +48,17 @@ Check = Callable[[], str]  # returns what was found; raises what would end a run
 
 @dataclass(frozen=True)
 class Tried:
-    """One check or stage of a rehearsal: what it `found`, and any `finding` that would end a run."""
+    """One check or stage of a rehearsal: what was `seen`, and any `finding` that would end a run."""
 
     name: str
-    found: str
+    seen: str
     finding: str | None = None
     exit_code: int = 0
+
+    def noted(self) -> dict[str, Any]:
+        """Return what rehearsal.json says of it."""
+        facts = asdict(self)
+        return {"name": facts.pop("name"), "found": facts.pop("seen"), **facts}
 
 
 def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
@@ -68,18 +73,18 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
             say(f"rehearse: {name}")
             tried.append(_tried(run, name, check))
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
-        found = projection(run, whole) | by_rates(run, whole)
-        results = {"tried": [asdict(each) for each in tried], "whole_run": found}
+        projected = projection(run, whole) | by_rates(run, whole)
+        results = {"tried": [attempt.noted() for attempt in tried], "whole_run": projected}
         content = _about(run, whole) | results | {"notes": cannot_pass(whole)}
         path, home = run.folder.path / RESULT, json.dumps(str(Path.home()))[1:-1]
         said = json.dumps(content)
         write_json(path, json.loads(said.replace(home, "~")) if home != "/" else content)
         here = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
-        for each in tried:
-            here.add_row(each.name, each.found, each.finding)
-        Console().print(here, _projected(found))
+        for attempt in tried:
+            here.add_row(attempt.name, attempt.seen, attempt.finding)
+        Console().print(here, _projected(projected))
         say(f"rehearse: {path} says the same, and what it was done on")
-    return next((each.exit_code for each in tried if each.finding), 0)
+    return next((attempt.exit_code for attempt in tried if attempt.finding), 0)
 
 
 def small(recipe: Recipe) -> Recipe:
@@ -98,10 +103,10 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
     """Return name -> check made before the first stage; it checks what the whole run needs."""
 
     def weights() -> str:
-        found = inspect(run.source.folder, LOOKS)
-        if found.problems:
-            raise GateError(found.problems[0])
-        return f"{found.tensors:,} tensors, {size(run.source.nbytes)}"
+        inspection = inspect(run.source.folder, LOOKS)
+        if inspection.problems:
+            raise GateError(inspection.problems[0])
+        return f"{inspection.tensors:,} tensors, {size(run.source.nbytes)}"
 
     def disk() -> str:
         after, free = sum_bytes(run.targets)[1], shutil.disk_usage(run.folder.path).free
@@ -115,8 +120,8 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
 
     def memory() -> str:
         plans = memory_plans(run, whole)
-        each = "; ".join(f"{stage} {size(plan.total)}" for stage, plan in plans.items())
-        return each or "no GPU: nothing is planned"
+        by_stage = "; ".join(f"{stage} {size(plan.total)}" for stage, plan in plans.items())
+        return by_stage or "no GPU: nothing is planned"
 
     def prompts() -> str:
         from quantize.stages.prompts import load_prompts
@@ -124,12 +129,12 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
         settings = whole.calibration
         if settings is None or not whole.needs_calibration:
             return "this recipe needs none"
-        found = load_prompts(run.source.folder, settings, settings.prompts + HELD_OUT)
-        return f"{len(found)} prompts of {min(map(len, (p.ids for p in found)))} tokens or more"
+        chats = load_prompts(run.source.folder, settings, settings.prompts + HELD_OUT)
+        return f"{len(chats)} prompts of {min(map(len, (p.ids for p in chats)))} tokens or more"
 
     def tasks() -> str:
-        found = _tasks(run, whole)
-        return ", ".join(f"{name} {samples:,} answers" for name, samples in found.items())
+        opened = _tasks(run, whole)
+        return ", ".join(f"{name} {samples:,} answers" for name, samples in opened.items())
 
     return {
         "weights": weights, "disk": disk, "GPU memory": memory, "calibration prompts": prompts,
@@ -140,8 +145,8 @@ def _checks(run: Run, whole: Recipe) -> Mapping[str, Check]:
 def _tasks(run: Run, recipe: Recipe) -> dict[str, int]:
     from quantize.stages.evaluate.tasks import open_tasks
 
-    found = open_tasks(recipe.evaluation, recipe.gate, run.options.get("data_dir"))
-    return {task.name: task.samples for task in found}
+    opened = open_tasks(recipe.evaluation, recipe.gate, run.options.get("data_dir"))
+    return {task.name: task.samples for task in opened}
 
 
 def _staged(run: Run, stage: Stage) -> Tried:
@@ -170,11 +175,11 @@ def _tried(run: Run, name: str, attempt: Check) -> Tried:
         with unexpected_in(run.folder.log):
             return Tried(name, attempt())
     except QuantizeError as error:
-        found, code = str(error), error.exit_code
+        result, code = str(error), error.exit_code
     except Exception as error:  # the operating system's, or too little memory
-        found, code = f"{type(error).__name__}: {error}", ResourceError.exit_code
-    say(f"rehearse: {name}: {found}")
-    return Tried(name, "would end a run", found, code)
+        result, code = f"{type(error).__name__}: {error}", ResourceError.exit_code
+    say(f"rehearse: {name}: {result}")
+    return Tried(name, "would end a run", result, code)
 
 
 def _measured(run: Run, stage: Stage) -> str:
@@ -265,18 +270,18 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
     return facts | {"source": source, "recipe": recipes, "gpu_memory": run.machine.gpu_memory}
 
 
-def _projected(found: Mapping[str, Any]) -> Table:
+def _projected(projected: Mapping[str, Any]) -> Table:
     heads, title = ("stage", "time", "by this machine's rates"), "the whole run, at most"
     table = Table(*heads, title=title, title_justify="left")
-    times: list[float | None] = list(found["seconds"].values())
-    for stage, seconds in found["seconds"].items():
-        rated = found["by_rates"].get(stage)
+    times: list[float | None] = list(projected["seconds"].values())
+    for stage, seconds in projected["seconds"].items():
+        rated = projected["by_rates"].get(stage)
         measured = "not measured" if seconds is None else duration(seconds)
         table.add_row(stage, measured, duration(rated) if rated else "")
     if None not in times:
         table.add_row("all", duration(sum(filter(None, times))))
-    table.add_row("disk, with the BF16 model", size(found["disk_bytes"]))
-    for what, rate in found["bytes_a_second"].items():
+    table.add_row("disk, with the BF16 model", size(projected["disk_bytes"]))
+    for what, rate in projected["bytes_a_second"].items():
         if rate is not None:
             table.add_row(f"{what}, measured", f"{size(rate)}/s")
     return table

@@ -247,7 +247,7 @@ def report_failure(run: Run, failed: Stage) -> None:
     """Write the report of a run that ends at a failed check, from the stages up to this one."""
     from quantize.stages.report.report import report
 
-    later = [each.name for each in STAGES[STAGES.index(failed) + 1 : -1]]
+    later = [stage.name for stage in STAGES[STAGES.index(failed) + 1 : -1]]
     if later and (run.folder.path / failed.result).exists():  # it found a fault, and wrote so
         report(run.folder, run.recipe, run.targets, not_reached=later)
         say(f"report: {run.folder.report_html}")
@@ -280,7 +280,7 @@ def run_alone(run: Run, stage: Stage) -> int:
     later = [s for s in STAGES if stage in upstream(s) and (run.folder.path / s.result).exists()]
     work(run, stage)
     read = {s: [*upstream(s), s] for s in later if is_first()}
-    if redo := [s for s, own in read.items() if any(stale(run.folder, run.recipe, own))]:
+    if redo := [s for s, inputs in read.items() if any(stale(run.folder, run.recipe, inputs))]:
         names, commands = (s.name for s in redo), (s.command(run.folder) for s in redo)
         say(f"{stage.name}: this made {', '.join(names)} stale; go on with {' && '.join(commands)}")
     return stage.verdict(run) if is_first() else 0
@@ -309,9 +309,9 @@ def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     """
     from quantize.stages.report.report import check_report
 
-    with _ours(path, STAGES) as found:
-        check_report(*found)
-        yield found
+    with _ours(path, STAGES) as held:
+        check_report(*held)
+        yield held
 
 
 def work(run: Run, stage: Stage) -> None:

@@ -109,7 +109,9 @@ def search(
     folder = RunDir(out / f"search-{recipe.name}-{recipe.digest(fingerprint(source))}")
     with working_in(folder):
         searched = _Search(source, recipe, folder.path, schemes, Placement.here(gpu_memory))
-        sack = Knapsack([[(o.nbytes, o.kl) for o in each] for each in searched.options.values()])
+        sack = Knapsack(
+            [[(o.nbytes, o.kl) for o in options] for options in searched.options.values()]
+        )
         line = searched.fitted(sack)
         most = int(nbytes or 0) - searched.fixed_bytes
         picked = sack.best(most) if kl is None else sack.cheapest(line.damage(kl))
@@ -126,12 +128,12 @@ class Line:
     """
 
     def __init__(self, sums: Sequence[float], wholes: Sequence[float]) -> None:
-        x, y = (np.log(np.maximum(each, TINY)) for each in (sums, wholes))
+        x, y = (np.log(np.maximum(values, TINY)) for values in (sums, wholes))
         self._mean, self._count = x.mean(), len(x)
         self._slope = max(0.1, stats.linregress(x, y).slope)  # more damage is never less KL
         self._at_mean, self._square = y.mean(), ((x - self._mean) ** 2).sum()
-        left = y - self._at_mean - self._slope * (x - self._mean)
-        self._error = np.sqrt((left**2).sum() / (len(x) - 2))
+        residuals = y - self._at_mean - self._slope * (x - self._mean)
+        self._error = np.sqrt((residuals**2).sum() / (len(x) - 2))
 
     def predict(self, damage: float) -> tuple[float, float, float]:
         """Return (KL, low, high) predicted for the sum `damage`, in nats, with a 95 % interval."""
@@ -166,12 +168,12 @@ class _Search:
         self._scales, self._trajectories, self._sampler = self._calibrated()
         self._codes = self._rounded()
         groups = self._plans[schemes[0]]
-        found = {name: self._kl(name) for name in schemes}
+        kl = {name: self._kl(name) for name in schemes}
         self.options: dict[Group, list[Option]] = {}
         for group, targets in groups.items():
             sizes = {name: sum_bytes(self._plans[name][group])[1] for name in schemes}
-            own = [Option(name, nbytes, found[name][group]) for name, nbytes in sizes.items()]
-            self.options[group] = [*own, Option(BF16, sum_bytes(targets)[0], 0.0)]
+            options = [Option(name, nbytes, kl[name][group]) for name, nbytes in sizes.items()]
+            self.options[group] = [*options, Option(BF16, sum_bytes(targets)[0], 0.0)]
         everything = plan_targets(source.tensors, _only(recipe, schemes[0]))
         searched = {target.name for targets in groups.values() for target in targets}
         self.bf16_bytes = sum_bytes(everything)[0]
@@ -196,19 +198,19 @@ class _Search:
             for name, value in load_file(folder / SCALES).items()
         }
         trajectories, sampler = load_trajectories(folder)
-        return scales, [each for each in trajectories if each.held_out], sampler
+        return scales, [trajectory for trajectory in trajectories if trajectory.held_out], sampler
 
     def _rounded(self) -> dict[str, Checkpoint]:
         """Round all groups with GPTQ if the recipe does; return `Scheme.kernel` -> codes and scales."""
-        found: dict[str, Checkpoint] = {}
+        checkpoints: dict[str, Checkpoint] = {}
         for name, groups in self._plans.items():
             kernel = SCHEMES[name].kernel  # schemes of one kernel have the same codes
-            if self.recipe.quantization.rounding == "gptq" and kernel not in found:
+            if self.recipe.quantization.rounding == "gptq" and kernel not in checkpoints:
                 if not (folder := self.folder / f"rounding-{kernel}").exists():
-                    targets = [target for own in groups.values() for target in own]
+                    targets = [target for of_group in groups.values() for target in of_group]
                     round_weights(self.source, targets, self.recipe, folder, self._place)
-                found[kernel] = read_rounded(folder)
-        return found
+                checkpoints[kernel] = read_rounded(folder)
+        return checkpoints
 
     def _kl(self, scheme: str) -> dict[Group, float]:
         """Return each group's KL if quantized alone; those of an earlier try come from its file."""
@@ -232,8 +234,8 @@ class _Search:
 
     def choice(self, picked: Sequence[int]) -> dict[Group, Option]:
         """Return the options with these indices, one of each group."""
-        each = zip(self.options.items(), picked, strict=True)
-        return {group: options[at] for (group, options), at in each}
+        chosen = zip(self.options.items(), picked, strict=True)
+        return {group: options[at] for (group, options), at in chosen}
 
     def fitted(self, sack: Knapsack) -> Line:
         """Measure choices of least damage at ANCHORS sizes; return the line through them."""
@@ -259,11 +261,11 @@ class _Search:
         """Return the KL from BF16 by trajectory, in nats, of the model with these targets quantized."""
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             engine = self._quantized(targets, Path(name) / "part")  # a record of it lies beside it
-        (found,) = replay(
+        (distances,) = replay(
             self._reference, [Compared(engine)], self._trajectories, self._sampler,
             batch_size=REPLAYED,
         )  # fmt: skip
-        return list(by_trajectory(found, lambda step: step.kl.mean().item()).values())
+        return list(by_trajectory(distances, lambda step: step.kl.mean().item()).values())
 
     def _quantized(self, targets: Sequence[Target], folder: Path) -> FusedEngine:
         checkpoint = partly_quantized(
@@ -323,7 +325,7 @@ def partly_quantized(
         piece
         for kernel in dict.fromkeys(kernels.values())
         for piece in Quantizer(source, observer, scales, rounded.get(kernel)).plan(
-            [target for target, own in kernels.items() if own == kernel]
+            [target for target, kind in kernels.items() if kind == kernel]
         )
     ]
     folder.mkdir(exist_ok=True)
@@ -338,7 +340,9 @@ def partly_quantized(
         layer, kind = _group(target)
         pattern = rf"re:model\.decoder\.layers\.{layer}\.{PATHS[kind]}\..*"
         patterns.setdefault(target.scheme.name, {})[pattern] = None
-    groups = {name: SCHEMES[name].config_group([*own], observer) for name, own in patterns.items()}
+    groups = {
+        name: SCHEMES[name].config_group([*names], observer) for name, names in patterns.items()
+    }
     stated = {
         "quant_method": "compressed-tensors",
         "config_groups": groups,
@@ -361,30 +365,30 @@ def _write(
     name = f"{written.name}_{share * 1000:.0f}"
     recipe = recipe_of(written, chosen, name)
     targets = searched.targets_of(chosen)
-    found = searched.measure([target for target in targets if target.scheme])
-    low, high = bootstrap_interval(found)
+    measured = searched.measure([target for target in targets if target.scheme])
+    low, high = bootstrap_interval(measured)
     damage = sum(option.kl for option in chosen.values())
     predicted, least, most = line.predict(damage)
     kl = {"sum": damage, "predicted": predicted, "predicted_interval": [least, most]}
     facts = {
         "bytes": total,
         "of_bf16": share,
-        "kl_nats": kl | {"measured": fmean(found), "interval": [low, high]},
-        "trajectories": len(found),
+        "kl_nats": kl | {"measured": fmean(measured), "interval": [low, high]},
+        "trajectories": len(measured),
         "schemes": {f"{layer}.{kind}": o.scheme for (layer, kind), o in chosen.items()},
         "estimated_ms": _milliseconds(searched.source.config, targets, gpu),
     }
     points = [
-        (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, line.predict(each)[0])
-        for nbytes, each in sack.frontier(POINTS)
+        (100 * (searched.fixed_bytes + nbytes) / searched.bf16_bytes, line.predict(picked)[0])
+        for nbytes, picked in sack.frontier(POINTS)
     ]
     write_json(searched.folder / f"{name}.json", facts | {"frontier": points})
     path = searched.folder / f"{name}.yaml"
     write_text(path, recipe.to_yaml())
     console.print(_table(chosen, f"{name}: {size(total)}, {share:.1%} of BF16"))
     say(
-        f"KL from BF16: {predicted:.4g} nats [{least:.4g}, {most:.4g}] predicted, {fmean(found):.4g} "
-        f"[{low:.4g}, {high:.4g}] measured on {len(found)} trajectories"
+        f"KL from BF16: {predicted:.4g} nats [{least:.4g}, {most:.4g}] predicted, "
+        f"{fmean(measured):.4g} [{low:.4g}, {high:.4g}] measured on {len(measured)} trajectories"
     )
     if facts["estimated_ms"] is not None and gpu is not None:
         say(
@@ -407,15 +411,15 @@ def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe
     count = Counter(kind for _, kind in chosen)
     scheme: dict[str, list[str]] = {}
     ignore = list(base.quantization.ignore)
-    for (found, kind), own in layers.items():
-        some = "" if len(own) == count[kind] else rf"\.layers\.({'|'.join(map(str, own))})"
+    for (scheme_name, kind), indices in layers.items():
+        some = "" if len(indices) == count[kind] else rf"\.layers\.({'|'.join(map(str, indices))})"
         pattern = rf"re:.*{some}\.{PATHS[kind]}\..*"
-        (ignore if found == BF16 else scheme.setdefault(found, [])).append(pattern)
+        (ignore if scheme_name == BF16 else scheme.setdefault(scheme_name, [])).append(pattern)
     if not scheme:
         raise InputError("every group stays in BF16 under that bound: there is nothing to quantize")
     stated = base.verification.max_relative_error
     rounding = base.quantization.rounding
-    limits = {each: stated.get(each, SCHEMES[each].largest_error(rounding)) for each in scheme}
+    limits = {name: stated.get(name, SCHEMES[name].largest_error(rounding)) for name in scheme}
     fields = base.model_dump(mode="json")
     fields["quantization"] |= {"scheme": scheme, "ignore": ignore}
     changes = {"name": name, "verification": {"max_relative_error": limits}}
@@ -435,8 +439,8 @@ def _milliseconds(
 def _table(chosen: Mapping[Group, Option], title: str) -> Table:
     table = Table("layer", *PATHS, "KL alone x 1000", title=title, title_justify="left")
     for layer in sorted({layer for layer, _ in chosen}):
-        own = {kind: chosen[layer, kind] for kind in PATHS if (layer, kind) in chosen}
-        cells = [own[kind].scheme if kind in own else BF16 for kind in PATHS]
-        alone = ", ".join(f"{1000 * option.kl:.2f}" for option in own.values())
+        schemes = {kind: chosen[layer, kind] for kind in PATHS if (layer, kind) in chosen}
+        cells = [schemes[kind].scheme if kind in schemes else BF16 for kind in PATHS]
+        alone = ", ".join(f"{1000 * option.kl:.2f}" for option in schemes.values())
         table.add_row(str(layer), *cells, alone)
     return table

@@ -38,18 +38,18 @@ def measure_speeds(
     for name, point in points.items():
         served.setdefault((run.checkpoint, point.activations), []).append(AT_POINT + name)
     canvas = int(Checkpoint.open(source).config["canvas_length"])
-    found: dict[str, float] = {}
+    by_setting: dict[str, float] = {}
     for (folder, mode), models in served.items():
         say(f"tokens/s of {', '.join(models)} at the steps that their answers took")
         at = replace(place, activations=mode, capacity=AT_ONCE, max_context=CONTEXT + 2 * canvas)
-        found |= speeds(folder, at, CONTEXT, {name: _steps(run, name) for name in models})
+        by_setting |= speeds(folder, at, CONTEXT, {name: _steps(run, name) for name in models})
         free_unused(place.device)
     path = run.evaluation / "speeds.json"
     about = {"device": torch.cuda.get_device_name(), "slots": AT_ONCE, "context": CONTEXT}
     about |= {"weights": scored_weights(run)}
     before = read_json(path) if path.exists() else {}
     earlier = before["tokens_a_second"] if before.items() >= about.items() else {}
-    rates = {name: round(rate, 1) for name, rate in found.items()}
+    rates = {name: round(rate, 1) for name, rate in by_setting.items()}
     write_json(path, about | {"tokens_a_second": earlier | rates})
 
 

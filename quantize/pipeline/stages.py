@@ -125,7 +125,7 @@ class Run:
 
 
 Task = Callable[[Run], None]
-MACHINE = {each.name for each in fields(Machine)}
+MACHINE = {setting.name for setting in fields(Machine)}
 
 
 @dataclass(frozen=True)

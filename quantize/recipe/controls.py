@@ -54,11 +54,11 @@ class Controls:
     )  # fmt: skip
 
 
-CONTROLS = {each.name: each for each in fields(Controls)}
-JUDGED = {name for name, each in CONTROLS.items() if each.metadata["judged"]}
+CONTROLS = {control.name: control for control in fields(Controls)}
+JUDGED = {name for name, control in CONTROLS.items() if control.metadata["judged"]}
 # All settings of a sampler: the controls, and what ends a sample (`runtime.sampler.Sampler`).
 SETTINGS = {*CONTROLS, "max_new_tokens", "max_length", "eos_token_ids", "pad_token_id"}
-REQUEST_NAMES = [each.metadata["asked"]["alias"] or name for name, each in CONTROLS.items()]
+REQUEST_NAMES = [control.metadata["asked"]["alias"] or name for name, control in CONTROLS.items()]
 
 
 def bounds_of(name: str) -> tuple[int, int]:
@@ -72,9 +72,9 @@ def optional(names: Collection[str], of: Literal["bounds", "asked"]) -> dict[str
     from pydantic import Field  # not needed for the help of the command line
 
     made: dict[str, Any] = {}
-    for name, each in CONTROLS.items():
+    for name, control in CONTROLS.items():
         if name in names:
-            about = each.metadata
-            kind: Any = each.type
+            about = control.metadata
+            kind: Any = control.type
             made[name] = kind | None, Field(None, description=about["says"], **about[of])
     return made

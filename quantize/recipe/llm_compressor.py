@@ -68,20 +68,20 @@ def quantization_of(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _only_modifier(fields: Mapping[Any, Any]) -> tuple[str, dict[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    listed: list[tuple[str, Any]] = []
     for stage, groups in fields.items():
         if not str(stage).endswith("_stage") or not isinstance(groups, dict):
             raise InputError(f"{stage}: not a stage with groups of modifiers")
         for group, modifiers in groups.items():
             if not str(group).endswith("_modifiers") or not isinstance(modifiers, dict):
                 raise InputError(f"{stage}.{group}: not a group of modifiers")
-            found += modifiers.items()
-    for name, _ in found:
+            listed += modifiers.items()
+    for name, _ in listed:
         if name not in MODIFIERS:
             raise InputError(f"{name}: only {' and '.join(MODIFIERS)} are run here; remove it")
-    if len(found) != 1:
-        raise InputError(f"it has {len(found)} modifiers; give exactly one")
-    return found[0][0], found[0][1] or {}
+    if len(listed) != 1:
+        raise InputError(f"it has {len(listed)} modifiers; give exactly one")
+    return listed[0][0], listed[0][1] or {}
 
 
 def _built(name: str, arguments: dict[str, Any]) -> Any:

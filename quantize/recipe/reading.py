@@ -38,8 +38,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     if name_or_path.endswith((".yaml", ".yml")):
         recipe = read_recipe(Path(name_or_path))
         for evaluation in (recipe.evaluation, recipe.bundled.evaluation):
-            for own in evaluation.own_tasks.values() if evaluation else ():
-                own.definition()
+            for own_task in evaluation.own_tasks.values() if evaluation else ():
+                own_task.definition()
         return recipe
     shipped = shipped_recipes()
     if name_or_path not in shipped:

@@ -94,8 +94,8 @@ def _counted(value: Any, stated: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        key: _counted(own, stated.get(key, {}))
-        for key, own in value.items()
+        key: _counted(inner, stated.get(key, {}))
+        for key, inner in value.items()
         if key in stated or key in FIRST_KEYS
     }
 
@@ -127,8 +127,8 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def _gptq_chooses_scales(self) -> "Quantization":
-        if (own := self.observer) != "memoryless_minmax" and self.rounding == "gptq":
-            raise ValueError(f"observer: rounding gptq chooses scales itself, not by {own}")
+        if (observer := self.observer) != "memoryless_minmax" and self.rounding == "gptq":
+            raise ValueError(f"observer: rounding gptq chooses scales itself, not by {observer}")
         return self
 
     def targets_by_scheme(self) -> dict[SchemeName, list[str]]:
@@ -222,18 +222,20 @@ class OperatingPoint(create_model("Judged", __base__=Section, **optional(JUDGED,
 
     @model_validator(mode="after")
     def _says_something(self) -> "OperatingPoint":
-        own = self.model_dump(exclude_defaults=True)
-        if not own:
+        stated = self.model_dump(exclude_defaults=True)
+        if not stated:
             raise ValueError("names no setting, so it would be the model's own")
-        if self.fixed and ("max_denoising_steps" not in own or "stability_threshold" in own):
+        if self.fixed and ("max_denoising_steps" not in stated or "stability_threshold" in stated):
             raise ValueError("fixed needs max_denoising_steps, and no stability_threshold")
         return self
 
     def settings(self) -> dict[str, Any]:
         """Return sampler field -> value for the fields set here; `fixed` adds stability_threshold."""
-        own = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
+        stated = self.model_dump(exclude={"fixed", "activations"}, exclude_none=True)
         # A canvas never stops early if its argmax must be stable over more steps than there are.
-        return own | ({"stability_threshold": own["max_denoising_steps"]} if self.fixed else {})
+        return stated | (
+            {"stability_threshold": stated["max_denoising_steps"]} if self.fixed else {}
+        )
 
 
 class Evaluation(Section):
@@ -286,13 +288,13 @@ class Evaluation(Section):
 
     def questions(self, task: str) -> int | None:
         """Return how many questions a task has, or None if that is not known beforehand."""
-        own = self.own_tasks.get(task)
-        return notes(task, own.definition() if own else None).get("questions")
+        own_task = self.own_tasks.get(task)
+        return notes(task, own_task.definition() if own_task else None).get("questions")
 
     def answer_tokens(self, task: str) -> int:
         """Return the most tokens that an answer to a task may take."""
-        own = self.own_tasks.get(task)
-        return token_limit(own.definition() if own else shipped(task))
+        own_task = self.own_tasks.get(task)
+        return token_limit(own_task.definition() if own_task else shipped(task))
 
 
 class Gate(Section):
@@ -320,9 +322,9 @@ class Gate(Section):
 
     def terms(self, task: str) -> Terms:
         """Return the terms on which a task is judged."""
-        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Terms)}
-        own["margin_pp"] = self.margin_pp[task]
-        return Terms(**own)
+        stated: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Terms)}
+        stated["margin_pp"] = self.margin_pp[task]
+        return Terms(**stated)
 
 
 class Bundled(Section):
@@ -377,10 +379,10 @@ class Recipe(Section):
 
     def for_bundled_model(self) -> "Recipe":
         """Return the recipe with its `bundled` sections; `calibration` is replaced, never added."""
-        found = {key: own for key, own in self.bundled if own is not None}
+        replaced = {key: section for key, section in self.bundled if section is not None}
         if self.calibration is None:
-            found.pop("calibration", None)
-        return self.model_copy(update=found)
+            replaced.pop("calibration", None)
+        return self.model_copy(update=replaced)
 
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
         """Return the recipe with these `tasks` (if empty, its own) and `problems` questions for each.

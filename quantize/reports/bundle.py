@@ -54,13 +54,13 @@ def shared(run: RunDir) -> Iterator[tuple[str, str]]:
 
 def shareable(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a run's JSON file without questions, canvases and the model's folders."""
-    left = {key: value for key, value in content.items() if key not in ("questions", "canvases")}
+    kept = {key: value for key, value in content.items() if key not in ("questions", "canvases")}
     for key in ("model", "source"):
-        if isinstance(about := left.get(key), dict):
+        if isinstance(about := kept.get(key), dict):
             named = str(about.get("model", ""))
             short = {"model": Path(named).name} if Path(named).is_absolute() else {}
-            left[key] = about | {"folder": None} | short
-    return left
+            kept[key] = about | {"folder": None} | short
+    return kept
 
 
 def _frames(log: str) -> str:
@@ -69,6 +69,6 @@ def _frames(log: str) -> str:
     for line in log.splitlines():
         if re.match(r'  File ".*", line \d+', line) or line.startswith("Traceback"):
             kept.append(line)
-        elif found := kinds.match(line):
-            kept.append(found[1])
+        elif match := kinds.match(line):
+            kept.append(match[1])
     return "\n".join(kept) + "\n"

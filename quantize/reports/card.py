@@ -254,7 +254,7 @@ def _groups(targets_csv: Path) -> list[dict[str, Any]]:
 
 def eval_results(report: dict[str, Any]) -> dict[str, str]:
     """Return path -> YAML of each gated, comparable score whose task has its data set on the Hub."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for task in report["tasks"]:
         name = str(task["task"])
         dataset = DATASETS.get(name.removesuffix(THINKING))
@@ -274,5 +274,5 @@ def eval_results(report: dict[str, Any]) -> dict[str, str]:
             ),
         )
         text = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-        found[f"{RESULTS}/{name}.yaml"] = text
-    return found
+        results[f"{RESULTS}/{name}.yaml"] = text
+    return results

@@ -21,11 +21,14 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
         plots["points"] = operating_points(content)
     if content["fidelity"]:
         replays = content["fidelity"]["activations"].items()
-        kl = {mode: [(e["step"], e["kl_nats"]) for e in each["by_step"]] for mode, each in replays}
+        kl = {
+            mode: [(e["step"], e["kl_nats"]) for e in figures["by_step"]]
+            for mode, figures in replays
+        }
         plots["kl"] = _lines(kl, "denoising step", "KL from BF16, nats")
         others = {
-            mode: [(i, 100 - 100 * share) for i, share in enumerate(each["routing_overlap"])]
-            for mode, each in replays
+            mode: [(i, 100 - 100 * share) for i, share in enumerate(figures["routing_overlap"])]
+            for mode, figures in replays
         }
         plots["routing"] = _lines(others, "layer", "other experts than BF16's, %")
     if layers := content["layers"]:
@@ -42,7 +45,7 @@ def difference(tasks: Sequence[dict[str, Any]]) -> str:
     """Return an SVG of entries' differences from BF16 in points, with one-sided bounds and margin."""
     rows = [task for task in tasks if not task["not_comparable"]]
     bounds = [task["difference_bounds"] for task in rows]
-    ends = [0.0, *(end for each in bounds for end in each.values())]
+    ends = [0.0, *(end for interval in bounds for end in interval.values())]
     ends += [-float(task["margin_pp"]) for task in rows]
     room = max(1.0, 0.05 * (max(ends) - min(ends)))
     x = _Scale(min(ends) - room, max(ends) + room)

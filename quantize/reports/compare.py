@@ -79,7 +79,7 @@ def _scoring(run: RunDir, task: str) -> Scoring:
     return scoring
 
 
-def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
+def comparison_table(comparison: RunComparison, a: RunDir, b: RunDir) -> Table:
     """Return the comparison of runs A and B as a table for the terminal."""
     alike = a.path.name == b.path.name
     names = (f"{x} {run.path if alike else run.path.name}" for x, run in (("A", a), ("B", b)))
@@ -87,7 +87,7 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
         "", *map(escape, names), "difference", title="B against A",
         caption=f"{CONFIDENCE:.0%} intervals that hold whenever the runs ended",
     )  # fmt: skip
-    for task, entry in found.tasks.items():
+    for task, entry in comparison.tasks.items():
         if entry["not_comparable"]:
             table.add_row(task, "", "", "not comparable")
             continue
@@ -99,14 +99,14 @@ def comparison_table(found: RunComparison, a: RunDir, b: RunDir) -> Table:
         )
         steps = [entry[side]["steps_per_canvas"] for side in ("bf16_counts", "quantized_counts")]
         table.add_row(f"{task}, steps per canvas", *map(_number, steps), "")
-    for name, values in found.facts.items():
+    for name, values in comparison.facts.items():
         table.add_row(name, *map(_number, values), "")
     return table
 
 
-def question_tables(found: RunComparison, most: int) -> Iterator[Table]:
+def question_tables(comparison: RunComparison, most: int) -> Iterator[Table]:
     """Yield a table for each task with questions that differ; it lists the first `most` of them."""
-    for task, entries in found.questions.items():
+    for task, entries in comparison.questions.items():
         if not entries:
             continue
         more = f"; the first {most} of {len(entries)}" if len(entries) > most else ""
@@ -127,8 +127,8 @@ def _figures(run: RunDir) -> dict[str, float]:
     elif run.checkpoint.is_dir():
         figures["checkpoint, MB"] = Checkpoint.open(run.checkpoint).nbytes / 1e6
     if run.fidelity_json.exists():
-        for mode, each in read_json(run.fidelity_json, "activations")["activations"].items():
-            figures[f"KL from BF16, nats, activations {mode}"] = each["kl_nats"]["mean"]
+        for mode, replayed in read_json(run.fidelity_json, "activations")["activations"].items():
+            figures[f"KL from BF16, nats, activations {mode}"] = replayed["kl_nats"]["mean"]
     return figures
 
 

@@ -32,21 +32,21 @@ def facts(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _speed(content: Mapping[str, Any]) -> list[str]:
     """Return both models' tokens per forward pass, and tokens/s while scoring, as far as known."""
-    found: list[str] = []
+    sentences: list[str] = []
     gated = [task for task in content["tasks"] if task["gated"]]
     counts = [
         [t[key]["tokens_per_forward"] for key in ("quantized_counts", "bf16_counts")] for t in gated
     ]
     if counts and None not in counts[0]:
-        found.append("{:.1f} tokens a forward (BF16 {:.1f})".format(*counts[0]))
+        sentences.append("{:.1f} tokens a forward (BF16 {:.1f})".format(*counts[0]))
     rates = content["stages"].get("evaluate", {}).get("rates", {})
     speeds = {name: r["tokens"] / r["seconds"] for name, r in rates.items() if r["seconds"]}
     if "quantized" in speeds:
         beside = f" (BF16 {speeds['bf16']:,.0f})" if "bf16" in speeds else ""
-        found.append(
+        sentences.append(
             f"{speeds['quantized']:,.0f} tokens/s while scoring{beside}, not a server's speed"
         )
-    return found
+    return sentences
 
 
 def not_tested(content: Mapping[str, Any]) -> str:
@@ -103,14 +103,14 @@ def fastest_point(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the fastest operating point that passes and is faster than the own settings; or None."""
     speeds, gated = content["speeds"], [task for task in content["tasks"] if task["gated"]]
     if speeds:
-        own, key = speeds["tokens_a_second"]["quantized"], "tokens_a_second"
+        judged, key = speeds["tokens_a_second"]["quantized"], "tokens_a_second"
     else:
-        own, key = (
+        judged, key = (
             tokens_a_forward([task["quantized_counts"] for task in gated]),
             "tokens_per_forward",
         )
     passing = (point for point in content["operating_points"] if point["passes"])
-    return next((point for point in passing if own is None or point[key] > own), None)
+    return next((point for point in passing if judged is None or point[key] > judged), None)
 
 
 def tokens_a_forward(counts: Sequence[Mapping[str, Any]]) -> float | None:

@@ -13,12 +13,12 @@ NOT_JUDGED = "replayed, and not judged: the recipe has no gate.max_kl_nats of a 
 
 def _fidelity(content: dict[str, Any]) -> tuple[str, str, list[str]]:
     """Return the test case of the replay: passed and failed only where the distance has a limit."""
-    found = content["fidelity"]
-    if not found:
+    fidelity = content["fidelity"]
+    if not fidelity:
         return "fidelity", "INCONCLUSIVE", [f"not reached: {content['verdict']['reason']}"]
-    if found["faults"]:
-        return "fidelity", "FAIL", found["faults"]
-    judged = found["max_kl_nats"].keys() & found["activations"].keys()
+    if fidelity["faults"]:
+        return "fidelity", "FAIL", fidelity["faults"]
+    judged = fidelity["max_kl_nats"].keys() & fidelity["activations"].keys()
     return ("fidelity", "PASS", []) if judged else ("fidelity", "INCONCLUSIVE", [NOT_JUDGED])
 
 

@@ -32,9 +32,9 @@ def made(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def made_lines(content: Mapping[str, Any]) -> list[str]:
     """Return sentences on when, by which code and at what cost a report's run was made."""
-    found = content["made"]
-    tool, recipe = found["tool"], content["evidence"].get("recipe.yaml", "unknown")
-    evaluation = found["evaluation"]
+    facts = content["made"]
+    tool, recipe = facts["tool"], content["evidence"].get("recipe.yaml", "unknown")
+    evaluation = facts["evaluation"]
     code = "unknown code"
     if tool:
         commit = f"commit {tool['commit']}" if tool["commit"] else "commit unknown"
@@ -43,10 +43,10 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
     cost = f"The evaluation took {evaluation['hours']:.2f} hours of this machine"
     if evaluation["price"] is not None:
         cost += f": {evaluation['price']:,.2f} at {evaluation['hourly_price']:g} an hour"
-    gpus = {each.get("gpu"): each.get("launches") for each in content["stages"].values()}
+    gpus = {stage.get("gpu"): stage.get("launches") for stage in content["stages"].values()}
     where = [f"{gpu} (launch table {table})" for gpu, table in sorted(gpus.items(), key=str) if gpu]
     return [
-        f"Begun {found['began'] or 'at an unknown time'}, judged {found['judged']}, by {code}.",
+        f"Begun {facts['began'] or 'at an unknown time'}, judged {facts['judged']}, by {code}.",
         f"sha256 of the resolved recipe: {recipe}.",
         f"{cost}.",
         f"Built again with the same versions on {' and '.join(where) or content['hardware']['cpu']}, "
@@ -58,15 +58,15 @@ def made_lines(content: Mapping[str, Any]) -> list[str]:
 
 def baseline_lines(content: Mapping[str, Any]) -> list[str]:
     """Return a sentence on where BF16's answers were made, if they were imported; else []."""
-    if (found := content.get("baseline")) is None:
+    if (baseline := content.get("baseline")) is None:
         return []
-    made, tool = found["made_with"], found["tool"]
-    pulled = f", pulled from {found['hub']}" if "hub" in found else ""
+    made, tool = baseline["made_with"], baseline["tool"]
+    pulled = f", pulled from {baseline['hub']}" if "hub" in baseline else ""
     return [
         f"BF16's answers were made elsewhere and imported: on {made['device']} with torch "
         f"{made['versions.torch']}, by diffusiongemma-quantize {tool['version']} (commit "
-        f"{tool['commit'] or 'unknown'}); sha256 of the pack: {found['pack']}{pulled}. "
-        f"{found.get('spot_check') or 'No spot check was made of them.'}"
+        f"{tool['commit'] or 'unknown'}); sha256 of the pack: {baseline['pack']}{pulled}. "
+        f"{baseline.get('spot_check') or 'No spot check was made of them.'}"
     ]
 
 
@@ -75,7 +75,7 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
 
     A text names the model or hardware, and the seed. llama.cpp's also gives its tasks' outcomes.
     """
-    found: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for made in (task["made_with"] for task in tasks):
         model, seed = made["model"], f"seed {made['seed']}"
         if "served" in model:
@@ -91,8 +91,8 @@ def scored_with(tasks: Sequence[Mapping[str, Any]]) -> list[str]:
             dtype = str(made["dtype"]).removeprefix("torch.")
             text = f"{made['device']}, torch {made['versions']['torch']}, {dtype}, "
             text += f"batches of {made['batch_size']}, {seed}"
-        found[text] = None
-    return list(found)
+        sentences[text] = None
+    return list(sentences)
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -100,14 +100,14 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, ...]]
 
     Cells: name, seconds, seconds of all tries, peak memory of host and of GPU, GPU, end time.
     """
-    found: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for name, facts in stages.items():
         if "ended" in facts:  # the report itself, and interrupted stages, have not ended
             times = (f"{facts[key]:.1f}" for key in ("seconds", "seconds_in_all"))
             peaks = (facts[key] for key in ("peak_rss_bytes", "peak_gpu_bytes"))
             sizes = ("-" if count is None else size(count) for count in peaks)
-            found.append((name, *times, *sizes, facts["gpu"] or "-", facts["ended"]))
-    return found
+            rows.append((name, *times, *sizes, facts["gpu"] or "-", facts["ended"]))
+    return rows
 
 
 def without_places(recipe: str) -> str:
@@ -117,9 +117,9 @@ def without_places(recipe: str) -> str:
 
 def _named(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _named(each) for key, each in value.items()}
+        return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_named(each) for each in value]
+        return [_named(item) for item in value]
     is_place = (
         isinstance(value, str) and "\n" not in value and Path(value).expanduser().is_absolute()
     )

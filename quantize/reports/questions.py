@@ -93,20 +93,20 @@ def recorded_canvases(run: RunDir, task: str) -> tuple[dict[str, str], list[dict
         if recorded.get("of", {}).get("scores") != sha256_of(path)[:16]:
             return {}, []
     vocabulary = ours["vocabulary"] | theirs["vocabulary"]
-    others = {(each["question"], each["repeat"]): each for each in theirs["samples"]}
+    others = {(sample["question"], sample["repeat"]): sample for sample in theirs["samples"]}
     problems = [
         {
             "task": task,
-            "question": each["question"],
-            "repeat": each["repeat"],
-            "text": each["prompt"],
+            "question": recorded["question"],
+            "repeat": recorded["repeat"],
+            "text": recorded["prompt"],
             "sides": {
                 side: {"steps": sample["steps"], "text": sample["text"]}
-                for side, sample in ((BASELINE, each), (CANDIDATE, others[key]))
+                for side, sample in ((BASELINE, recorded), (CANDIDATE, others[key]))
             },
         }
-        for each in ours["samples"]
-        if (key := (each["question"], each["repeat"])) in others
+        for recorded in ours["samples"]
+        if (key := (recorded["question"], recorded["repeat"])) in others
     ]
     return vocabulary, problems
 
@@ -120,16 +120,16 @@ def questions_and_canvases(
     questions: dict[str, Any] = {}
     for task, (base, other) in scorings.items():
         shown = not base.private  # there may be files from when the task was not private
-        words, found = recorded_canvases(run, task) if shown else ({}, [])
+        words, canvases = recorded_canvases(run, task) if shown else ({}, [])
         vocabulary |= words
         entries, asked = differing(base, other), run.evaluation / "questions" / f"{task}.json"
         prompts = read_json(asked, "prompts")["prompts"] if shown and asked.exists() else {}
         by_index = {(entry["question"], entry["repeat"]): entry for entry in entries}
-        for problem in found:
+        for problem in canvases:
             _describe(problem, base, other, by_index)
         for entry in entries:
             entry["text"] = prompts.get(str(entry["question"]))
-        problems += found
+        problems += canvases
         questions[task] = {"private": base.private, "differ": entries}
     problems.sort(key=lambda problem: problem["outcome"] is None)
     return questions, {"vocabulary": vocabulary, "problems": problems} if problems else None
@@ -175,11 +175,11 @@ def question_row(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _answer(entry: Mapping[str, Any], side: str) -> str:
     """Return an answer and, if there are several repeats, how many are right."""
-    found = entry[side]
-    right = f"{found['right']:g} of {entry['repeats']} right"
-    if found["answer"] is None:
+    answer = entry[side]
+    right = f"{answer['right']:g} of {entry['repeats']} right"
+    if answer["answer"] is None:
         return right
-    return found["answer"] if entry["repeats"] == 1 else f"{found['answer']} ({right})"
+    return answer["answer"] if entry["repeats"] == 1 else f"{answer['answer']} ({right})"
 
 
 def watched(canvases: Mapping[str, Any] | None, task: str, entry: Mapping[str, Any]) -> list[int]:

@@ -47,8 +47,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     """Return the text of report.md, which is also the summary of a GitHub Actions job."""
     parts = [f"# {content['verdict']['outcome']}: {content['recipe']['name']}", *head(content)]
     parts += [f"{name}: {value}" for name, value in facts(content)] + [not_tested(content)]
-    for each in [*sections(content), *question_sections(content["questions"])]:
-        parts += [f"## {each.title}", *each.lines, markdown_table(each), *each.notes]
+    for section in [*sections(content), *question_sections(content["questions"])]:
+        parts += [f"## {section.title}", *section.lines, markdown_table(section), *section.notes]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

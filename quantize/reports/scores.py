@@ -63,10 +63,10 @@ def read_scoring(folder: Path, task: str) -> Scoring:
         rows = [Row(**json.loads(line)) for line in lines if line]
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: a line is no scored sample ({error}); {REDO}") from error
-    found = read_json(about, "compared", "made_with", "sha256")
-    if found != _conditions(folder, task, found["compared"], found["made_with"]):
+    stated = read_json(about, "compared", "made_with", "sha256")
+    if stated != _conditions(folder, task, stated["compared"], stated["made_with"]):
         raise InputError(f"{path}: not what was scored under {about.name}; {REDO}")
-    return Scoring(task, rows, found["compared"], found["made_with"])
+    return Scoring(task, rows, stated["compared"], stated["made_with"])
 
 
 def scored_tasks(run: RunDir) -> list[str]:

@@ -58,7 +58,7 @@ def sections(content: Content) -> list[Section]:
     columns, rows = score_table(scored, content["verdict"]["estimand"])
     for task, cells in zip(scored, rows, strict=True):
         cells[0] += " (gated)" if task.get("gated") else ""
-    found = [
+    made = [
         Section("Recovery", columns, rows, (), looks_lines(content), ("difference",)),
         Section(
             "Operating points",
@@ -102,20 +102,20 @@ def sections(content: Content) -> list[Section]:
             stage_rows(content["stages"]), (*_machine(content), *made_lines(content)),
         ),
     ]  # fmt: skip
-    return [each for each in found if each.rows or each.lines]
+    return [section for section in made if section.rows or section.lines]
 
 
 def question_sections(questions: Content) -> list[Section]:
     """Return a section for each task with questions that differ; each lists the first SHOWN."""
-    found: list[Section] = []
-    for task, each in questions.items():
-        rows = [question_row(entry) for entry in each["differ"]]
-        said = f"{question_counts(each['differ'])}."
+    made: list[Section] = []
+    for task, of_task in questions.items():
+        rows = [question_row(entry) for entry in of_task["differ"]]
+        said = f"{question_counts(of_task['differ'])}."
         said += f" The first {SHOWN} are listed." if len(rows) > SHOWN else ""
-        said += " Private: a hash is shown, no answer." if each["private"] else ""
+        said += " Private: a hash is shown, no answer." if of_task["private"] else ""
         title = f"Questions of {task} that differ"
-        found += [Section(title, QUESTION_COLUMNS, rows[:SHOWN], [said])] if rows else []
-    return found
+        made += [Section(title, QUESTION_COLUMNS, rows[:SHOWN], [said])] if rows else []
+    return made
 
 
 def health_section(tasks: Sequence[Content]) -> Section:
@@ -201,31 +201,33 @@ def looks_lines(content: Content) -> list[str]:
 
 def _settings(content: Content) -> list[str]:
     """Return sentences on the sampler settings that hold: a judged checkpoint's, or a point's."""
-    own = content.get("judged_settings")
-    if own and not content["operating_points"]:
-        return [own]
-    return [own, chosen_point(content)] if own else [chosen_point(content)]
+    judged = content.get("judged_settings")
+    if judged and not content["operating_points"]:
+        return [judged]
+    return [judged, chosen_point(content)] if judged else [chosen_point(content)]
 
 
 def fidelity_section(fidelity: Content) -> Section:
     """Return the section on each replay's distance from BF16; `fidelity` is fidelity.json."""
-    limits, own = fidelity["max_kl_nats"], fidelity["own_conditioning"]
-    replays = [(mode, found, limits.get(mode)) for mode, found in fidelity["activations"].items()]
-    replays.append((f"{own['activations']}, own self-conditioning", own, None))
+    limits, conditioned = fidelity["max_kl_nats"], fidelity["own_conditioning"]
+    replays = [
+        (mode, figures, limits.get(mode)) for mode, figures in fidelity["activations"].items()
+    ]
+    replays.append((f"{conditioned['activations']}, own self-conditioning", conditioned, None))
     rows = [
-        (name, *(_mean(found[key]) for key in FIDELITY), "-" if limit is None else str(limit))
-        for name, found, limit in replays
+        (name, *(_mean(figures[key]) for key in FIDELITY), "-" if limit is None else str(limit))
+        for name, figures, limit in replays
     ]
     notes = [
         f"{name}, KL by kind of prompt: {kinds}."
-        for name, found, _ in replays
-        if (kinds := kinds_text(found.get("by_kind", [])))
+        for name, figures, _ in replays
+        if (kinds := kinds_text(figures.get("by_kind", [])))
     ]
     notes += [
         f"{name}, share of BF16's experts that the router chooses too, by layer: "
-        f"{', '.join(f'{share:.3f}' for share in found['routing_overlap'])}."
-        for name, found, _ in replays
-        if found.get("routing_overlap")
+        f"{', '.join(f'{share:.3f}' for share in figures['routing_overlap'])}."
+        for name, figures, _ in replays
+        if figures.get("routing_overlap")
     ]
     notes.append(
         "In the row of own self-conditioning the quantized model reads its own logits of the step "
@@ -254,16 +256,18 @@ def ranges_lines(fidelity: Content) -> list[str]:
 
 def kinds_text(kinds: Sequence[Content]) -> str:
     """Return a replay's KL by kind of prompt as text, "" if there are fewer than two kinds."""
-    each = [f"{k['kind']} {_mean(k['kl_nats'])} ({k['trajectories']} trajectories)" for k in kinds]
-    return "; ".join(each) if len(each) > 1 else ""
+    by_kind = [
+        f"{k['kind']} {_mean(k['kl_nats'])} ({k['trajectories']} trajectories)" for k in kinds
+    ]
+    return "; ".join(by_kind) if len(by_kind) > 1 else ""
 
 
 def _by_entropy(fidelity: Content) -> Section:
     rows = [
         (mode, str(e["nats_from"]), f"{e['positions']:,}", f"{e['kl_nats']:.4f}",
          f"{e['top1_agreement']:.4f}")
-        for mode, found in fidelity["activations"].items()
-        for e in found["by_entropy"]
+        for mode, figures in fidelity["activations"].items()
+        for e in figures["by_entropy"]
     ]  # fmt: skip
     columns = ("activations", "nats from", "positions", "KL, nats", "top-1 agreement")
     lines = ["Positions by BF16's own entropy."]

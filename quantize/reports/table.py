@@ -92,9 +92,9 @@ def interval_text(interval: dict[str, Any], spec: str) -> str:
     return f"[{interval['low']:{spec}}, {interval['high']:{spec}}]"
 
 
-def steps_text(found: dict[str, float] | None) -> str:
+def steps_text(inflation: dict[str, float] | None) -> str:
     """Return by how much steps per token exceed BF16's: "+7.1 % [+2.0, +12.5]", or "-" for None."""
-    if found is None:
+    if inflation is None:
         return "-"
-    ratio, low, high = (100 * (found[key] - 1) for key in ("ratio", "low", "high"))
+    ratio, low, high = (100 * (inflation[key] - 1) for key in ("ratio", "low", "high"))
     return f"{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]"

@@ -88,18 +88,18 @@ def xxh3_of(path: Path) -> str:
 
 def sha256_of_all(paths: Iterable[Path]) -> list[str]:
     """Return the sha256 of each file; a file that was read before and has not changed is not read."""
-    found = [(path, _identity(path)) for path in paths]
+    identities = [(path, _identity(path)) for path in paths]
     known = _recall()
-    unread = [path for path, identity in found if identity not in known]
+    unread = [path for path, identity in identities if identity not in known]
     if (count := sum(path.stat().st_size for path in unread)) >= SLOW:
         say(f"{unread[0].parent}: {size(count)} are read for their digests, once")
     began = time.time_ns()
     with ThreadPoolExecutor() as pool:
         read = dict(zip(unread, pool.map(sha256_of, unread), strict=True))
-    digests = [read[path] if path in read else known[identity] for path, identity in found]
+    digests = [read[path] if path in read else known[identity] for path, identity in identities]
     fresh = {
         identity: read[path]
-        for path, identity in found
+        for path, identity in identities
         if path in read and _is_settled(path, identity, began)
     }
     _remember(fresh)
@@ -111,8 +111,8 @@ def remember(digests: Mapping[Path, str]) -> None:
     if sum(path.stat().st_size for path in digests) <= TOGETHER:
         return  # `hashed` reads them whole
     now = time.time_ns()
-    found = {path: _identity(path) for path in digests}
-    _remember({i: digests[path] for path, i in found.items() if _is_settled(path, i, now)})
+    identities = {path: _identity(path) for path in digests}
+    _remember({i: digests[path] for path, i in identities.items() if _is_settled(path, i, now)})
 
 
 def identities(files: Iterable[Path]) -> list[str]:
@@ -135,8 +135,8 @@ def _is_settled(path: Path, identity: str, began: int) -> bool:
 def _recall() -> dict[str, str]:
     """Return identity -> sha256 of the remembered files; a damaged memory is an empty one."""
     with suppress(OSError, ValueError, AttributeError):
-        found: Any = json.loads(REMEMBERED.read_text("utf-8"))
-        return {str(key): str(value) for key, value in found.items()}
+        remembered: Any = json.loads(REMEMBERED.read_text("utf-8"))
+        return {str(key): str(value) for key, value in remembered.items()}
     return {}
 
 

@@ -55,18 +55,18 @@ def new_manifest(source: Checkpoint, digest: str, recipe: str, model: str | None
 
 def tool() -> dict[str, Any]:
     """Return this code's `version`, its git `commit`, whether it is `modified`; None if unknown."""
-    found = {"version": __version__, "commit": None, "modified": None}
+    facts = {"version": __version__, "commit": None, "modified": None}
     checkout = Path(__file__).parents[2]
     if (checkout / ".git").exists():
         words = ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")
-        state = [_git(checkout, *each) for each in words]
+        state = [_git(checkout, *arguments) for arguments in words]
         if None not in state:
-            found |= {"commit": state[0], "modified": bool(state[1])}
-        return found
+            facts |= {"commit": state[0], "modified": bool(state[1])}
+        return facts
     with suppress(PackageNotFoundError):  # copied, not installed
         if (text := distribution(PACKAGES[0]).read_text("direct_url.json")) is not None:
-            found |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
-    return found
+            facts |= {"commit": json.loads(text).get("vcs_info", {}).get("commit_id")}
+    return facts
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -82,20 +82,20 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def package_versions() -> dict[str, str]:
     """Return name -> version of the packages whose behaviour a run depends on."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def code_digest() -> str:
     """Return a sha256 over this code and the versions of the packages that it computes with."""
-    found = [json.dumps(package_versions())]
+    parts = [json.dumps(package_versions())]
     for package in ("quantize", "fused_dequant"):
         root = Path(str(importlib.resources.files(package)))
-        found.append(hashed({str(f.relative_to(root)): f for f in sorted(root.rglob("*.py"))}))
-    return hashlib.sha256("".join(found).encode()).hexdigest()
+        parts.append(hashed({str(f.relative_to(root)): f for f in sorted(root.rglob("*.py"))}))
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def hardware() -> dict[str, Any]:
@@ -135,10 +135,10 @@ def is_sampled_fingerprint(digest: str, checkpoint: Checkpoint) -> bool:
 
 def _fingerprinted(checkpoint: Checkpoint, settings_of: Path | None = None) -> dict[str, Path]:
     files = [*_matching(checkpoint.folder, ("config.json", *SETTINGS)), *checkpoint.shards]
-    found = {file.name: file for file in files}
-    if settings_of and GENERATION in found:
-        found[GENERATION] = settings_of / GENERATION
-    return {name: file for name, file in found.items() if file.is_file()}
+    by_name = {file.name: file for file in files}
+    if settings_of and GENERATION in by_name:
+        by_name[GENERATION] = settings_of / GENERATION
+    return {name: file for name, file in by_name.items() if file.is_file()}
 
 
 def tokenizer_digest(folder: Path) -> str:
@@ -147,8 +147,8 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    found = {file for pattern in patterns for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.is_file())
+    matching = {file for pattern in patterns for file in folder.glob(pattern)}
+    return sorted(file for file in matching if file.is_file())
 
 
 def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -156,11 +156,11 @@ def checksums(checkpoint: Checkpoint, known: Mapping[str, str] | None = None) ->
 
     A sha256 covers all bytes, like the Hub's. Checksums in `known` are kept without reading files.
     """
-    found = dict(known or {})
+    sums = dict(known or {})
     files = sorted(file for file in checkpoint.folder.rglob("*") if file.is_file())
     names = {file.relative_to(checkpoint.folder).as_posix(): file for file in files}
-    asked = {name: file for name, file in names.items() if name not in found and not is_card(name)}
+    asked = {name: file for name, file in names.items() if name not in sums and not is_card(name)}
     with ThreadPoolExecutor() as pool:
         read = dict(zip(asked, pool.map(sha256_of, asked.values()), strict=True))
     remember({names[name]: digest for name, digest in read.items()})  # and no digest of `known`
-    return found | read
+    return sums | read

@@ -62,8 +62,8 @@ def scored_weights(run: RunDir) -> str | None:
 
 def is_scored(run: RunDir, model: str) -> bool:
     """Return whether a model has scores, all of them of the weights that the verified run has now."""
-    weights, found = Weights.of(run), _conditions(run, model)
-    return bool(found) and not any(weights.fault(model, made_with) for made_with in found)
+    weights, stated = Weights.of(run), _conditions(run, model)
+    return bool(stated) and not any(weights.fault(model, made_with) for made_with in stated)
 
 
 def _conditions(run: RunDir, model: str) -> list[dict[str, Any]]:

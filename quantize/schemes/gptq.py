@@ -68,16 +68,16 @@ def shrunk(
     """
     if (total := tokens.sum()) == 0:
         raise QuantizeError("no token was seen: there is no Hessian; use more prompts")
-    found = sums[at] / tokens[at].clamp(min=1).view(-1, *[1] * (sums.dim() - 1))
-    extremes = torch.stack(found.flatten(1).aminmax(dim=1))  # NaN where there is one
+    means = sums[at] / tokens[at].clamp(min=1).view(-1, *[1] * (sums.dim() - 1))
+    extremes = torch.stack(means.flatten(1).aminmax(dim=1))  # NaN where there is one
     if not bool(extremes.isfinite().all()):
         bad = int((~extremes.isfinite()).any(0).nonzero()[0]) + (at.start or 0)
         raise QuantizeError(f"the Hessian of expert {bad} is not finite: its inputs were not")
     if len(sums) == 1:
-        return found
-    own = tokens[at].to(found)
-    own = (own / (own + (inputs or found.shape[-1]))).view(-1, *[1] * (found.dim() - 1))
-    return found.mul_(own).addcmul_(1 - own, sums.sum(0) / total)
+        return means
+    trust = tokens[at].to(means)
+    trust = (trust / (trust + (inputs or means.shape[-1]))).view(-1, *[1] * (means.dim() - 1))
+    return means.mul_(trust).addcmul_(1 - trust, sums.sum(0) / total)
 
 
 def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
@@ -93,14 +93,14 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
         step = grid.scale(ranges)[..., None]  # [E, out, groups, 1]
         blocks = weight.unflatten(-1, (step.shape[-2], -1))
         usual = step.float().expand(*step.shape[:-1], blocks.shape[-1] // GROUP).flatten(-2)
-        own = wide.new_ones(len(wide))
+        divisor = wide.new_ones(len(wide))
     else:
         tensors = {"weight_global_scale": shared.clone()}
-        own, blocks = shared[:, 0], wide.unflatten(-1, (-1, GROUP))
-        usual = block_scale(ranges, own[:, None, None])  # [E, out, in / 16]
-        step = (usual / own[:, None, None])[..., None]
+        divisor, blocks = shared[:, 0], wide.unflatten(-1, (-1, GROUP))
+        usual = block_scale(ranges, divisor[:, None, None])  # [E, out, in / 16]
+        step = (usual / divisor[:, None, None])[..., None]
     nearest = grid.nearest(blocks / step).flatten(-2)
-    codes, scales, *facts = _round_all(wide, hessian.contiguous(), nearest, usual, own, grid)
+    codes, scales, *facts = _round_all(wide, hessian.contiguous(), nearest, usual, divisor, grid)
     if shared is None:
         tensors[next(iter(tensors))] = grid.store(codes)
     else:
@@ -122,14 +122,18 @@ def _round_all(
     codes, scales = torch.empty_like(weight), usual.clone()
     _spread_errors(weight, factor, shared, codes, scales, grid)
     del factor
-    own = shared[:, None, None]
+    divisor = shared[:, None, None]
     slope = _descend(weight, codes, scales, hessian, shared, grid)
-    error = weight - _values(codes, scales / own)  # whose product with the damped H is the slope
+    error = weight - _values(
+        codes, scales / divisor
+    )  # whose product with the damped H is the slope
     slope.addcmul_(error, (diagonal - undamped)[:, None], value=-1)
     loss = slope.mul_(error).sum(-1).sum(-1)
     del slope, error
     diagonal.copy_(undamped)
-    plain, whole = (energy(x, hessian) for x in (weight - _values(nearest, usual / own), weight))
+    plain, whole = (
+        energy(x, hessian) for x in (weight - _values(nearest, usual / divisor), weight)
+    )
     loss, plain = (x / whole.clamp(min=1e-30) for x in (torch.where(failed, plain, loss), plain))
     lost = failed[:, None, None]
     return torch.where(lost, nearest, codes), torch.where(lost, usual, scales), loss, plain, failed
@@ -139,28 +143,30 @@ def energy(x: Tensor, hessian: Tensor) -> Tensor:
     """Return tr x H x^T, f32 [E], of x [E, out, in] and symmetric H [E, in, in]; half of H is read."""
     total = x.new_zeros(len(x))
     for at in range(0, x.shape[-1], COLUMNS):
-        own = slice(at, at + COLUMNS)
-        pulls = torch.zeros_like(x[..., own])
-        add_product(pulls, x[..., own], hessian[:, own, own].mT)
-        add_product(pulls, x[..., :at], hessian[:, own, :at].mT, 2)
-        total += pulls.mul_(x[..., own]).sum(-1).sum(-1)  # in an order that threads do not change
+        columns = slice(at, at + COLUMNS)
+        pulls = torch.zeros_like(x[..., columns])
+        add_product(pulls, x[..., columns], hessian[:, columns, columns].mT)
+        add_product(pulls, x[..., :at], hessian[:, columns, :at].mT, 2)
+        total += (
+            pulls.mul_(x[..., columns]).sum(-1).sum(-1)
+        )  # in an order that threads do not change
     return total
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1) -> None:
-    """Add factor * left @ right to `total`: [E, M, K] @ [E, K, N], float32.
+def add_product(total: Tensor, lhs: Tensor, rhs: Tensor, factor: float = 1) -> None:
+    """Add factor * lhs @ rhs to `total`: [E, M, K] @ [E, K, N], float32.
 
     A GPU's tensor cores multiply TF32 numbers, which have 11 bits. So each number is split into a TF32
     number and a rest, which is rounded to TF32 too. Only rest times rest is left out; the errors that
-    were measured are those of float32. A GPU is fastest if `right` has stride 1 along K, as the
+    were measured are those of float32. A GPU is fastest if `rhs` has stride 1 along K, as the
     transpose of a Hessian's rows has.
     """
     if launches(total.device):
         from fused_dequant.gptq import blockwise
 
-        blockwise.add_product(total, left, right, factor)
+        blockwise.add_product(total, lhs, rhs, factor)
     else:
-        total.baddbmm_(left, right, alpha=factor)
+        total.baddbmm_(lhs, rhs, alpha=factor)
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
@@ -185,9 +191,9 @@ def _factored(hessian: Tensor) -> tuple[Tensor, Tensor]:
     # A CPU gains nothing from many at once, which would only take memory.
     step, leaf = (factored_at_once(inputs), LEAF) if hessian.is_cuda else (1, inputs)
     with _one_thread():
-        for own in (slice(at, at + step) for at in range(0, len(hessian), step)):
-            factor[own], lacks = _upper(hessian[own], leaf)
-            failed[own] |= lacks
+        for columns in (slice(at, at + step) for at in range(0, len(hessian), step)):
+            factor[columns], lacks = _upper(hessian[columns], leaf)
+            failed[columns] |= lacks
     return factor, failed
 
 
@@ -243,7 +249,7 @@ def _spread_errors(
     weight: Tensor, factor: Tensor, shared: Tensor, codes: Tensor, scales: Tensor, grid: Codes
 ) -> None:
     """Run GPTQ from left to right; errors are spread in a SPAN by block, then to all later inputs."""
-    left = weight.clone()
+    remaining = weight.clone()
     errors = weight.new_empty(*weight.shape[:-1], SPAN)
     for start in range(0, weight.shape[-1], SPAN):
         stop = min(start + SPAN, weight.shape[-1])
@@ -251,13 +257,13 @@ def _spread_errors(
             block = slice(at, at + GROUP)
             error = errors[..., at - start : at - start + GROUP]
             round_block(
-                left[..., block], factor[:, block, block], shared, scales[..., at // GROUP],
+                remaining[..., block], factor[:, block, block], shared, scales[..., at // GROUP],
                 codes[..., block], error, grid,
             )  # fmt: skip
             later = slice(at + GROUP, stop)
-            left[..., later].baddbmm_(error, factor[:, block, later], alpha=-1)
+            remaining[..., later].baddbmm_(error, factor[:, block, later], alpha=-1)
         spread = errors[..., : stop - start]
-        add_product(left[..., stop:], spread, factor[:, start:stop, stop:], -1)
+        add_product(remaining[..., stop:], spread, factor[:, start:stop, stop:], -1)
 
 
 def _near(scale: Tensor, neighbours: int) -> Tensor:
@@ -292,16 +298,20 @@ def round_block(
         candidates = _near(block_scale(amax, shared[:, None]), grid.neighbours)
     step = candidates / shared[:, None, None]
     # [16, E, out, C]: what is rounded together is adjacent in memory, which saves a quarter of the time
-    left = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])
-    found, error, factor = torch.empty_like(left), torch.empty_like(left), factor.movedim(0, -1)
+    remaining = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])
+    rounded, error, factor = (
+        torch.empty_like(remaining),
+        torch.empty_like(remaining),
+        factor.movedim(0, -1),
+    )
     for i in range(GROUP):
-        found[i] = grid.nearest(left[i] / step)
-        error[i] = (left[i] - found[i] * step) / factor[i, i, :, None, None]
-        left[i + 1 :] -= error[i] * factor[i, i + 1 :, :, None, None]
+        rounded[i] = grid.nearest(remaining[i] / step)
+        error[i] = (remaining[i] - rounded[i] * step) / factor[i, i, :, None, None]
+        remaining[i + 1 :] -= error[i] * factor[i, i + 1 :, :, None, None]
     squares = error.movedim(0, -1).contiguous().square_()
     best = squares.sum(-1).argmin(-1, keepdim=True)  # [E, out, 1]
     pick = best.expand(GROUP, *best.shape)
-    codes.copy_(found.gather(-1, pick)[..., 0].movedim(0, -1))
+    codes.copy_(rounded.gather(-1, pick)[..., 0].movedim(0, -1))
     errors.copy_(error.gather(-1, pick)[..., 0].movedim(0, -1))
     scales.copy_(candidates.gather(-1, best)[..., 0])
 
@@ -348,12 +358,12 @@ def descend_span(
         return
     near = slope.clone()
     for at in range(0, slope.shape[-1], GROUP):
-        own, later = slice(at, at + GROUP), slice(at + GROUP, None)
+        columns, later = slice(at, at + GROUP), slice(at + GROUP, None)
         descend_block(
-            near[..., own], hessian[:, own, own], shared, scales[..., at // GROUP],
-            codes[..., own], moved[..., own], grid,
+            near[..., columns], hessian[:, columns, columns], shared, scales[..., at // GROUP],
+            codes[..., columns], moved[..., columns], grid,
         )  # fmt: skip
-        near[..., later].baddbmm_(moved[..., own], hessian[:, own, later], alpha=-1)
+        near[..., later].baddbmm_(moved[..., columns], hessian[:, columns, later], alpha=-1)
 
 
 def descend_block(
@@ -374,17 +384,22 @@ def descend_block(
     step = scales / shared[:, None]
     values = codes * step[..., None]
     slope = (slope - (values - before) @ hessian).movedim(-1, 0).contiguous()  # [16, E, out]
-    found, own = torch.empty_like(slope), hessian.movedim(0, -1)[..., None]  # [16, 16, E, 1]
+    rounded, curvature = (
+        torch.empty_like(slope),
+        hessian.movedim(0, -1)[..., None],
+    )  # [16, 16, E, 1]
     for i, value in enumerate(values.movedim(-1, 0).contiguous()):
-        found[i] = grid.nearest((value + slope[i] / own[i, i]) / step)
-        slope -= (found[i] * step - value) * own[i]
-    codes.copy_(found.movedim(0, -1))
+        rounded[i] = grid.nearest((value + slope[i] / curvature[i, i]) / step)
+        slope -= (rounded[i] * step - value) * curvature[i]
+    codes.copy_(rounded.movedim(0, -1))
     torch.sub(codes * step[..., None], before, out=moved)
 
 
-def _best_scale(codes: Tensor, scale: Tensor, slope: Tensor, own: Tensor, shared: Tensor) -> Tensor:
+def _best_scale(
+    codes: Tensor, scale: Tensor, slope: Tensor, hessian: Tensor, shared: Tensor
+) -> Tensor:
     """Return the e4m3 scale [E, out] next to the optimum of the quadratic in a block's scale."""
-    curvature = ((codes @ own) * codes).sum(-1)
+    curvature = ((codes @ hessian) * codes).sum(-1)
     pull = (slope * codes).sum(-1)
     wanted = scale + pull / curvature.clamp(min=1e-30) * shared
     near = _near(wanted.clamp(SMALLEST_SCALE, FP8_MAX), 1)

@@ -45,7 +45,7 @@ class Hessians:
         x = rows.flatten(0, -2).contiguous()
         waiting = self._waiting.setdefault(name, [])
         waiting.append((x, experts))
-        many = len(waiting) == PASSES or sum(own.nbytes for own, _ in waiting) >= PASSES_BYTES
+        many = len(waiting) == PASSES or sum(rows.nbytes for rows, _ in waiting) >= PASSES_BYTES
         if many or not _in_kernels(x):
             self._settle(name)
 
@@ -62,7 +62,7 @@ class Hessians:
     def _settle(self, name: str) -> None:
         if not (waiting := self._waiting.pop(name, None)):
             return
-        x = torch.cat([own for own, _ in waiting])
+        x = torch.cat([rows for rows, _ in waiting])
         chosen = [ids for _, ids in waiting if ids is not None]
         count = self._experts if chosen else 1
         if name not in self._sums:
@@ -82,8 +82,8 @@ class Hessians:
             narrow = torch.uint8 if self._experts <= 256 else torch.int64
             flat = torch.cat([ids.flatten() for ids in chosen]).to(narrow)
             ids, order = flat.sort(stable=True)
-            each = torch.arange(self._experts + 1, device=ids.device)
-            self._choices = chosen, order, torch.searchsorted(ids.long(), each)
+            expert_ids = torch.arange(self._experts + 1, device=ids.device)
+            self._choices = chosen, order, torch.searchsorted(ids.long(), expert_ids)
         return self._choices[1], self._choices[2]
 
     def mean(self, name: str, at: slice = slice(None)) -> Tensor:
@@ -96,7 +96,7 @@ class Hessians:
 
 
 def _places_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(own.data_ptr(), own.numel()) for own in tensors]
+    return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
 
 @lru_cache(4)
@@ -118,9 +118,9 @@ def _add(tiles: Tensor, x: Tensor, order: Tensor, starts: Tensor, topk: int) -> 
     begin, *ends = starts.tolist()
     i, j = _places(x.shape[1], x.device)
     for expert, end in enumerate(ends):
-        own = x[order[begin:end] // topk].float()
-        own = pad(own, (0, -own.shape[1] % TILE))
-        blocks = (own.T @ own).unflatten(0, (-1, TILE)).unflatten(-1, (-1, TILE))
+        rows = x[order[begin:end] // topk].float()
+        rows = pad(rows, (0, -rows.shape[1] % TILE))
+        blocks = (rows.T @ rows).unflatten(0, (-1, TILE)).unflatten(-1, (-1, TILE))
         tiles[expert] += blocks.transpose(1, 2)[i, j]  # [blocks, blocks, 128, 128], the upper ones
         begin = end
 
@@ -137,9 +137,9 @@ def whole(tiles: Tensor, inputs: int) -> Tensor:
     """
     i, j = _places(inputs, tiles.device)
     blocks = -(-inputs // TILE)
-    found = tiles.new_empty(len(tiles), blocks, blocks, TILE, TILE)
-    found[:, j, i] = tiles.mT
+    square = tiles.new_empty(len(tiles), blocks, blocks, TILE, TILE)
+    square[:, j, i] = tiles.mT
     upper = tiles[:, i == j].triu()
-    found[:, i, j] = tiles
-    found[:, i[i == j], j[i == j]] = upper + upper.triu(1).mT
-    return found.transpose(2, 3).reshape(len(tiles), blocks * TILE, -1)[:, :inputs, :inputs]
+    square[:, i, j] = tiles
+    square[:, i[i == j], j[i == j]] = upper + upper.triu(1).mT
+    return square.transpose(2, 3).reshape(len(tiles), blocks * TILE, -1)[:, :inputs, :inputs]

@@ -262,9 +262,9 @@ CODES = ("weight_packed", "weight")  # a quantized Linear has one of them
 
 def sound_each(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return bool [n]: whether each of n Linears is finite with global and input scales above 0."""
-    found = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
-    found += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
-    return torch.stack(found).all(0)
+    checks = [rounding.finite_each(t, scale=s == "weight_scale") for s, t in tensors.items()]
+    checks += [(t > 0).flatten(1).all(1) for s, t in tensors.items() if s in TENSOR_SCALES]
+    return torch.stack(checks).all(0)
 
 
 def refusal(mode: str, kernels: Iterable[str]) -> str | None:

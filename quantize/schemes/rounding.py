@@ -115,11 +115,11 @@ def quantize_rows(
     The weight is contiguous; `ranges` [..., out, 1] are what `observe` returned. `out`,
     of the weight's shape and any strides, receives the codes; if None, a new tensor receives them.
     """
-    found = torch.empty_like(weight, dtype=codes.cast) if out is None else out
+    codes_out = torch.empty_like(weight, dtype=codes.cast) if out is None else out
     scale = codes.scale(ranges)
     for block in blocks(weight):
-        found[block] = codes.fit(weight[block] / scale[block])  # copying casts
-    return {"weight": found, "weight_scale": scale}
+        codes_out[block] = codes.fit(weight[block] / scale[block])  # copying casts
+    return {"weight": codes_out, "weight_scale": scale}
 
 
 def quantize_groups(
@@ -147,10 +147,10 @@ def _packed(weight: Tensor, steps: Tensor, group: int, out: Tensor | None) -> Te
     divisor, groups = steps.unsqueeze(-1), weight.unflatten(-1, (-1, group))
     rooms: tuple[Tensor, ...] = ()  # FP32 memory of a block, reused: new pages cost time
     for block in blocks(weight):
-        own = groups[block]
-        rooms = rooms or tuple(torch.empty_like(own, dtype=torch.float32) for _ in range(2))
-        scaled, room = (each[: len(own)] for each in rooms)
-        torch.div(own, divisor[block], out=scaled).clamp_(-E2M1_MAX, E2M1_MAX)
+        rows = groups[block]
+        rooms = rooms or tuple(torch.empty_like(rows, dtype=torch.float32) for _ in range(2))
+        scaled, room = (buffer[: len(rows)] for buffer in rooms)
+        torch.div(rows, divisor[block], out=scaled).clamp_(-E2M1_MAX, E2M1_MAX)
         packed[block] = pack(e2m1_codes(scaled, room).flatten(-2))
     return packed
 
@@ -171,9 +171,9 @@ def dequantize_rows(tensors: Mapping[str, Tensor]) -> Tensor:
     table = _values(codes.dtype, scale.dtype, codes.device)
     weight = torch.empty(codes.shape, dtype=torch.bfloat16, device=codes.device)
     for block in blocks(codes):
-        own = codes[block]
-        found = table.index_select(0, own.view(torch.uint8).flatten().int())
-        weight[block] = found.view(own.shape).mul_(scale[block])
+        rows = codes[block]
+        values = table.index_select(0, rows.view(torch.uint8).flatten().int())
+        weight[block] = values.view(rows.shape).mul_(scale[block])
     return weight
 
 
@@ -315,14 +315,14 @@ def all_finite(tensor: Tensor) -> bool:
 
 def finite_each(tensor: Tensor, *, scale: bool = False) -> Tensor:
     """Return bool [n]: whether each of n stacked tensors is finite; if `scale`, uint8 holds e8m0."""
-    each = tensor.reshape(len(tensor), -1)
+    flat = tensor.reshape(len(tensor), -1)
     if tensor.dtype == FP8:  # its only NaN has all bits set; it has no infinity
-        return (each.view(torch.uint8) & 0x7F).amax(1) < 0x7F
+        return (flat.view(torch.uint8) & 0x7F).amax(1) < 0x7F
     if tensor.dtype == torch.uint8 and scale:  # 255 is e8m0's NaN
-        return each.amax(1) < 0xFF
+        return flat.amax(1) < 0xFF
     if not tensor.is_floating_point():
         return torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
-    return each.isfinite().all(1)
+    return flat.isfinite().all(1)
 
 
 def sound_scales(scale: Tensor) -> bool:

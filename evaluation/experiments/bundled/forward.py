@@ -69,7 +69,7 @@ def attention(
     queries = rotate(rms_norm(heads("q"), w["self_attn.q_norm.weight"]), rope).transpose(1, 2)
     keys = rotate(rms_norm(raw_keys, w["self_attn.k_norm.weight"]), rope).transpose(1, 2)
     values = rms_norm(raw_values).transpose(1, 2)
-    own = (keys, values)
+    keys_values = (keys, values)
     if prefix is not None:
         keys, values = torch.cat((prefix[0], keys), 2), torch.cat((prefix[1], values), 2)
     groups = queries.shape[1] // keys.shape[1]
@@ -81,7 +81,7 @@ def attention(
         is_causal=prefix is None,
         scale=1.0,
     )
-    return F.linear(out.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"]), own
+    return F.linear(out.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"]), keys_values
 
 
 def gated(x: Tensor, w: Weights, name: str) -> Tensor:
@@ -118,7 +118,9 @@ def layer(
     x: Tensor, w: Weights, rope: Rope, prefix: KeysValues | None, mask: Tensor | None
 ) -> tuple[Tensor, KeysValues, Tensor]:
     """One text layer: x [B, S, H] -> (x, its own keys and values, load-balancing loss)."""
-    attended, own = attention(rms_norm(x, w["input_layernorm.weight"]), w, rope, prefix, mask)
+    attended, keys_values = attention(
+        rms_norm(x, w["input_layernorm.weight"]), w, rope, prefix, mask
+    )
     x = x + rms_norm(attended, w["post_attention_layernorm.weight"])
     dense = gated(rms_norm(x, w["pre_feedforward_layernorm.weight"]), w, "mlp")
     flat = x.flatten(0, 1)
@@ -128,7 +130,7 @@ def layer(
         sparse.view_as(x), w["post_feedforward_layernorm_2.weight"]
     )
     x = x + rms_norm(both, w["post_feedforward_layernorm.weight"])
-    return x * w["layer_scalar"], own, balance
+    return x * w["layer_scalar"], keys_values, balance
 
 
 def head(x: Tensor, norm: Tensor, embedding: Tensor) -> Tensor:
@@ -207,8 +209,8 @@ class TrainingForward:
         layers: list[Weights] = []
         for i, scalar in enumerate(self.scalars):
             start = f"layers.{i}."
-            own = {n.removeprefix(start): p for n, p in low.items() if n.startswith(start)}
-            layers.append(own | {"layer_scalar": scalar.to(self.dtype)})
+            of_layer = {n.removeprefix(start): p for n, p in low.items() if n.startswith(start)}
+            layers.append(of_layer | {"layer_scalar": scalar.to(self.dtype)})
         return {n: p for n, p in low.items() if not n.startswith("layers.")}, layers
 
     def embed(self, tokens: Tensor, w: Weights) -> Tensor:
@@ -225,8 +227,8 @@ class TrainingForward:
         for kind, weights in zip(self.types, layers, strict=True):
             cos, sin = self.rope[kind]
             rope = (cos[None, : tokens.shape[1]], sin[None, : tokens.shape[1]])
-            x, own, loss = self.layer(x, weights, rope, None, None)
-            cache.append(own)
+            x, keys_values, loss = self.layer(x, weights, rope, None, None)
+            cache.append(keys_values)
             balance = balance + loss / len(layers)
         return x, cache, balance
 

@@ -105,10 +105,10 @@ def synthetic(rng: random.Random, level: int, numbers: Numbers) -> Problem:
     story: list[str] = []
     lines: list[str] = []
     if level > 1 and rng.random() < 0.4:
-        boxes, each = rng.randint(2, numbers.boxes), rng.randint(2, 12)
-        story.append(f"{name} has {boxes} boxes with {each} {item} each.")
-        lines.append(f"{boxes}*{each}={boxes * each}")
-        total = boxes * each
+        boxes, per_box = rng.randint(2, numbers.boxes), rng.randint(2, 12)
+        story.append(f"{name} has {boxes} boxes with {per_box} {item} each.")
+        lines.append(f"{boxes}*{per_box}={boxes * per_box}")
+        total = boxes * per_box
     else:
         total = rng.randint(2, numbers.step)
         story.append(f"{name} has {total} {item}.")
@@ -338,8 +338,8 @@ VISIBLE_STEP = re.compile(
 
 def visible_steps(answer: str) -> list[tuple[str, int]]:
     """The calculations in an answer's prose, such as `12 + 7 = 19`, as (expression, stated result)."""
-    found = VISIBLE_STEP.findall(answer)
-    return [(e.replace("x", "*").replace("$", ""), int(result)) for e, result in found]
+    steps = VISIBLE_STEP.findall(answer)
+    return [(e.replace("x", "*").replace("$", ""), int(result)) for e, result in steps]
 
 
 def steps_hold(problem: Problem) -> bool:
@@ -354,11 +354,11 @@ def steps_hold(problem: Problem) -> bool:
 
 def distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
     """The first `count` problems with different questions."""
-    found: dict[str, Problem] = {}
-    while len(found) < count:
+    by_text: dict[str, Problem] = {}
+    while len(by_text) < count:
         problem = next(problems)
-        found.setdefault(problem.question, problem)
-    return list(found.values())
+        by_text.setdefault(problem.question, problem)
+    return list(by_text.values())
 
 
 def write_jsonl(path: Path, split: Split, problems: Sequence[Problem]) -> None:

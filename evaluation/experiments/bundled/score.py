@@ -69,11 +69,11 @@ def _judge(
 ) -> Answer:
     tokens = [t for t in row if t != tokenizer.pad_token_id]
     text = str(tokenizer.decode(tokens))
-    found = FINAL_ANSWER.search(text)
+    match = FINAL_ANSWER.search(text)
     return Answer(
         text=text,
-        correct=found is not None and int(found[1]) == problem.answer_number,
-        has_number=found is not None,
+        correct=match is not None and int(match[1]) == problem.answer_number,
+        has_number=match is not None,
         tokens=len(tokens),
         canvases=math.ceil(len(tokens) / CANVAS),
         steps=round(len(tokens) / tokens_per_forward),

@@ -195,8 +195,8 @@ def save_state(
     """Write the float32 text parameters and `step` to `parts` files of about equal size."""
     tensors = sorted(model.model.decoder.named_parameters(), key=lambda item: -item[1].numel())
     for part in range(parts):
-        own = {name: t.detach().cpu().contiguous() for name, t in tensors[part::parts]}
-        save_file(own, folder / f"state-{part}.safetensors", {"step": str(step)})
+        tensors_of_part = {name: t.detach().cpu().contiguous() for name, t in tensors[part::parts]}
+        save_file(tensors_of_part, folder / f"state-{part}.safetensors", {"step": str(step)})
 
 
 def load_state(model: DiffusionGemmaForBlockDiffusion, folder: Path) -> int:
