@@ -1,13 +1,17 @@
 """What an evaluation tells while it runs: rates, looks, and the time that is left or was saved."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from faulty import scoring
 
 from quantize.host.processes import ALONE
+from quantize.recipe.controls import JUDGED
+from quantize.recipe.sections import Gate
 from quantize.recovery.gate import Verdict
 from quantize.recovery.sequential import Part, Plan
 from quantize.runs.folder import RunDir
@@ -134,3 +138,21 @@ def test_parts_are_asked_together_where_none_has_answers(
     found.ask([model], {task: 2})  # type: ignore[dict-item]
     plan = task.plan
     assert asked == (plan.parts[:2] if begun else [plan.first(plan.looks[1])])
+
+
+@pytest.mark.parametrize("free", [(), JUDGED])
+def test_a_candidate_of_other_settings_is_compared_only_where_they_are_judged(
+    free: Collection[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two servers may have different settings: no look of theirs decides, and a point's does."""
+    base = scoring()
+    fewer = replace(base, conditions={"sampler": {"max_denoising_steps": 10}})
+    models: list[Any] = [
+        SimpleNamespace(free=settings, scoring=each)
+        for settings, each in (((), base), (free, fewer))
+    ]
+    monkeypatch.setattr(Answers, "scored", lambda _, model, task: model.scoring)
+    found = object.__new__(Answers)
+    found._processes = ALONE
+    gate = Gate(estimand="such_questions", margin_pp={"one": 5})
+    assert (found.compared(models, FIRST, gate)[1] is not None) == bool(free)

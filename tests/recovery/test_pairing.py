@@ -1,0 +1,153 @@
+"""Which scorings may be compared, which answers of them count, and in what unit limits are judged."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from faulty import scoring
+
+from quantize.recovery.gate import Verdict
+from quantize.recovery.pairing import in_common, most_steps, paired
+from quantize.recovery.rows import Scoring
+from quantize.recovery.sequential import Plan
+from quantize.recovery.statistics import Comparison
+from quantize.recovery.terms import Terms
+
+PLAN = Plan("such_questions", 400, 1, 0)
+TERMS = Terms(estimand="such_questions", margin_pp=5)
+
+
+def about(side: Scoring, **facts: Any) -> Scoring:
+    """Return a scoring with other facts of how its samples were made."""
+    return replace(side, made_with=side.made_with | facts)
+
+
+def planned(side: Scoring, plan: Plan = PLAN) -> Scoring:
+    return about(side, planned=asdict(plan))
+
+
+def compared(base: Scoring, other: Scoring, terms: Terms = TERMS, **more: Any) -> Comparison:
+    found = paired(base, other, terms, **more)
+    assert isinstance(found, Comparison)
+    return found
+
+
+def refused(base: Scoring, other: Scoring, **more: Any) -> str:
+    found = paired(base, other, TERMS, **more)
+    assert isinstance(found, Verdict)
+    assert found.outcome == "NOT COMPARABLE"
+    return found.reason
+
+
+def seeded(side: Scoring, seed: int) -> Scoring:
+    """Return a scoring whose answers have other noise, as its conditions say too."""
+    rows = [replace(row, seed=seed) for row in side.rows]
+    conditions = side.conditions | {"seed": seed, "seeds": [seed] * len(rows)}
+    return Scoring(side.task, rows, conditions, side.made_with | {"seed": seed})
+
+
+def test_the_noise_floor_has_other_seeds_and_nothing_else() -> None:
+    base, again = (seeded(scoring(), seed) for seed in (0, 1))
+    assert compared(base, again, other_seed=True).difference_pp == 0
+    assert refused(base, again) == "seed differ: 0 against 1"
+    same = "both sides have the same seed: no noise is between them"
+    assert refused(base, base, other_seed=True) == same
+    one = replace(again, rows=[*again.rows[:-1], replace(again.rows[-1], seed=0)])
+    assert refused(base, one, other_seed=True) == same
+    warm = replace(again, conditions=again.conditions | {"sampler": {"t_min": 1}})
+    assert refused(base, warm, other_seed=True).startswith("sampler differ: max_denoising_steps is")
+
+
+def test_what_samples_were_made_with_must_be_equal_but_for_the_model() -> None:
+    base = about(scoring(), sampler={"t_min": 0.4, "entropy_bound": 0.1}, batch="one")
+    assert compared(base, about(base, model="another")).difference_pp == 0
+    assert refused(base, about(base, batch="two")) == "batch differ: 'one' against 'two'"
+    bound = about(base, sampler={"t_min": 0.4, "entropy_bound": 0.2})
+    assert refused(base, bound) == "sampler differ: entropy_bound is 0.1 against 0.2"
+    assert compared(base, bound, other_settings={"entropy_bound"}).difference_pp == 0
+    assert refused(base, bound, other_settings={"t_min"}).startswith("sampler differ")
+    assert refused(base, about(base, sampler="a server's"), other_settings={"t_min"})
+    named = replace(base, conditions=base.conditions | {"model": "a"})
+    assert refused(named, replace(named, conditions=named.conditions | {"model": "b"}))
+
+
+def test_answers_count_up_to_the_last_look_of_both() -> None:
+    looks = PLAN.looks
+    whole, two = planned(scoring()), planned(scoring()).only(PLAN.first(looks[1]).answers)
+    base, other, taken = in_common(whole, two)
+    assert taken == looks[:2]
+    assert base.answered == other.answered == two.answered
+    assert len(compared(whole, two).looks) == len(compared(two, whole).looks) == 2
+    some = whole.only({(row.doc_id, 0) for row in whole.rows[:100]})
+    base, other, taken = in_common(whole, some)
+    assert (base, other, taken) == (whole, some, [])
+    assert refused(whole, planned(scoring()).only(some.answered)).startswith("documents differ")
+    no_look = "no look is complete on both sides"
+    assert refused(some, some) == no_look
+    unplanned = scoring()
+    assert in_common(unplanned, unplanned) == (unplanned, unplanned, [])
+    assert compared(unplanned, unplanned).looks == ()
+
+
+def test_looks_of_another_estimand_or_only_one_are_not_looked_at() -> None:
+    side, these = planned(scoring()), replace(TERMS, estimand="these_questions")
+    assert [look["fraction"] for look in compared(side, side).looks] == [0.3, 0.4, 0.5, 0.7, 1.0]
+    found = compared(side, side, these)
+    assert (found.looks, found.questions) == ((), 400)
+    few = planned(scoring().only({(n, 0) for n in range(20)}), Plan("such_questions", 20, 1, 0))
+    assert (compared(few, few).looks, compared(few, few).questions) == ((), 20)
+
+
+@pytest.mark.parametrize(
+    ("estimand", "plan", "margin_pp", "limit"),
+    [  # 5 units of 400 answers, 200 questions, 800 answers planned, 500 questions planned
+        ("these_questions", None, 2, 1.25),
+        ("such_questions", None, 4, 2.5),
+        ("these_questions", Plan("these_questions", 200, 4, 0), 1, 0.625),
+        ("such_questions", Plan("such_questions", 500, 2, 0), 1.5, 1),
+    ],
+)
+def test_limits_of_signs_count_the_units_that_were_planned(
+    estimand: Any, plan: Plan | None, margin_pp: float, limit: float
+) -> None:
+    """Not those answered so far: a limit may not move with the looks. Each question has two answers."""
+    row, count = scoring().rows[1], plan.questions if plan else 200
+    rows = [replace(row, doc_id=n // 2, repeat=n % 2) for n in range(2 * count)]
+    side = replace(scoring(), rows=rows)
+    if plan:
+        side = planned(side, plan).only(plan.first(plan.looks[0]).answers)
+    found = compared(side, side, Terms(estimand=estimand, margin_pp=margin_pp, health_pp={}))
+    assert found.health["cut"].limit_pp == pytest.approx(limit)
+
+
+def test_steps_lengths_and_canvases_that_never_stopped_are_compared() -> None:
+    base, more = scoring(), scoring(denoising_steps=[9, 48], tokens=120)
+    terms = replace(TERMS, max_step_inflation=0.1, health_pp={"never_stopped": 2})
+    found = compared(base, more, terms)
+    assert found.step_inflation is not None
+    steps, tokens = (320 * 9 + 80 * 57) / (400 * 9), (320 * 60 + 80 * 120) / (400 * 60)
+    assert found.step_inflation.ratio == pytest.approx(steps / tokens)
+    assert list(found.step_inflation.never_stopped) == [0, pytest.approx(80 / 480)]
+    assert found.step_inflation.p_at_most_limit is not None
+    assert found.length is not None
+    assert found.length[0] == pytest.approx(tokens)
+    assert found.length[1] < tokens < found.length[2]
+    wider = compared(base, more, replace(terms, confidence=0.99))
+    assert wider.length is not None
+    assert wider.length[2] > found.length[2]
+    assert wider.step_inflation is not None
+    assert wider.step_inflation.high > found.step_inflation.high
+    assert (found.health["never_stopped"].quantized, found.unjudged) == (0.2, [])
+    assert compared(base, more, replace(terms, max_step_inflation=None)).step_inflation is not None
+
+
+def test_a_side_that_tells_no_steps_is_not_judged_by_them() -> None:
+    terms = replace(TERMS, health_pp={"never_stopped": 2})
+    for faults in ({}, {"denoising_steps": []}), ({"denoising_steps": []}, {}):
+        found = compared(*(scoring(**fault) for fault in faults), terms)
+        assert (found.step_inflation, found.unjudged) == (None, ["never_stopped"])
+    unlimited = replace(scoring(), conditions={})
+    assert most_steps(unlimited) == float("inf")
+    found = compared(unlimited, unlimited, terms)
+    assert found.unjudged == ["never_stopped"]
+    assert found.step_inflation is not None
