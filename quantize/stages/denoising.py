@@ -88,19 +88,19 @@ class Denoising:
         engine = self._opened()
 
         @contextmanager
-        def watching(own: BatchEngine, start: int) -> Generator[None]:
+        def watching(engine: BatchEngine, start: int) -> Generator[None]:
             recording = nullcontext() if recorder is None else recorder.batch(start)
-            with recording as add, own.watching(*observers, on_pass=add, on_logits=on_logits):
+            with recording as add, engine.watching(*observers, on_pass=add, on_logits=on_logits):
                 yield
 
-        found = record_all(
+        recorded = record_all(
             engine, self._prompts, self._settings, self.sampler, title=title,
             processes=processes, held_out=self._held_out, watching=watching,
         )  # fmt: skip
         if recorder is not None:
             recorder.finish(self.identity, PassesShape(engine.capacity, engine.max_length))
         engine.close()
-        return found
+        return recorded
 
     def _opened(self) -> Engine:
         size = self._settings.batch_size
@@ -119,13 +119,13 @@ class Denoising:
             ResourceError: a batch does not fit the GPU, or scratch is full.
         """
         hidden = Checkpoint.open(self._source).config["text_config"]["hidden_size"]
-        found = Recording.find(folder, self.identity, 2 * hidden)
-        if found is None:
+        recording = Recording.find(folder, self.identity, 2 * hidden)
+        if recording is None:
             self.run(title="recording what enters the first layer", recorder=Recorder(folder))
-            found = Recording.find(folder, self.identity, 2 * hidden)
-        if found is None:
+            recording = Recording.find(folder, self.identity, 2 * hidden)
+        if recording is None:
             raise ResourceError(
                 f"{folder}: what was just recorded there is gone or damaged; check the disk, or name "
                 f"another with --scratch; the same command goes on"
             )
-        return found
+        return recording

@@ -46,29 +46,29 @@ def needs(
         return quantized_stack(recipe.name, targets, capability, mode)
 
     canvas = config["canvas_length"]
-    found: list[Need] = []
+    listed: list[Need] = []
     replayed = FRESH_TOKENS + 2 * canvas
     if recipe.needs_calibration and (settings := recipe.calibration):
         replayed = settings.max_prompt_tokens + settings.canvases * canvas
         batch = settings.batch_size
         batches = sum(-(-n // batch) for n in (settings.prompts, HELD_OUT))
-        found.append(Need("calibrate", bf16, batch, replayed, batches=batches, fixed_batch=True))
+        listed.append(Need("calibrate", bf16, batch, replayed, batches=batches, fixed_batch=True))
     if recipe.quantization.rounding == "gptq" and (settings := recipe.calibration):
         length = settings.max_prompt_tokens + settings.canvases * canvas
-        found.append(_rounding(bf16, targets, settings.batch_size, length))
+        listed.append(_rounding(bf16, targets, settings.batch_size, length))
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16; its layers are freed before the next model
-    found.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
+    listed.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     scored = recipe.evaluation.activations
     modes: set[ActivationMode] = {"none", scored, *recipe.gate.max_kl_nats}
     engines = len(modes - {"fp8"})  # that share weights; `fp8` has weights of its own, later
     name = f"fidelity {recipe.name}"
-    found.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
+    listed.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
     longest = max(map(recipe.evaluation.answer_tokens, recipe.evaluation.tasks))
     for stack in (bf16, quantized(scored)):
         name = f"evaluate {stack.name}"
         batch = recipe.evaluation.batch_size or AT_ONCE
-        found.append(Need(name, stack, batch, scored_positions(config, longest), batches=MANY))
-    return found
+        listed.append(Need(name, stack, batch, scored_positions(config, longest), batches=MANY))
+    return listed
 
 
 def bf16_stack(tensors: Mapping[str, TensorInfo]) -> Stack:

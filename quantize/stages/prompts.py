@@ -36,7 +36,12 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
     tokenizer = load_tokenizer(checkpoint)
     chats = [read_chats(name, calibration.seed) for name in calibration.datasets]
     prompts: list[Prompt] = []
-    for messages in (each for turn in zip_longest(*chats) for each in turn if each is not None):
+    for messages in (
+        messages_of_turn
+        for turn in zip_longest(*chats)
+        for messages_of_turn in turn
+        if messages_of_turn is not None
+    ):
         before, after = (int(n * calibration.thinking) for n in (len(prompts), len(prompts) + 1))
         thinking = after > before  # spread evenly: every second for 0.5
         ids, images = encode_chat(tokenizer, messages, thinking=thinking), None

@@ -324,7 +324,7 @@ def test_one_expert_that_is_encoded_wrong_is_seen_in_memory(
     sizes = [spec.nbytes for spec in verify_weights._specs(target, target.scheme).values()]
     check = fault(*encoded.view(target.shape[0], -1).split(sizes, dim=1))
     seen.check(*part, encoded)
-    ((_, found, _),) = seen._found.values()
+    ((_, found, _),) = seen._checked.values()
     assert found.checks[check].faults
 
 

@@ -24,16 +24,18 @@ class Coverage:
         """Count how often each expert occurs in `experts` [N, k], if `name` is a gate_up_proj."""
         layer, _, projection = name.rpartition(".")
         if experts is not None and projection == "gate_up_proj":
-            each = torch.arange(self._experts, device=experts.device)
+            expert_ids = torch.arange(self._experts, device=experts.device)
             # bincount would wait for the device; atomic sums into few cells would wait for each other
-            self._add(layer, (experts[..., None] == each).sum((0, 1)))
+            self._add(layer, (experts[..., None] == expert_ids).sum((0, 1)))
 
-    def _add(self, layer: str, found: Tensor) -> None:
-        before = self._counts.setdefault(layer, torch.zeros_like(found))
-        before += found.to(before.device)
+    def _add(self, layer: str, tokens: Tensor) -> None:
+        before = self._counts.setdefault(layer, torch.zeros_like(tokens))
+        before += tokens.to(before.device)
 
     def pool(self, processes: Processes) -> None:
         """Add the counts of the other processes; all processes must call this."""
-        for counts in processes.others({name: found.cpu() for name, found in self._counts.items()}):
-            for layer, found in counts.items():
-                self._add(layer, found)
+        for counts in processes.others(
+            {name: tokens.cpu() for name, tokens in self._counts.items()}
+        ):
+            for layer, tokens in counts.items():
+                self._add(layer, tokens)

@@ -85,10 +85,10 @@ def convert(
     codes = sorted(rounded.glob(LAYERS)) if rounded else []
     before = identities([*source.shards, *codes])
     scales = _read_input_scales(input_scales, targets)
-    found = read_rounded(rounded) if rounded else None
+    rounded_codes = read_rounded(rounded) if rounded else None
     observer = recipe.quantization.observer
     where = Device(device if observer == "memoryless_minmax" else "cpu")
-    pieces = Quantizer(source, observer, scales, found, where, look).plan(targets)
+    pieces = Quantizer(source, observer, scales, rounded_codes, where, look).plan(targets)
     shards = plan_shards(pieces, max_shard_bytes)
     read = {file.name: file for file in [*source.shards, *codes]}
     identity = json.dumps([hashed(read), observer, sorted(scales.items())])
@@ -145,7 +145,7 @@ def _read_input_scales(path: Path | None, targets: list[Target]) -> dict[str, fl
     scales = read_scales(Checkpoint(path.parent, {}, header))
     if faults := [fault for ok, fault in positive(scales) if not ok]:
         raise InputError(f"{path}: {faults[0]}; run calibrate again")
-    return {module: own["input_global_scale"] for module, own in scales.items()}
+    return {module: stated["input_global_scale"] for module, stated in scales.items()}
 
 
 def read_rounded(folder: Path) -> Checkpoint:

@@ -72,9 +72,11 @@ class Quantizer:
         return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
 
     def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
-        each = len(target.modules) // target.shape[0]  # Linears an expert: gate and up, or down
+        per_expert = (
+            len(target.modules) // target.shape[0]
+        )  # Linears an expert: gate and up, or down
         for start, stop in self.device.runs(target.shape[0], target.bytes_before):
-            layout = _layout(target, scheme, start * each, stop * each)
+            layout = _layout(target, scheme, start * per_expert, stop * per_expert)
             yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))
 
     def _copy(self, target: Target, start: int, stop: int) -> torch.Tensor:
@@ -88,19 +90,19 @@ class Quantizer:
     def _quantize_experts(
         self, target: Target, scheme: Scheme, start: int, stop: int
     ) -> torch.Tensor:
-        each = len(target.modules) // target.shape[0]
-        modules = target.modules[start * each : stop * each]
+        per_expert = len(target.modules) // target.shape[0]
+        modules = target.modules[start * per_expert : stop * per_expert]
         read = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         rounded = self._read_rounded(target, scheme, modules)
         with self.device.turn:
-            weight = self.device.take(read).unflatten(1, (each, -1))  # [e, each, out, in]
+            weight = self.device.take(read).unflatten(1, (per_expert, -1))  # [e, each, out, in]
             ranges = scheme.observe(weight, self.observer)
             if bad := _bad(ranges):
                 info, where = self.source.tensors[target.name], f"in expert {start + bad[0]}"
                 raise _refused(info, where, _unusable(ranges))
             shared = None
             if scheme.shares_global_scale:
-                shared = global_scale([ranges.flatten(1, 2)]).repeat_interleave(each, 0)
+                shared = global_scale([ranges.flatten(1, 2)]).repeat_interleave(per_expert, 0)
             one = weight.flatten(0, 1), ranges.flatten(0, 1)  # [e * each, out, in or groups]
             encoded = self.device.give(self._records(modules, scheme, *one, shared, rounded))
         self.look(target, start, stop, encoded)
@@ -112,14 +114,16 @@ class Quantizer:
         with self.device.turn:
             weights = [self.device.take(weight)[None] for weight in read]  # [1, out, in] each
             ranges = [scheme.observe(weight, self.observer) for weight in weights]
-            for target, found in zip(unit, ranges, strict=True):
-                if bad := _bad(found[0]):
+            for target, observed in zip(unit, ranges, strict=True):
+                if bad := _bad(observed[0]):
                     info = self.source.tensors[target.name]
-                    raise _refused(info, f"in row {bad[0]}", _unusable(found))
+                    raise _refused(info, f"in row {bad[0]}", _unusable(observed))
             shared = global_scale(ranges) if scheme.shares_global_scale else None
             records = [
-                self._records(target.modules, scheme, weight, found, shared, own)
-                for target, weight, found, own in zip(unit, weights, ranges, rounded, strict=True)
+                self._records(target.modules, scheme, weight, observed, shared, codes)
+                for target, weight, observed, codes in zip(
+                    unit, weights, ranges, rounded, strict=True
+                )
             ]
             encoded = self.device.give(torch.cat(records))
         parts = encoded.split([target.bytes_after for target in unit])
@@ -183,8 +187,8 @@ def _layout(target: Target, scheme: Scheme, first: int = 0, end: int | None = No
 
 def _bad(ranges: torch.Tensor) -> list[int]:
     """Return the indices in dimension 0 under which a range is NaN, infinite or too large."""
-    found = (~(ranges <= LARGEST)).flatten(1).any(1).tolist()  # a GPU is waited for once
-    return [index for index, is_bad in enumerate(found) if is_bad]
+    bad = (~(ranges <= LARGEST)).flatten(1).any(1).tolist()  # a GPU is waited for once
+    return [index for index, is_bad in enumerate(bad) if is_bad]
 
 
 def _refused(info: TensorInfo, where: str, what: str = "NaN or infinity") -> InputError:

@@ -108,14 +108,14 @@ def fidelity(
         del engine  # or its weights would stay on the GPU
         free_unused(place.device)
         replayed: dict[ActivationMode, list[StepDistance]] = {}
-        own: list[StepDistance] = []
+        conditioned: list[StepDistance] = []
         for group, candidate in places.items():
             compared = _compared(checkpoint, group, candidate, activations)
-            found = replay(
+            distances = replay(
                 reference, compared, trajectories, sampler, batch_size=batch, processes=processes
             )
-            replayed |= zip(group, found, strict=False)
-            own = found[-1] if activations in group else own
+            replayed |= zip(group, distances, strict=False)
+            conditioned = distances[-1] if activations in group else conditioned
             del compared  # or its weights would stay on the GPU
             free_unused(place.device)
     if processes.rank > 0:
@@ -129,7 +129,7 @@ def fidelity(
         "faults": [*find_faults(results, limits), *linear_faults],
         "linears": linears,
         "activations": results,
-        "own_conditioning": {"activations": activations} | summarize(own, kinds),
+        "own_conditioning": {"activations": activations} | summarize(conditioned, kinds),
     }
     write_json(out, content)
 
@@ -152,20 +152,20 @@ def _placed(
     source: Path, checkpoint: Path, modes: Sequence[ActivationMode], place: Placement
 ) -> tuple[Placement, dict[Group, Placement]]:
     """Place all models, which a GPU holds one after another, always with BF16's vocabulary."""
-    own = sized(source, place)  # checking its Linears takes less memory than comparing logits
+    placement = sized(source, place)  # checking its Linears takes less memory than comparing logits
     beside = Checkpoint.open(source).tensors[EMBEDDING].nbytes
-    asked = replace(place, capacity=own.capacity, beside=beside)
+    asked = replace(place, capacity=placement.capacity, beside=beside)
     device = torch.device(place.device)
     own_weights: list[ActivationMode] = [mode for mode in modes if has_own_weights(mode, device)]
     groups: list[Group] = [(mode,) for mode in own_weights]
     groups.insert(0, tuple(mode for mode in modes if mode not in own_weights))
-    found = {
+    placements = {
         group: sized(checkpoint, replace(asked, caches=len(group), activations=group[0]))
         for group in groups
     }
-    least = min(each.capacity for each in found.values())
-    found = {group: replace(each, capacity=least) for group, each in found.items()}
-    return replace(own, capacity=least), found
+    least = min(placement.capacity for placement in placements.values())
+    placements = {group: replace(placed, capacity=least) for group, placed in placements.items()}
+    return replace(placement, capacity=least), placements
 
 
 def _compared(
@@ -176,8 +176,10 @@ def _compared(
     beside: Engine | None = None
     for mode in group:
         engines[mode] = beside = open(checkpoint, replace(place, activations=mode), beside=beside)
-    own = [Compared(engines[activations], own_conditioning=True)] if activations in group else []
-    return [*(Compared(engine) for engine in engines.values()), *own]
+    conditioned = (
+        [Compared(engines[activations], own_conditioning=True)] if activations in group else []
+    )
+    return [*(Compared(engine) for engine in engines.values()), *conditioned]
 
 
 def held_out_trajectories(

@@ -72,8 +72,8 @@ def check_linears(
         if module_class(name) == "router"
         and not torch.equal(errors.source.read(name), errors.artifact.read(name))
     ]
-    found = {"error": errors.summary(), "ranges": ranges.summary()}
-    return found, [*errors.faults(), *ranges.faults(), *routers]
+    summaries = {"error": errors.summary(), "ranges": ranges.summary()}
+    return summaries, [*errors.faults(), *ranges.faults(), *routers]
 
 
 class Errors:
@@ -82,7 +82,7 @@ class Errors:
     def __init__(self, source: Checkpoint, artifact: Checkpoint) -> None:
         self.source, self.artifact = source, artifact
         self.schemes = schemes_by_module(artifact.config)
-        self._found: dict[str, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
         cores = len(os.sched_getaffinity(0))  # all read: the 26B model has 11,520 experts' Linears
         self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
@@ -98,10 +98,10 @@ class Errors:
         layer, projections = name.rpartition(".")[0], PROJECTIONS[name.rpartition(".")[2]]
 
         def compare(expert: int) -> None:
-            own = x[(experts == expert).any(-1)]
+            rows = x[(experts == expert).any(-1)]
             fused = self.source.read_rows(name, expert, expert + 1)[0]
             for part, weight in zip(projections, fused.chunk(len(projections)), strict=True):
-                self._compare(f"{layer}.{expert}.{part}", own, weight)
+                self._compare(f"{layer}.{expert}.{part}", rows, weight)
 
         for _ in self._pool.map(compare, experts.unique().tolist()):
             pass  # an error is raised here
@@ -112,13 +112,13 @@ class Errors:
         x, weight = x.float(), weight.to(x.device).float()
         mine = read_module(self.artifact, module, self.schemes[module], x.device)
         distance, norm = (x @ (weight - mine.float()).T).norm(), (x @ weight.T).norm()
-        self._found[module] = torch.where(norm > 0, distance / norm, distance)
+        self._errors[module] = torch.where(norm > 0, distance / norm, distance)
 
     @cached_property
     def found(self) -> dict[str, float]:
         """Name -> error of every Linear that was reached, sorted; to be read after all inputs."""
-        names = sorted(self._found)
-        errors = torch.stack([self._found[name] for name in names]).tolist() if names else []
+        names = sorted(self._errors)
+        errors = torch.stack([self._errors[name] for name in names]).tolist() if names else []
         return dict(zip(names, errors, strict=True))
 
     def summary(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class InputRanges:
         }
         self._experts: int = artifact.config["text_config"]["num_experts"]
         # Modules that read the same rows -> [4, E]: range, largest |x|, values seen, values beyond.
-        self._found: dict[tuple[str, ...], Tensor] = {}
+        self._figures: dict[tuple[str, ...], Tensor] = {}
         self._widths: dict[str, int] = {}  # module -> how many values one of its rows has
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
@@ -165,27 +165,29 @@ class InputRanges:
 
     def _note(self, modules: tuple[str, ...], magnitude: Tensor, owners: Tensor) -> None:
         """Count rows [N, K]; each row enters the modules whose indices `owners` [N, k] has."""
-        if modules not in self._found:
+        if modules not in self._figures:
             ranges = [self._ranges.get(module, math.inf) for module in modules]
-            found = torch.zeros(4, len(modules), dtype=torch.float64, device=magnitude.device)
-            found[0] = torch.tensor(ranges, dtype=torch.float64)
-            self._found[modules] = found
+            figures = torch.zeros(4, len(modules), dtype=torch.float64, device=magnitude.device)
+            figures[0] = torch.tensor(ranges, dtype=torch.float64)
+            self._figures[modules] = figures
             self._widths |= dict.fromkeys(modules, magnitude.shape[1])
-        ranges, amax, count, clipped = self._found[modules]
+        ranges, amax, count, clipped = self._figures[modules]
         largest = magnitude.amax(-1).double()
-        for own in owners.T:  # no row names an expert twice
-            beyond = magnitude > ranges[own][:, None]
-            amax.scatter_reduce_(0, own, largest, "amax")
-            count.index_add_(0, own, torch.full_like(largest, magnitude.shape[1]))
-            clipped.index_add_(0, own, beyond.sum(-1).double())
+        for of_owner in owners.T:  # no row names an expert twice
+            beyond = magnitude > ranges[of_owner][:, None]
+            amax.scatter_reduce_(0, of_owner, largest, "amax")
+            count.index_add_(0, of_owner, torch.full_like(largest, magnitude.shape[1]))
+            clipped.index_add_(0, of_owner, beyond.sum(-1).double())
 
     @cached_property
     def _seen(self) -> dict[str, tuple[float, float, float, float]]:
         """Calibrated module that was reached -> its range, largest |x|, values seen, values beyond."""
         return {
             module: (limit, amax, count, clipped)
-            for modules, found in self._found.items()
-            for module, (limit, amax, count, clipped) in zip(modules, found.T.tolist(), strict=True)
+            for modules, figures in self._figures.items()
+            for module, (limit, amax, count, clipped) in zip(
+                modules, figures.T.tolist(), strict=True
+            )
             if count and module in self._ranges
         }
 
@@ -198,8 +200,8 @@ class InputRanges:
 
     def _is_shared(self, module: str) -> bool:
         """Return whether another expert of the layer has exactly the same range for this projection."""
-        own = (_kind(module), self._ranges[module])
-        return self._held[own] > 1
+        stated = (_kind(module), self._ranges[module])
+        return self._held[stated] > 1
 
     @cached_property
     def _held(self) -> Counter[tuple[str, float]]:

@@ -58,17 +58,17 @@ def replay(
     Returns:
         One list per entry of `compared`: its distances, in order of trajectory, canvas and step.
     """
-    found: list[tuple[int, StepDistance]] = []
+    distances: list[tuple[int, StepDistance]] = []
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("replaying", steps * len(compared), "steps") as meter:
-        for own in batches:
-            for distance in _Batch(reference, compared, own).replay(sampler):
-                found.append(distance)
+        for of_batch in batches:
+            for distance in _Batch(reference, compared, of_batch).replay(sampler):
+                distances.append(distance)
                 meter.add()
-    for theirs in processes.others(found):
-        found += theirs
-    found.sort(key=lambda item: (item[1].trajectory, item[1].canvas, item[1].step))
-    return [[d for at, d in found if at == index] for index in range(len(compared))]
+    for theirs in processes.others(distances):
+        distances += theirs
+    distances.sort(key=lambda item: (item[1].trajectory, item[1].canvas, item[1].step))
+    return [[d for at, d in distances if at == index] for index in range(len(compared))]
 
 
 def remember(
@@ -82,13 +82,13 @@ def remember(
     """Run only the reference; return its results, which `replay` takes in the reference's place."""
     batches, steps = _shared(trajectories, batch_size, processes)
     with metered("reading BF16's steps", steps, "steps") as meter:
-        found: list[Noted] = []
-        for own in batches:
-            batch = _Batch(reference, [], own, meter)
+        noted: list[Noted] = []
+        for of_batch in batches:
+            batch = _Batch(reference, [], of_batch, meter)
             for _ in batch.replay(sampler):
                 pass  # nothing is compared
-            found.append(batch.noted)
-    return Remembered(found)
+            noted.append(batch.noted)
+    return Remembered(noted)
 
 
 def _shared(
@@ -98,7 +98,7 @@ def _shared(
     starts = processes.mine(range(0, len(trajectories), batch_size))
     rows = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
     batches = [{row: trajectories[row] for row in batch} for batch in rows]
-    return batches, sum(len(steps) for own in batches for t in own.values() for steps in t.steps)
+    return batches, sum(len(steps) for batch in batches for t in batch.values() for steps in t.steps)
 
 
 class _Batch:
@@ -115,12 +115,12 @@ class _Batch:
         self._trajectories = list(trajectories.values())
         prompts = [item.prompt.ids for item in self._trajectories]
         images = [item.prompt.images for item in self._trajectories]
-        engines = {id(each): each for each in (reference, *(item.engine for item in compared))}
+        engines = {id(engine): engine for engine in (reference, *(item.engine for item in compared))}
         self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
-        self._own = [item.own_conditioning for item in compared]
-        own = self._reference = self._passes[id(reference)]
-        self._meter, self.noted = meter, Noted(own.device, own.canvas_length, own.vocabulary)
+        self._conditioned = [item.own_conditioning for item in compared]
+        passes = self._reference = self._passes[id(reference)]
+        self._meter, self.noted = meter, Noted(passes.device, passes.canvas_length, passes.vocabulary)
 
     def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
         """Yield (index of the compared model, distance), step by step."""
@@ -143,12 +143,12 @@ class _Batch:
             keep = [i for i, row in enumerate(rows) if len(recorded[row]) >= step]
             if len(keep) < len(rows):
                 rows = [rows[i] for i in keep]
-                given = [None if each is None else each[keep] for each in given]
+                given = [None if rows is None else rows[keep] for rows in given]
             read = torch.stack([recorded[row][step - 1] for row in rows])
             given, measured = self._step(rows, read, given, sampler.temperature(step), sampler)
             for index, columns in enumerate(measured):
                 for at, row in enumerate(rows):
-                    kl, agrees, entropy, jaccard, routing = (each[at] for each in columns)
+                    kl, agrees, entropy, jaccard, routing = (column[at] for column in columns)
                     last = step == len(recorded[row])
                     yield index, StepDistance(
                         self._names[row], canvas, step, last, kl, agrees, entropy, jaccard.item(),
@@ -174,7 +174,7 @@ class _Batch:
             self._meter.add(len(rows))
         T = temperature.to(self._reference.device)
         following: list[list[Tensor]] = [[] for _ in runs]
-        found: list[list[tuple[Tensor, ...]]] = [[] for _ in self._runs]
+        by_run: list[list[tuple[Tensor, ...]]] = [[] for _ in self._runs]
         for piece in decoded[0].pieces():
             ours = decoded[0].logits(piece)
             following[0].append(self._reference.condition(ours, T))
@@ -183,15 +183,15 @@ class _Batch:
             certain = _Certainty.of(ours / T, sampler)
             for i, passes in enumerate(self._runs):
                 theirs = decoded[i + 1].logits(piece)
-                found[i].append(_distance(certain, theirs / T, sampler))
-                following[i + 1].append(passes.condition(theirs if self._own[i] else ours, T))
+                by_run[i].append(_distance(certain, theirs / T, sampler))
+                following[i + 1].append(passes.condition(theirs if self._conditioned[i] else ours, T))
         equal = (decoded[0].experts[..., None] == d.experts[..., None, :] for d in decoded[1:])
-        routing = ([each.any(-1).float().mean((-1, -2))] for each in equal)  # [B, layers]
+        routing = ([same.any(-1).float().mean((-1, -2))] for same in equal)  # [B, layers]
         measured = [
-            tuple(joined(column).cpu() for column in (*zip(*each, strict=True), overlap))
-            for each, overlap in zip(found, routing, strict=True)
+            tuple(joined(column).cpu() for column in (*zip(*of_run, strict=True), overlap))
+            for of_run, overlap in zip(by_run, routing, strict=True)
         ]
-        return [joined(each) for each in following], measured
+        return [joined(rows) for rows in following], measured
 
 
 @dataclass(frozen=True)

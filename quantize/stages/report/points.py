@@ -24,10 +24,12 @@ def judged_points(
     """Return report.json's entries on operating points, fastest first; each says if it passes."""
     asked = [task for task in recipe.evaluation.tasks if any(t["task"] == task for t in tasks)]
     whole = {
-        name: [each[t] for t in asked] for name, each in points.items() if set(each) == set(asked)
+        name: [compared[t] for t in asked]
+        for name, compared in points.items()
+        if set(compared) == set(asked)
     }
     adjusted = passing(whole) if whole else {}
-    found: list[dict[str, Any]] = []
+    entries_of: list[dict[str, Any]] = []
     for name in points:
         entries = [t for t in tasks if t["activations"] == f"at {name}"]
         made = entries[0]["made_with"]
@@ -38,7 +40,7 @@ def judged_points(
         forwards = sum(tokens / rate for tokens, rate in steps)
         p = adjusted.get(name)
         fits = p is not None and decides(p, recipe.gate.confidence) and verdict.outcome != "FAIL"
-        found.append({
+        entries_of.append({
             "name": name,
             "activations": made["model"]["activations"],
             "settings": _judged(made["sampler"]),
@@ -48,7 +50,7 @@ def judged_points(
             "passes": fits,
         })  # fmt: skip
     by = "tokens_a_second" if speeds else "tokens_per_forward"
-    return sorted(found, key=lambda point: -point[by])
+    return sorted(entries_of, key=lambda point: -point[by])
 
 
 def settings_served(

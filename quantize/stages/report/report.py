@@ -191,8 +191,8 @@ def _needed(path: Path, stage: str) -> Any:
 
 def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
     """Return where BF16's answers were made, None if they were made here."""
-    found = (run.evaluation / BASELINE / f"{task}.conditions.json" for task in tasks)
-    models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in found]
+    paths = (run.evaluation / BASELINE / f"{task}.conditions.json" for task in tasks)
+    models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in paths]
     pack = next((model["imported"] for model in models if "imported" in model), None)
     path = run.spot_check_json
     if (
@@ -227,20 +227,20 @@ def _layers(targets: list[Target], relative_error: Mapping[str, float]) -> list[
     for target in targets:
         if match := DECODER_LAYER.match(target.name):
             layers.setdefault(int(match[1]), []).append(target)
-    found: list[dict[str, Any]] = []
-    for index, own in sorted(layers.items()):
-        before, after = sum_bytes(own)
-        errors = {t.name: relative_error[t.name] for t in own if t.name in relative_error}
-        means = {kind: mean(each.values()) for kind, each in _by_class(errors).items()}
-        found.append({"layer": index, "bytes_before": before, "bytes_after": after, "error": means})
-    return found
+    rows: list[dict[str, Any]] = []
+    for index, of_layer in sorted(layers.items()):
+        before, after = sum_bytes(of_layer)
+        errors = {t.name: relative_error[t.name] for t in of_layer if t.name in relative_error}
+        means = {kind: mean(of_class.values()) for kind, of_class in _by_class(errors).items()}
+        rows.append({"layer": index, "bytes_before": before, "bytes_after": after, "error": means})
+    return rows
 
 
 def _by_class(relative_error: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    by_class: dict[str, dict[str, float]] = {}
     for name, error in relative_error.items():
-        found.setdefault(module_class(name), {})[name] = error
-    return dict(sorted(found.items()))
+        by_class.setdefault(module_class(name), {})[name] = error
+    return dict(sorted(by_class.items()))
 
 
 def _errors(relative_error: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -80,11 +80,11 @@ class Scores:
         Speeds of other weights are not read either: the steps of an answer depend on them.
         """
         path = self.run.evaluation / SPEEDS
-        found = read_json(path, "device", "tokens_a_second") if path.exists() else None
-        if found is None or not found["tokens_a_second"].keys() >= set(models):
+        measured = read_json(path, "device", "tokens_a_second") if path.exists() else None
+        if measured is None or not measured["tokens_a_second"].keys() >= set(models):
             return None
-        if found.get("weights") != scored_weights(self.run):
+        if measured.get("weights") != scored_weights(self.run):
             why = f"it does not name the weights that the run's scores are of; {AGAIN}"
             self.not_read.append(f"evaluation/{SPEEDS} is not read: {why}")
             return None
-        return found
+        return measured

@@ -72,14 +72,14 @@ class Unit:
 
 def units_of(targets: Sequence[Target]) -> list[Unit]:
     """Return a plan's quantized Linears as units; raise InputError if the plan quantizes none."""
-    found = [
+    units = [
         Unit(_input_name(unit[0].name), tuple(unit), unit[0].scheme)
         for unit in fused_units(targets)
         if unit[0].scheme is not None
     ]
-    if not found:
+    if not units:
         raise InputError("the recipe quantizes no Linear: there is nothing to round")
-    return found
+    return units
 
 
 def _input_name(tensor: str) -> str:
@@ -106,12 +106,14 @@ def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Don
     for start in range(0, experts, step):
         at = slice(start, start + step)
         hessian = hessians.mean(unit.reads, at)
-        weight = torch.cat([own[at].to(hessian.device) for own in stacked], 1)
+        weight = torch.cat([matrix[at].to(hessian.device) for matrix in stacked], 1)
         ranges = unit.scheme.observe(weight, "memoryless_minmax")
         shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
         done.append(gptq(unit.scheme, weight, hessian, shared))
         del hessian
-    tensors = {k: _sent(torch.cat([each.tensors[k] for each in done])) for k in done[0].tensors}
+    tensors = {
+        k: _sent(torch.cat([rounded.tensors[k] for rounded in done])) for k in done[0].tensors
+    }
     return Done(unit, tensors, _facts(unit, done, hessians))  # which waits until all is sent
 
 
@@ -145,7 +147,7 @@ def _pieces(unit: Unit, tensors: Mapping[str, Tensor]) -> list[Piece]:
         specs = [TensorSpec(NAMES[stacked.dtype], (n, *stacked.shape[2:])) for n in heights]
         layout = {f"{m}.{suffix}": spec for m, spec in zip(modules, specs, strict=True)}
         data = stacked.contiguous().view(torch.uint8).view(-1)
-        pieces.append(Piece(layout, (lambda own=data: own,)))
+        pieces.append(Piece(layout, (lambda bound=data: bound,)))
     return pieces
 
 
@@ -188,13 +190,13 @@ def round_weights(
         facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS, VERSION]
         _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
         whole = _whole(folder)
-        left = [unit for unit in units if _file(unit.layer) not in whole]
-        if left:
+        missing = [unit for unit in units if _file(unit.layer) not in whole]
+        if missing:
             recording = denoising.recording(scratch)
             free_unused(place.device)  # the model that recorded
             budget_of(place)
             layers = LayerByLayer(source.folder, recording, place.device, scratch)
-            round_layers(folder, left, source, _hessians(layers, left))
+            round_layers(folder, missing, source, _hessians(layers, missing))
         _summarize(folder)
     shutil.rmtree(scratch, ignore_errors=True)
 
@@ -204,17 +206,17 @@ def _hessians(layers: LayerByLayer, units: Sequence[Unit]) -> Iterator[Hessians]
     names: dict[int, list[str]] = {}
     for unit in units:
         names.setdefault(unit.layer, []).append(unit.reads)
-    found: dict[int, Hessians] = {}
+    by_layer: dict[int, Hessians] = {}
 
     def observers(layer: int) -> list[Observer]:
         if layer not in names:
             return []
-        found[layer] = Hessians(names[layer], layers.experts)
-        return [found[layer].see]
+        by_layer[layer] = Hessians(names[layer], layers.experts)
+        return [by_layer[layer].see]
 
     for layer in layers.run(observers, max(names)):
-        if layer in found:
-            yield found.pop(layer)
+        if layer in by_layer:
+            yield by_layer.pop(layer)
 
 
 def _file(layer: int) -> str:
@@ -230,15 +232,18 @@ def round_layers(
         QuantizeError: an input saw no token, or a token that was not finite.
     """
     layers = [[u for u in units if u.layer == n] for n in sorted({u.layer for u in units})]
-    each = iter(hessians)
+    of_layers = iter(hessians)
     with ThreadPoolExecutor(2) as beside:
         reading, writing = beside.submit(_read, layers[0], source), None
         for index, layer in enumerate(track(layers, "rounding", unit="layers")):
-            seen = next(each)
+            seen = next(of_layers)
             weights = reading.result()
             if index + 1 < len(layers):
                 reading = beside.submit(_read, layers[index + 1], source)
-            done = [round_unit(*own, seen) for own in zip(layer, weights, strict=True)]
+            done = [
+                round_unit(*unit_and_weights, seen)
+                for unit_and_weights in zip(layer, weights, strict=True)
+            ]
             del seen  # or memory would also hold the next layer's
             if writing is not None:
                 writing.result()
@@ -254,9 +259,9 @@ def _read(units: Sequence[Unit], source: Checkpoint) -> list[list[Tensor]]:
 
 def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> None:
     """Write a layer's codes and scales (`done`) and, to another file, their rounding.json entries."""
-    pieces = [piece for each in done for piece in _pieces(each.unit, each.tensors)]
+    pieces = [piece for rounded in done for piece in _pieces(rounded.unit, rounded.tensors)]
     name = _file(units[0].layer)
-    facts = {each.unit.reads: each.facts for each in done}
+    facts = {rounded.unit.reads: rounded.facts for rounded in done}
     temporary = folder / "layer.partial"
     digest = write_pieces(temporary, pieces)
     sync_file(temporary)
@@ -294,7 +299,7 @@ def _noted(folder: Path) -> dict[str, dict[str, Any]]:
 def _summarize(folder: Path) -> None:
     """Join the facts of all layers; a summary that an interrupted try wrote may hold some already."""
     noted = _noted(folder)
-    fell_back = sum(len(each["fell_back"]) for each in noted["linears"].values())
+    fell_back = sum(len(linear["fell_back"]) for linear in noted["linears"].values())
     write_json(folder / SUMMARY, {"fell_back": fell_back, **noted})
     for path in folder.glob("layer-*.json"):
         path.unlink()

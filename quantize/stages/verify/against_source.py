@@ -70,7 +70,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
     """
     checks = new_checks(CHECKS)
     sums: dict[str, list[float]] = {}
-    found: list[Likeness] = []
+    likenesses: list[Likeness] = []
     where = Device(device)
     schemes = schemes_by_module(artifact.config)
 
@@ -83,8 +83,8 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
             same = torch.equal(rows.view(torch.uint8), theirs.view(torch.uint8))  # NaN as well
             return ["" if same else f"{target.name} differs from BF16's"]
         weights = rows.view(-1, *linear_shape(target.shape, target.modules))
-        each = zip(modules_of(part)[1], weights, strict=True)
-        return [_likeness(artifact, m, schemes[m], weight, where) for m, weight in each]
+        named = zip(modules_of(part)[1], weights, strict=True)
+        return [_likeness(artifact, m, schemes[m], weight, where) for m, weight in named]
 
     parts = parts_of(_targets(artifact, source, schemes), where)
     for (target, _, _), part in each_part(parts, look, "compare"):
@@ -92,11 +92,11 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
             if isinstance(one, str):
                 checks["kept" if target.scheme is None else "error"].expect(not one, one)
                 continue
-            found.append(one)
+            likenesses.append(one)
             total = sums.setdefault(target.name, [0.0, 0.0])
             total[:] = total[0] + one.distance, total[1] + one.norm
-    found.sort(key=lambda one: -one.times)  # the worst are the faults that are kept
-    for one in found:
+    likenesses.sort(key=lambda one: -one.times)  # the worst are the faults that are kept
+    for one in likenesses:
         checks["error"].expect(
             one.times <= TIMES,
             f"{one.module}: relative error {one.error:.4f}, and rounding to nearest in {one.scheme} "
@@ -104,7 +104,7 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
         )
         stretched = f"{one.module}: {one.length:.3f} times as long as BF16's"
         checks["length"].expect(abs(one.length - 1) <= STRETCH, stretched)
-    worst = found[0] if found else None
+    worst = likenesses[0] if likenesses else None
     return {
         "checks": [check.as_json() for check in checks.values()],
         "relative_error": {name: ratio(*total) for name, total in sums.items()},
@@ -143,9 +143,9 @@ def _likeness(
         weight = device.take(weight)
         ranges = scheme.observe(weight, "memoryless_minmax")
         nearest = scheme.dequantize(scheme.quantize(weight, ranges, None, None))
-        own, mine = weight.double(), scheme.dequantize(theirs).double()
-        sums = (own * own, (own - mine).square(), (own - nearest).square(), own * mine)
-        norm, distance, least, inner = torch.stack([each.sum() for each in sums]).tolist()
+        ours, mine = weight.double(), scheme.dequantize(theirs).double()
+        sums = (ours * ours, (ours - mine).square(), (ours - nearest).square(), ours * mine)
+        norm, distance, least, inner = torch.stack([terms.sum() for terms in sums]).tolist()
     length = inner / norm if norm else 1.0
     errors = ratio(distance, norm), ratio(least, norm)
     return Likeness(module, str(scheme), norm, distance, *errors, length)

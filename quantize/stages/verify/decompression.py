@@ -45,8 +45,8 @@ class Decompressor:
         """
         compressor, groups = self._library
         settings = groups[group]
-        found = compressor(settings.format or self._config["format"])
-        return found.decompress(dict(tensors), settings)["weight"]
+        compressor_of = compressor(settings.format or self._config["format"])
+        return compressor_of.decompress(dict(tensors), settings)["weight"]
 
     def alike(
         self,
@@ -67,15 +67,15 @@ class Decompressor:
             numbers = np.arange(mine.shape[1])
             places = [index * len(numbers) + numbers[rows] for index, rows in chosen.items()]
             at = torch.from_numpy(np.concatenate(places)).to(mine.device)  # in [n * out, in]
-            own, of_row = _rows(mine, at), at // len(numbers)
+            ours, of_row = _rows(mine, at), at // len(numbers)
             stored = {  # a scale of a whole matrix is repeated for each of its rows
                 suffix: _rows(tensor, at) if tensor.dim() == 3 else tensor[of_row][:, :, None]
                 for suffix, tensor in tensors.items()
                 if suffix not in INPUT_SCALES
             }
             equal = [
-                _equal_rows(self.weight(group, {s: t[rows] for s, t in stored.items()}), own[rows])
-                for rows in blocks(own)
+                _equal_rows(self.weight(group, {s: t[rows] for s, t in stored.items()}), ours[rows])
+                for rows in blocks(ours)
             ]
             wrong.index_add_(0, of_row, torch.cat(equal).logical_not().int())
         return wrong == 0

@@ -95,40 +95,40 @@ def verify(
         names.append("shared")
     if recipe.needs_calibration:
         names.append("calibrated")
-    found = Verification(new_checks(names))
+    verification = Verification(new_checks(names))
     with ThreadPoolExecutor(1) as beside:
         hashing = beside.submit(checksums, artifact)
-        _check_config(artifact, source, targets, found.checks["config"])
-        _check_counts(artifact, targets, found.checks["counts"])
+        _check_config(artifact, source, targets, verification.checks["config"])
+        _check_counts(artifact, targets, verification.checks["counts"])
         for name, count in owners(artifact).items():
             fault = f"{count} tensors of the artifact map to {name}"
-            found.checks["one owner"].expect(count == 1, fault)
-        _expect_sound(found.checks["tokenizer"], partial(check_tokenizer, artifact.folder))
-        _expect_sound(found.checks["layout"], partial(check_layout, artifact))
+            verification.checks["one owner"].expect(count == 1, fault)
+        _expect_sound(verification.checks["tokenizer"], partial(check_tokenizer, artifact.folder))
+        _expect_sound(verification.checks["layout"], partial(check_layout, artifact))
         # A foreign writer's wider scales pass as a layout, and have other bytes than the plan's.
-        if found.checks["layout"].passed and artifact.nbytes == sum_bytes(targets)[1]:
-            found.checks["layout"].looked_at = len(artifact.tensors)
-            _check_scales(artifact, targets, run.calibration, found.checks)
-            where, checks = Device(device), found.checks
+        if verification.checks["layout"].passed and artifact.nbytes == sum_bytes(targets)[1]:
+            verification.checks["layout"].looked_at = len(artifact.tensors)
+            _check_scales(artifact, targets, run.calibration, verification.checks)
+            where, checks = Device(device), verification.checks
             errors = (
                 held.compare(artifact, Comparer(source, recipe, where, None), checks)
                 if isinstance(held, Record)
                 else check_weights(artifact, source, targets, recipe, checks, where)
             )
-            found.relative_error.update(errors)
+            verification.relative_error.update(errors)
     hashes = hashing.result()
-    _check_unchanged(hashes, run.conversion_json, found.checks["unchanged"])
+    _check_unchanged(hashes, run.conversion_json, verification.checks["unchanged"])
     # `artifact` ties this file to these bytes: a checkpoint that changes later is not verified.
     content = {
         "artifact": fingerprint(artifact),
         "sha256": hashes,
         "scored_as": fingerprint(artifact, settings_of=source.folder),
-        "passed": found.passed,
-        "checks": [check.as_json() for check in found.checks.values()],
-        "relative_error": found.relative_error,
+        "passed": verification.passed,
+        "checks": [check.as_json() for check in verification.checks.values()],
+        "relative_error": verification.relative_error,
     }
     write_json(run.verification_json, content)
-    return found
+    return verification
 
 
 def _expect_equal(
@@ -205,6 +205,6 @@ def _check_calibrated(written: dict[str, float], path: Path, check: Check) -> No
     except InputError as error:
         check.expect(False, str(error))
         return
-    found = dict(zip(reader.tensors, values, strict=True))
+    by_name = dict(zip(reader.tensors, values, strict=True))
     mine = {f"{module}.input_global_scale": [value] for module, value in written.items()}
-    _expect_equal(check, mine, found, f"{{}} is {{}} and calibration found {{}}; {CONVERT}")
+    _expect_equal(check, mine, by_name, f"{{}} is {{}} and calibration found {{}}; {CONVERT}")

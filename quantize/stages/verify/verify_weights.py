@@ -97,18 +97,18 @@ def check_weights(
 
 
 def add_up(
-    found: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
+    parts: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
 ) -> dict[str, float | None]:
     """Add parts' results and error checks to `checks`; return tensor -> error, None if not finite."""
     quantized: dict[str, Scheme] = {}
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for (target, _, _), part in found:
+    for (target, _, _), part in parts:
         for name, check in part.checks.items():
             checks[name].add(check)
         if target.scheme is not None:
             quantized[target.name] = target.scheme
-            own = sums[target.name]
-            own[:] = own[0] + part.distance, own[1] + part.norm
+            of_target = sums[target.name]
+            of_target[:] = of_target[0] + part.distance, of_target[1] + part.norm
     errors = {name: ratio(*sums[name]) for name in quantized}
     for name, error in errors.items():
         limit = error_limit(recipe, quantized[name])
@@ -139,15 +139,15 @@ def each_part(parts: Sequence[S], look: Callable[[S], T], what: str) -> Iterator
     """Yield (part, look(part)) in order, computed on all cores; `what` is the progress bar's title."""
     cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        found = pool.map(look, parts)
-        yield from track(zip(parts, found, strict=True), what, len(parts), "parts of tensors")
+        looked_at = pool.map(look, parts)
+        yield from track(zip(parts, looked_at, strict=True), what, len(parts), "parts of tensors")
 
 
 def modules_of(part: PartOf) -> tuple[int, tuple[str, ...]]:
     """Return the index of a part's first Linear in its tensor, and the names of its Linears."""
     target, start, stop = part
-    each, rows = len(target.modules), target.shape[0]
-    first, end = start * each // rows, stop * each // rows
+    count, rows = len(target.modules), target.shape[0]
+    first, end = start * count // rows, stop * count // rows
     return first, target.modules[first:end]
 
 
@@ -202,10 +202,10 @@ class Comparer:
                 count, out = len(target.modules), mine.shape[1]
                 compared = [compared_rows(first + i, count, out) for i in range(len(modules))]
                 flags.append(self.decompressor.alike(modules, compared, tensors, mine))
-            found = torch.stack(flags).T.tolist()
+            by_expert = torch.stack(flags).T.tolist()
         most = A_LINEAR * error_limit(self.recipe, scheme)
         for i, (module, (sound, positive, alive, *alike)) in enumerate(
-            zip(modules, found, strict=True)
+            zip(modules, by_expert, strict=True)
         ):
             if not sound:
                 fault = _unsound(module, {suffix: tensor[i] for suffix, tensor in tensors.items()})
@@ -255,18 +255,18 @@ def _positive(scales: Tensor, scheme: Scheme) -> Tensor:
 
 def _alive(weight: Tensor) -> Tensor:
     """Return bool [n]: whether any weight of each Linear [n, out, in] is not 0."""
-    found = weight[:, 0].any(1)  # one row is mostly enough
-    return found if found.all() else weight.flatten(1).any(1)
+    alive = weight[:, 0].any(1)  # one row is mostly enough
+    return alive if alive.all() else weight.flatten(1).any(1)
 
 
 def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n]."""
-    found = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
+    squares = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
     for block in blocks(weight):
-        own = weight[block].to(dtype)
-        norm = torch.linalg.vector_norm(own, dim=(-2, -1))
-        distance = torch.linalg.vector_norm(own.sub_(mine[block]), dim=(-2, -1))
-        found[:, block[0]] += torch.stack((norm, distance)).double().square()
-    if dtype == torch.float32 and not found.isfinite().all():  # one overflowed
+        values = weight[block].to(dtype)
+        norm = torch.linalg.vector_norm(values, dim=(-2, -1))
+        distance = torch.linalg.vector_norm(values.sub_(mine[block]), dim=(-2, -1))
+        squares[:, block[0]] += torch.stack((norm, distance)).double().square()
+    if dtype == torch.float32 and not squares.isfinite().all():  # one overflowed
         return _sums_of_squares(weight, mine, torch.float64)
-    return found
+    return squares

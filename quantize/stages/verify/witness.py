@@ -50,23 +50,23 @@ class Witness:
         self, source: Checkpoint, config: dict[str, Any], recipe: Recipe, device: str = "cpu"
     ) -> None:
         self._comparer = Comparer(source, recipe, Device(device), Decompressor(config))
-        self._found: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
+        self._checked: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
 
     def check(self, target: Target, start: int, stop: int, encoded: torch.Tensor) -> None:
         """Check rows (experts) start:stop of `target`; `encoded` are their bytes on disk, uint8 [n]."""
         part = target, start, stop
-        found = self._comparer.check(part, encoded)
-        self._found[target.name, start] = part, found, _digest(encoded)
+        result = self._comparer.check(part, encoded)
+        self._checked[target.name, start] = part, result, _digest(encoded)
 
     def write(self, targets: list[Target], run: RunDir) -> None:
         """Write what the checks found, in the order of `targets`, to a file beside convert's record."""
         order = {target.name: index for index, target in enumerate(targets)}
-        found = sorted(self._found.values(), key=lambda one: (order[one[0][0].name], one[0][1]))
+        results = sorted(self._checked.values(), key=lambda one: (order[one[0][0].name], one[0][1]))
         source, recipe = self._comparer.source, self._comparer.recipe
         checks = new_checks(VALUE_CHECKS)
-        errors = add_up(((part, result) for part, result, _ in found), recipe, checks)
+        errors = add_up(((part, result) for part, result, _ in results), recipe, checks)
         digests: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for (target, start, stop), _, digest in found:
+        for (target, start, stop), _, digest in results:
             digests[target.name].append((start, stop, digest))
         record = {
             "of": _identity(run, source, recipe),
@@ -130,8 +130,10 @@ class Record:
         for number, ((target, _, _), _) in enumerate(self.digests):
             numbers[target.scheme].append(number)
         draw = random.Random("".join(digest for _, digest in self.digests))
-        chosen = (draw.sample(own, math.ceil(SHARE * len(own))) for own in numbers.values())
-        return {number for own in chosen for number in own}
+        chosen = (
+            draw.sample(indices, math.ceil(SHARE * len(indices))) for indices in numbers.values()
+        )
+        return {number for indices in chosen for number in indices}
 
 
 def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recipe) -> Record | str:
@@ -146,11 +148,11 @@ def recall(run: RunDir, source: Checkpoint, targets: list[Target], recipe: Recip
                 return f"{name} is of another {what}"
         digests: list[tuple[PartOf, str]] = []
         for target in targets:
-            found = content["digests"].get(target.name, [])
-            begins, ends = [start for start, _, _ in found], [stop for _, stop, _ in found]
+            stated = content["digests"].get(target.name, [])
+            begins, ends = [start for start, _, _ in stated], [stop for _, stop, _ in stated]
             if [*begins, target.shape[0]] != [0, *ends]:
                 return f"{name} lacks a part of {target.name}: convert was interrupted"
-            digests += [((target, start, stop), digest) for start, stop, digest in found]
+            digests += [((target, start, stop), digest) for start, stop, digest in stated]
         checks = [Check(**check) for check in content["checks"]]
         return Record(checks, dict(content["relative_error"]), digests)
     except (InputError, AttributeError, KeyError, TypeError, ValueError):
