@@ -41,12 +41,10 @@ def test_a_second_class_of_a_name_and_an_exception_too_many_are_refused(
     monkeypatch.setattr(names, "ROOT", tmp_path)
     monkeypatch.setattr(names, "PRODUCT", ("p",))
     monkeypatch.setattr(names, "UNCLEAN", ("p/clean",))
-    monkeypatch.setattr(names, "SHARED", frozenset({"Once"}))
     (tmp_path / "p/clean").mkdir(parents=True)
-    (tmp_path / "p/a.py").write_text("class Plan: pass\nclass Once: pass")
+    (tmp_path / "p/a.py").write_text("class Plan: pass")
     (tmp_path / "p/clean/b.py").write_text("class _Plan: pass")
     assert names.faults() == [
         "p/a.py:1, p/clean/b.py:1: several classes are called Plan",
-        "names.py: Once is in SHARED, and one class bears it",
         "names.py: p/clean is in UNCLEAN, and has no refused name",
     ]

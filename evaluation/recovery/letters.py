@@ -76,14 +76,14 @@ def final_letter(answer: str, letters: str) -> str | None:
     return alone[1].upper() if alone else _concluded(last, rules)
 
 
-def _concluded(last: str, rules: "_Rules") -> str | None:
+def _concluded(last: str, rules: "_OptionPatterns") -> str | None:
     """Return the option with which the last sentence concludes: "Hence (B).", "Only (B) fits."."""
     sentence = re.split(r"(?<=[.!?])\s+", last.strip())[-1]
     match = None if _DENIAL.search(sentence) else rules.concluded.fullmatch(sentence)
     return match and (match[1] or match[2])
 
 
-class _Rules:
+class _OptionPatterns:
     """Patterns for the options `letters`."""
 
     def __init__(self, letters: str) -> None:
@@ -128,4 +128,4 @@ class _Rules:
         self.before_text = re.compile(rf"{_MARKUP}({large})(?:[)\]]|\.\s|:\s)")
 
 
-_rules = cache(_Rules)
+_rules = cache(_OptionPatterns)

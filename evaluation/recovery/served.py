@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
     """A server refuses, sends a malformed answer, or cannot be reached."""
 
 
-class Server:
+class AnsweringServer:
     """Answers requests with the first model that a server lists; `about` is this model's list entry.
 
     `url` may end in /v1. An attempt times out after `timeout` seconds. If the server is busy or
@@ -126,13 +126,13 @@ class Server:
 
 
 class Servers:
-    """Servers of one model, each with `in_flight` requests at once; `settings` go to `Server`.
+    """Servers of one model, each with `in_flight` requests at once; `settings` go to `AnsweringServer`.
 
-    Raise ServerError as `Server` does, for any of the servers.
+    Raise ServerError as `AnsweringServer` does, for any of the servers.
     """
 
     def __init__(self, urls: Sequence[str], *, in_flight: int = 8, **settings: Any) -> None:
-        self.all = [Server(url, **settings) for url in urls]
+        self.all = [AnsweringServer(url, **settings) for url in urls]
         self.in_flight = in_flight
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
@@ -143,7 +143,7 @@ class Servers:
         """
         waiting = iter(requests)
         free = [server for _ in range(self.in_flight) for server in self.all]
-        running: dict[Future[Completion], tuple[Request, Server]] = {}
+        running: dict[Future[Completion], tuple[Request, AnsweringServer]] = {}
         with ThreadPoolExecutor(len(free)) as pool:
 
             def ask() -> None:

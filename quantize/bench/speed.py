@@ -65,7 +65,7 @@ SHOWN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class SpeedRow:
     """One batch size with one number of steps; ms per canvas and ms per forward are medians.
 
     If `steps` is ONE_TOKEN, each forward writes one token per sequence, a "step" is one forward, and
@@ -115,7 +115,7 @@ class Bench:
     load_seconds: float
     experts_hit: list[int]  # per layer, by one denoising step of one canvas
     rates: Rates
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[SpeedRow] = field(default_factory=list[SpeedRow])
     adaptive: list[AdaptiveRow] = field(default_factory=list[AdaptiveRow])
 
 
@@ -331,7 +331,7 @@ def _row(
     floor: dict[str, float],
     times: dict[str, Any],
     hourly_price: float | None,
-) -> Row:
+) -> SpeedRow:
     price = hourly_price and hourly_price / times["tokens_a_second"] / 3600 * 1e6
     parts = {name: value * 1e3 for name, value in floor.items()}
     for name in _below(floor, times):
@@ -340,7 +340,7 @@ def _row(
             f"floor of {parts[name]:.2f} ms: the GPU's rates were measured while it was slower. End "
             f"what else runs on it, and run bench again"
         )
-    return Row(
+    return SpeedRow(
         batch=batch, steps=steps, experts_hit=hit, price_a_million_tokens=price,
         floor_ms_a_step=sum(floor.values()) * 1e3, floor_parts=parts, **times,
     )  # fmt: skip
@@ -376,7 +376,7 @@ def _table(title: str, *heads: str) -> Table:
     return Table(*columns, title=title, title_justify="left")
 
 
-def _part(row: Row, name: str) -> str:
+def _part(row: SpeedRow, name: str) -> str:
     floor = row.floor_parts.get(name)
     ratio = f" ({row.parts[name] / floor:.2f})" if floor else ""
     return f"{row.parts[name]:.2f}{ratio}"

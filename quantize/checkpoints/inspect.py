@@ -76,7 +76,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """All Linears (or other parameters) of one `kind` and `scheme`: their number and their bytes."""
 
     kind: str
@@ -95,7 +95,7 @@ class Inspection:
     tensors: int
     shards: int
     nbytes: int
-    rows: list[Row]
+    rows: list[ModuleRow]
     problems: list[str]
 
     @property
@@ -139,12 +139,12 @@ def _scheme(parts: dict[str, TensorInfo]) -> str:
     return SCHEME_OF.get((frozenset(parts), codes.dtype if codes else ""), "incomplete")
 
 
-def _rows(modules: list[Module]) -> list[Row]:
+def _rows(modules: list[Module]) -> list[ModuleRow]:
     groups: dict[tuple[str, str, bool], list[Module]] = defaultdict(list)
     for module in modules:
         groups[module.kind, module.scheme, module.quantized].append(module)
     rows = [
-        Row(*key, sum(m.linears for m in group), sum(m.nbytes for m in group))
+        ModuleRow(*key, sum(m.linears for m in group), sum(m.nbytes for m in group))
         for key, group in groups.items()
     ]
     return sorted(rows, key=lambda row: -row.nbytes)

@@ -91,7 +91,7 @@ def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any)
     not check. The token is HF_TOKEN or that of `hf auth login`. Interrupted? Run the command again.
     """
     from quantize.hub.publish import push as push_release
-    from quantize.hub.release import Request
+    from quantize.hub.release import ReleaseRequest
     from quantize.pipeline.run import reported
 
     def confirm() -> bool:
@@ -99,7 +99,7 @@ def push(run: Path, allow: str | None, dry_run: bool, yes: bool, **request: Any)
             raise click.UsageError("nobody to ask here: add --yes, or --dry-run to look only")
         return yes or click.confirm("Upload this?", err=True)
 
-    asked = Request(**request, allow_inconclusive=allow == "inconclusive")
+    asked = ReleaseRequest(**request, allow_inconclusive=allow == "inconclusive")
     with reported(run) as (folder, _):
         return push_release(folder, asked, dry_run=dry_run, confirm=confirm)
 

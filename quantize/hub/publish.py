@@ -31,7 +31,7 @@ from quantize.hub.release import (
     MAIN,
     PULL_REQUEST,
     Release,
-    Request,
+    ReleaseRequest,
     find_base,
     prepare,
 )
@@ -59,7 +59,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PushPlan:
     """What a push to `revision` of `there` changes; `account` is None if the Hub was not asked."""
 
     account: str | None
@@ -68,7 +68,9 @@ class Plan:
     changes: Changes
 
 
-def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], bool]) -> int:
+def push(
+    run: RunDir, request: ReleaseRequest, *, dry_run: bool, confirm: Callable[[], bool]
+) -> int:
     """Check a run, show the changes, and publish them if `confirm()` returns True; return exit code 0.
 
     If `confirm()` returns False, raise InputError; raise also as `prepare` does. `dry_run` uploads
@@ -86,7 +88,7 @@ def push(run: RunDir, request: Request, *, dry_run: bool, confirm: Callable[[], 
     return 0
 
 
-def _show(run: RunDir, request: Request) -> int:
+def _show(run: RunDir, request: ReleaseRequest) -> int:
     unchecked: dict[str, ResourceError] = {}
 
     def base(source: dict[str, Any], recipe: Recipe) -> str | None:
@@ -99,7 +101,7 @@ def _show(run: RunDir, request: Request) -> int:
     sign = None if request.sign == SIGSTORE else request.sign  # Sigstore needs a network
     release = prepare(run, replace(request, sign=sign), base)
     what = f"account, what {request.repo} holds{', whether the tag is free' if request.tag else ''}"
-    plan = Plan(None, Repository(), request.to, Changes(release.weights, release.card, []))
+    plan = PushPlan(None, Repository(), request.to, Changes(release.weights, release.card, []))
     try:
         if unchecked:  # the Hub is not asked twice
             unchecked[what] = next(iter(unchecked.values()))
@@ -114,7 +116,7 @@ def _show(run: RunDir, request: Request) -> int:
     return 0
 
 
-def _look(hub: Hub, release: Release, request: Request) -> Plan:
+def _look(hub: Hub, release: Release, request: ReleaseRequest) -> PushPlan:
     """Compare a release with what is on the Hub; InputError if the tag stands for other files."""
     account, there = hub.account(), hub.look()
     # A pull request is compared with main: when main holds everything, none is needed.
@@ -124,7 +126,7 @@ def _look(hub: Hub, release: Release, request: Request) -> Plan:
     if request.tag in there.tags:
         commit = None if changes else there.branches.get(revision)
         hub.check_tag(request.tag, there.tags[request.tag], commit)
-    return Plan(account, there, revision, changes)
+    return PushPlan(account, there, revision, changes)
 
 
 def _find_changes(release: Release, remote: dict[str, RepoFile]) -> Changes:
@@ -147,7 +149,7 @@ def _is_one_of(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(path, pattern) for pattern in patterns)
 
 
-def _preview(plan: Plan, release: Release, request: Request) -> Table:
+def _preview(plan: PushPlan, release: Release, request: ReleaseRequest) -> Table:
     seen = "exists" if plan.there.exists else "new" if plan.account else "not looked at"
     if plan.account:
         seen += ", private" if plan.there.private else ", PUBLIC"
@@ -172,7 +174,9 @@ def _preview(plan: Plan, release: Release, request: Request) -> Table:
     return table
 
 
-def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Plan) -> str:
+def _publish(
+    hub: Hub, run: RunDir, release: Release, request: ReleaseRequest, plan: PushPlan
+) -> str:
     """Carry out the plan and return the address of the result; after an error the same call goes on.
 
     GateError: the Hub holds other bytes than we sent. ResourceError: there is no access or no network,
@@ -202,7 +206,9 @@ def _publish(hub: Hub, run: RunDir, release: Release, request: Request, plan: Pl
     return f"{address}/tree/{request.tag or revision}"
 
 
-def _committed(hub: Hub, release: Release, request: Request, plan: Plan) -> tuple[str, str]:
+def _committed(
+    hub: Hub, release: Release, request: ReleaseRequest, plan: PushPlan
+) -> tuple[str, str]:
     """Upload a release to the revision of its request; return that revision and its commit."""
     if not plan.there.exists:
         hub.ask("create the repository", hub.api.create_repo, private=True, exist_ok=True)

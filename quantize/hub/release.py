@@ -34,7 +34,7 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Request:
+class ReleaseRequest:
     """What the user asked to publish.
 
     `to` is "pr", "main" or the name of a branch. `allow_inconclusive` lets an INCONCLUSIVE verdict
@@ -77,7 +77,7 @@ class Release:
     override: Override | None
 
 
-def prepare(run: RunDir, request: Request, base: FindBase | None = None) -> Release:
+def prepare(run: RunDir, request: ReleaseRequest, base: FindBase | None = None) -> Release:
     """Check that a run may be released; return its hashed files, model card and scores.
 
     The run's results must be up to date (`pipeline.run.reported`). `base` finds the BF16 model's Hub
@@ -229,7 +229,7 @@ def find_base(source: dict[str, Any], recipe: Recipe) -> str | None:
     return name if same else None
 
 
-def _check_verdict(run: RunDir, request: Request) -> Override | None:
+def _check_verdict(run: RunDir, request: ReleaseRequest) -> Override | None:
     verdict = read_json(run.report_json, "verdict.outcome", "verdict.reason")["verdict"]
     outcome, reason = verdict["outcome"], verdict["reason"]
     if outcome == "PASS":

@@ -37,7 +37,7 @@ from quantize.runtime.gpu.placement import budget_of
 from quantize.runtime.gpu.rates import link_rate
 from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.memory_needs import HELD_OUT
-from quantize.stages.plan.estimate import Machine, cannot_pass, planned
+from quantize.stages.plan.estimate import GpuMachine, cannot_pass, planned
 from quantize.stages.plan.gpu_support import gpu_of
 
 RESULT = "rehearsal.json"
@@ -221,7 +221,7 @@ def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     if gpu is not None and budget is not None:
         link = link_rate(place.device)
-        machine = Machine(gpu, budget, link, disk)
+        machine = GpuMachine(gpu, budget, link, disk)
         source = run.source
         rows = planned(whole, source.config, source.tensors, run.targets, machine)
         seconds = {row.stage: row.seconds[1] for row in rows if row.seconds}

@@ -119,7 +119,7 @@ def search(
         return _write(searched, load_recipe(recipe_name), chosen, sack, line, gpu_of(gpu))
 
 
-class Line:
+class KlLine:
     """A straight line fitted to some models: log of a model's KL over log of its groups' summed KL.
 
     Args:
@@ -237,7 +237,7 @@ class _Search:
         chosen = zip(self.options.items(), picked, strict=True)
         return {group: options[at] for (group, options), at in chosen}
 
-    def fitted(self, sack: Knapsack) -> Line:
+    def fitted(self, sack: Knapsack) -> KlLine:
         """Measure choices of least damage at ANCHORS sizes; return the line through them."""
         sums, wholes = list[float](), list[float]()
         for budget in track(sack.budgets(ANCHORS + 1)[:-1], "whole models", unit="models"):
@@ -246,7 +246,7 @@ class _Search:
             name = " ".join(option.scheme for option in chosen.values())
             sums.append(sum(option.kl for option in chosen.values()))
             wholes.append(self._known("whole", name, quantized))
-        return Line(sums, wholes)
+        return KlLine(sums, wholes)
 
     def targets_of(self, chosen: Mapping[Group, Option]) -> list[Target]:
         """Return the targets of a choice; those that stay in BF16 have no scheme."""
@@ -356,7 +356,7 @@ def _write(
     written: Recipe,
     chosen: Mapping[Group, Option],
     sack: Knapsack,
-    line: Line,
+    line: KlLine,
     gpu: "Gpu | None",
 ) -> Path:
     """Measure the choice; write its recipe, and a JSON file with the frontier; show the table."""

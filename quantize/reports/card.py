@@ -30,7 +30,7 @@ from quantize.reports.provenance import baseline_lines, without_places
 from quantize.reports.render import markdown_table
 from quantize.reports.sections import (
     JUDGED,
-    Section,
+    ReportSection,
     fidelity_section,
     health_section,
     looks_lines,
@@ -121,7 +121,7 @@ def card(
         name=repo.split("/")[-1],
         interval=interval_text,
         judged=JUDGED[recipe.gate.estimand],
-        scores=markdown_table(Section("", *scores)),
+        scores=markdown_table(ReportSection("", *scores)),
         fidelity=report["fidelity"] and _with_notes(fidelity_section(report["fidelity"])),
         health=markdown_table(health_section(report["tasks"])),
         not_tested=not_tested({"speeds": None, "noise_floor": [], "not_asked": [], **report}),
@@ -149,7 +149,7 @@ def card(
     )
 
 
-def _with_notes(section: Section) -> str:
+def _with_notes(section: ReportSection) -> str:
     return "\n\n".join([markdown_table(section), *section.notes])
 
 

@@ -19,7 +19,7 @@ from quantize.host.units import size
 from quantize.reports import charts
 from quantize.reports.headline import facts, not_tested
 from quantize.reports.questions import question_counts, question_row, watched
-from quantize.reports.sections import Section, head, question_sections, sections
+from quantize.reports.sections import ReportSection, head, question_sections, sections
 from quantize.reports.table import cell
 
 PAGES = Environment(
@@ -52,7 +52,7 @@ def markdown(content: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def markdown_table(section: Section) -> str:
+def markdown_table(section: ReportSection) -> str:
     """Return a section's table in Markdown, "" if it has no rows; cells are one line, | escaped."""
     if not section.rows:
         return ""

@@ -33,7 +33,7 @@ JUDGED = {  # estimand -> what is judged, and what is not
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A section of a report; it is left out if it has neither sentences nor rows."""
 
     title: str  # its heading
@@ -51,7 +51,7 @@ def head(content: Content) -> list[str]:
     return [verdict["reason"], JUDGED[verdict["estimand"]], about]
 
 
-def sections(content: Content) -> list[Section]:
+def sections(content: Content) -> list[ReportSection]:
     """Return a report's sections, except those that `question_sections` returns."""
     tasks, fidelity = content["tasks"], content["fidelity"]
     scored = [*tasks, *content["noise_floor"]]
@@ -59,27 +59,27 @@ def sections(content: Content) -> list[Section]:
     for task, cells in zip(scored, rows, strict=True):
         cells[0] += " (gated)" if task.get("gated") else ""
     made = [
-        Section("Recovery", columns, rows, (), looks_lines(content), ("difference",)),
-        Section(
+        ReportSection("Recovery", columns, rows, (), looks_lines(content), ("difference",)),
+        ReportSection(
             "Operating points",
             ("operating point", "activations", "settings", "tokens a forward", "tokens/s", "p",
              "outcome"),
             point_rows(content), _settings(content), (), ("points",),
         ),
         health_section(tasks),
-        Section(
+        ReportSection(
             "Answers without a final value",
             ("task", "model", "answers", "share", "examples"),
             unread_rows(content),
         ),
-        Section(
+        ReportSection(
             "Published figures beside these",
             ("published", "by", "BF16", "FP8", "NVFP4", "BF16 here", "quantized here",
              "published BF16"),
             published_rows(content), (), published_speed(content),
         ),
         *([fidelity_section(fidelity), _by_entropy(fidelity)] if fidelity else []),
-        Section(
+        ReportSection(
             "Error of the weights", ("class", "tensors", "mean |W-W'|/|W|", "largest", "where"),
             [
                 (e["class"], str(e["tensors"]), f"{e['mean']:.4f}", f"{e['largest']:.4f}", e["where"])
@@ -87,8 +87,8 @@ def sections(content: Content) -> list[Section]:
             ],
             plots=("error",),
         ),
-        Section("Expert coverage", lines=_coverage(content["coverage"])),
-        Section(
+        ReportSection("Expert coverage", lines=_coverage(content["coverage"])),
+        ReportSection(
             "Verification", ("check", "looked at", "result"),
             [
                 (c["name"], f"{c['looked_at']:,}",
@@ -96,7 +96,7 @@ def sections(content: Content) -> list[Section]:
                 for c in content["verification"]["checks"]
             ],
         ),
-        Section(
+        ReportSection(
             "Made with",
             ("stage", "seconds", "in all tries", "peak memory", "peak GPU memory", "GPU", "ended"),
             stage_rows(content["stages"]), (*_machine(content), *made_lines(content)),
@@ -105,23 +105,23 @@ def sections(content: Content) -> list[Section]:
     return [section for section in made if section.rows or section.lines]
 
 
-def question_sections(questions: Content) -> list[Section]:
+def question_sections(questions: Content) -> list[ReportSection]:
     """Return a section for each task with questions that differ; each lists the first SHOWN."""
-    made: list[Section] = []
+    made: list[ReportSection] = []
     for task, of_task in questions.items():
         rows = [question_row(entry) for entry in of_task["differ"]]
         said = f"{question_counts(of_task['differ'])}."
         said += f" The first {SHOWN} are listed." if len(rows) > SHOWN else ""
         said += " Private: a hash is shown, no answer." if of_task["private"] else ""
         title = f"Questions of {task} that differ"
-        made += [Section(title, QUESTION_COLUMNS, rows[:SHOWN], [said])] if rows else []
+        made += [ReportSection(title, QUESTION_COLUMNS, rows[:SHOWN], [said])] if rows else []
     return made
 
 
-def health_section(tasks: Sequence[Content]) -> Section:
+def health_section(tasks: Sequence[Content]) -> ReportSection:
     """Return the section on signs of ill health in both models' answers to `tasks`."""
     columns = ("task", "answers", "BF16", "quantized", "difference", "allowed", "judged")
-    return Section("Health of answers", columns, health_rows(tasks))
+    return ReportSection("Health of answers", columns, health_rows(tasks))
 
 
 def mode_lines(content: Content) -> list[str]:
@@ -207,7 +207,7 @@ def _settings(content: Content) -> list[str]:
     return [judged, chosen_point(content)] if judged else [chosen_point(content)]
 
 
-def fidelity_section(fidelity: Content) -> Section:
+def fidelity_section(fidelity: Content) -> ReportSection:
     """Return the section on each replay's distance from BF16; `fidelity` is fidelity.json."""
     limits, conditioned = fidelity["max_kl_nats"], fidelity["own_conditioning"]
     replays = [
@@ -238,7 +238,7 @@ def fidelity_section(fidelity: Content) -> Section:
     columns = ("activations", *FIDELITY.values(), "KL limit")
     lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]
     title = "Fidelity on replayed trajectories"
-    return Section(title, columns, rows, lines, notes, ("kl", "routing"))
+    return ReportSection(title, columns, rows, lines, notes, ("kl", "routing"))
 
 
 def ranges_lines(fidelity: Content) -> list[str]:
@@ -262,7 +262,7 @@ def kinds_text(kinds: Sequence[Content]) -> str:
     return "; ".join(by_kind) if len(by_kind) > 1 else ""
 
 
-def _by_entropy(fidelity: Content) -> Section:
+def _by_entropy(fidelity: Content) -> ReportSection:
     rows = [
         (mode, str(e["nats_from"]), f"{e['positions']:,}", f"{e['kl_nats']:.4f}",
          f"{e['top1_agreement']:.4f}")
@@ -271,7 +271,7 @@ def _by_entropy(fidelity: Content) -> Section:
     ]  # fmt: skip
     columns = ("activations", "nats from", "positions", "KL, nats", "top-1 agreement")
     lines = ["Positions by BF16's own entropy."]
-    return Section("Where BF16 is unsure", columns, rows, lines)
+    return ReportSection("Where BF16 is unsure", columns, rows, lines)
 
 
 def _mean(entry: Content) -> str:

@@ -21,7 +21,7 @@ from quantize.serve import schemas
 from quantize.serve.failures import NO_PATH, RequestError, from_validation
 from quantize.serve.guard import guarded
 from quantize.serve.protocol import ChatRequest, CompletionRequest
-from quantize.serve.response_events import Answer
+from quantize.serve.response_events import GrowingResponse
 from quantize.serve.responses import ResponsesRequest
 from quantize.serve.service import Service
 
@@ -88,7 +88,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def respond(body: ResponsesRequest) -> Response:
         """Answer a chat in the format of OpenAI's Responses API; nothing is stored."""
         try:
-            return Answer(body).of(await service.answer(body.chat))
+            return GrowingResponse(body).of(await service.answer(body.chat))
         except RequestError as refusal:
             raise body.as_written(refusal) from refusal
 

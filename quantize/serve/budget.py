@@ -19,7 +19,7 @@ class OverBudgetError(Exception):
     """Working on a form has taken all the seconds that it may take; the message says so."""
 
 
-class Meter:
+class WorkMeter:
     """Counts the work on one form or one canvas; `units` is how much is left before it is cut short."""
 
     def __init__(self, units: int, seconds: float, of_what: str) -> None:
@@ -61,10 +61,10 @@ class Allowance:
             self._taken.popleft()
 
     @contextmanager
-    def meter(self, units: int) -> Generator[Meter]:
+    def meter(self, units: int) -> Generator[WorkMeter]:
         """Give a meter for one piece of work on the engine's thread, and count what it takes."""
         limit = ALONE if self._since is None else DELAY - sum(s for _, s in self._taken)
-        meter = Meter(units, max(limit, 0.0), "which tokens of a canvas the form allows")
+        meter = WorkMeter(units, max(limit, 0.0), "which tokens of a canvas the form allows")
         try:
             yield meter
         finally:

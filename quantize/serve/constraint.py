@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantize.errors import InputError
 from quantize.runtime.sampler.known_tokens import GuideVerdict
-from quantize.serve.budget import PREPARING, Allowance, Meter, OverBudgetError
+from quantize.serve.budget import PREPARING, Allowance, OverBudgetError, WorkMeter
 from quantize.serve.grammars import AT_ONCE, Grammars, Mask, Matcher, allowed, complaint, take
 
 ROUNDS = 8  # most times that a canvas is denoised again
@@ -49,7 +49,7 @@ class Constraint:
         self.allowance = Allowance() if allowance is None else allowance
         self._grammars, self._matcher = grammars, matcher.deep_copy()
         self._room, self._closes, self._rounds = room, closes, 0
-        meter = Meter(UNITS_OF_A_FORM, PREPARING, "a text of the answer's form")
+        meter = WorkMeter(UNITS_OF_A_FORM, PREPARING, "a text of the answer's form")
         try:
             way = grammars.way_out(self._matcher, room - (closes is not None), meter)
         except OverBudgetError as error:
@@ -80,7 +80,7 @@ class Constraint:
             self.error = str(error)
         return GuideVerdict(self._grammars.ends[:1] * len(tokens))
 
-    def _settled(self, logits: Tensor, tokens: list[int], meter: Meter) -> GuideVerdict:
+    def _settled(self, logits: Tensor, tokens: list[int], meter: WorkMeter) -> GuideVerdict:
         start, tokens, closed = self._thoughts(tokens)
         again = self._rounds < ROUNDS
         written, matcher, way = tokens, self._matcher, self._way
@@ -122,7 +122,7 @@ class Constraint:
         cut = None if tokens[at] == self._closes else at
         return at + 1, [*tokens[:at], self._closes, *tokens[at + 1 :]], cut
 
-    def _stands(self, written: list[int], start: int, changed: int, meter: Meter) -> int | None:
+    def _stands(self, written: list[int], start: int, changed: int, meter: WorkMeter) -> int | None:
         """Write the tokens that must follow a change; return how many are fixed; None: it ends."""
         matcher, ends = self._matcher.deep_copy(), self._grammars.ends
         if written[changed] in ends or not take(matcher, written[start : changed + 1], meter):
@@ -141,7 +141,7 @@ class _Line:
     tokens: list[int]
     start: int
     room: int  # tokens of the answer, from the canvas' first on
-    meter: Meter
+    meter: WorkMeter
 
     def write(
         self, matcher: Matcher, way: list[int], *, hasty: bool

@@ -74,7 +74,7 @@ class Forms:
         if missing := [marker for marker in (OPEN, CLOSE, QUOTE) if marker not in vocabulary]:
             raise InputError(f"this model's tokenizer has no token {missing[0]}")
         opens, closes, quote = (f"<[{vocabulary[name]}]>" for name in (OPEN, CLOSE, QUOTE))
-        rules = _Rules(quote)
+        rules = _CallGrammar(quote)
         calls = " | ".join(
             f'"call:{function.name}" {rules.object_of(function.parameters, 0)}'
             for function in functions
@@ -84,7 +84,7 @@ class Forms:
         return start + texts + "".join(f"{line}\n" for line in rules.lines)
 
 
-class _Rules:
+class _CallGrammar:
     """Grows the rules of a grammar of calls; each method returns a term that stands for a value."""
 
     def __init__(self, quote: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from quantize.errors import InputError
-from quantize.serve.budget import Meter
+from quantize.serve.budget import WorkMeter
 from quantize.serve.calls import CLOSE, QUOTE
 from quantize.serve.trial import Trial, compiled
 
@@ -67,7 +67,7 @@ class Grammars:
             raise InputError(f"the answer's form cannot be compiled: {fault}")
         return matcher
 
-    def way_out(self, matcher: Matcher, room: int, meter: Meter) -> list[int] | None:
+    def way_out(self, matcher: Matcher, room: int, meter: WorkMeter) -> list[int] | None:
         """Return at most `room` tokens that lead `matcher` to an accepted end; None: none found.
 
         None is also returned when `meter` has no units left. OverBudgetError: it has no seconds left.
@@ -87,7 +87,7 @@ class Grammars:
         return None if rest is None else way + rest
 
     def _walk(
-        self, matcher: Matcher, order: Sequence[int], room: int, meter: Meter
+        self, matcher: Matcher, order: Sequence[int], room: int, meter: WorkMeter
     ) -> list[int] | None:
         """Take the tokens that must follow, else the first of `order` that may, else the least used.
 
@@ -126,7 +126,7 @@ def _text_of(tokenizer: Any) -> str:
     return backend.to_str()
 
 
-def take(matcher: Matcher, tokens: Sequence[int], meter: Meter) -> bool:
+def take(matcher: Matcher, tokens: Sequence[int], meter: WorkMeter) -> bool:
     """Let `matcher` read tokens, and return whether it could; OverBudgetError as in `step`."""
     for start in range(0, len(tokens), AT_ONCE):
         meter.step()

@@ -24,7 +24,7 @@ ITEMS: dict[str, tuple[str, str, Json, Json]] = {
 }  # fmt: skip
 
 
-class Answer:
+class GrowingResponse:
     """A response that grows with each chunk of a chat's answer; every change becomes an event."""
 
     def __init__(self, body: ResponsesRequest) -> None:

@@ -27,7 +27,7 @@ class _Kept(Strict):
     status: String | None = Unused
 
 
-class TextPart(Strict):
+class InputText(Strict):
     """A part of a message that is text."""
 
     type: Literal["input_text", "output_text"]
@@ -36,7 +36,7 @@ class TextPart(Strict):
     logprobs: list[Any] | None = Unused
 
 
-class ImagePart(Strict):
+class InputImage(Strict):
     """A picture as a data URL."""
 
     type: Literal["input_image"]
@@ -44,7 +44,7 @@ class ImagePart(Strict):
     detail: Detail = None
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[InputText | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(_Kept):
@@ -70,7 +70,7 @@ class OutputItem(_Kept):
 
     type: Literal["function_call_output"]
     call_id: String
-    output: Annotated[Text | Annotated[list[TextPart], Tag("items")], ByShape]
+    output: Annotated[Text | Annotated[list[InputText], Tag("items")], ByShape]
 
 
 class ReasoningText(Strict):
@@ -279,9 +279,9 @@ def _turn(item: Item) -> dict[str, Any]:
             return {"role": "assistant", "reasoning_content": thoughts or None}
 
 
-def _content(content: str | Sequence[TextPart | ImagePart]) -> str | list[dict[str, Any]]:
-    def of_chat(part: TextPart | ImagePart) -> dict[str, Any]:
-        if isinstance(part, TextPart):
+def _content(content: str | Sequence[InputText | InputImage]) -> str | list[dict[str, Any]]:
+    def of_chat(part: InputText | InputImage) -> dict[str, Any]:
+        if isinstance(part, InputText):
             return {"type": "text", "text": part.text}
         return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}
 

@@ -167,7 +167,7 @@ class Service:
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def _asked(self, body: Body) -> "_Asked":
+    def _asked(self, body: Body) -> "_Prompts":
         """Return what a request asks for, in tokens; RequestError 400: it is too long, or wrong."""
         prompts, images = self._prompts(body)
         length = self.scheduler.engine.canvas_length
@@ -187,9 +187,9 @@ class Service:
         if last >= (room := min(canvases) * length):
             reason = f"position {last}, and the answer has {room}; raise max_tokens"
             raise invalid("pinned", reason)
-        return _Asked(prompts, canvases, limit, sampler, images, given)
+        return _Prompts(prompts, canvases, limit, sampler, images, given)
 
-    def _guides(self, body: Body, asked: "_Asked") -> list[AnswerGuide | None]:
+    def _guides(self, body: Body, asked: "_Prompts") -> list[AnswerGuide | None]:
         """Return the guide of each answer; RequestError 400: no text of the form fits."""
         form, length = self.forms.matcher(body), self.scheduler.engine.canvas_length
         if form is None and body.top is None:
@@ -211,7 +211,11 @@ class Service:
         return guides
 
     def _jobs(
-        self, body: Body, asked: "_Asked", guides: Sequence[AnswerGuide | None], exchange: Exchange
+        self,
+        body: Body,
+        asked: "_Prompts",
+        guides: Sequence[AnswerGuide | None],
+        exchange: Exchange,
     ) -> list[Job]:
         seed = secrets.randbits(62) if body.fixed_seed is None else body.fixed_seed
         drafts = body.stream_options is not None and body.stream_options.include_drafts
@@ -237,7 +241,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Prompts:
     """A request in tokens: its prompts, with the most canvases of an answer to each."""
 
     prompts: list[list[int]]

@@ -40,7 +40,7 @@ from quantize.stages import device as devices
 from quantize.stages.convert import shard_pieces
 from quantize.stages.round_weights import round_weights
 from quantize.stages.verify import decompression, verify_weights
-from quantize.stages.verify.verify import Verification, verify
+from quantize.stages.verify.verify import VerificationResult, verify
 
 BLOCK = 1 << 26
 PARTS: dict[str, tuple[Any, str]] = {
@@ -242,7 +242,7 @@ def _measure(bf16: Checkpoint, run: RunDir, name: str, device: str, full: bool) 
         torch.cuda.reset_peak_memory_stats()
     stage = Run(run, recipe, bf16, targets, is_bundled=False)
 
-    def check(full: bool) -> Verification:
+    def check(full: bool) -> VerificationResult:
         written = Checkpoint.open(run.checkpoint)
         return verify(written, bf16, targets, recipe, run, device=device, full=full)
 

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.bundled.architecture import CANVAS, HIDDEN, new_model
-from experiments.bundled.forward import Batch, TrainingForward, corrupt, draw_batch, rms_norm
+from experiments.bundled.forward import (
+    TrainingBatch,
+    TrainingForward,
+    corrupt,
+    draw_batch,
+    rms_norm,
+)
 from experiments.bundled.problems import WIDE
 from experiments.bundled.tokenizer import VOCABULARY
 from experiments.bundled.train import Bank, Trainer, load_state, pack_shard, save_state
@@ -15,7 +21,7 @@ from transformers import DynamicCache
 ROWS, LENGTH = 3, 96
 
 
-def batch() -> Batch:
+def batch() -> TrainingBatch:
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=generator)
     lengths, start = torch.tensor([96, 70, 80]), torch.tensor([32, 6, 16])
@@ -23,7 +29,7 @@ def batch() -> Batch:
     canvas = tokens.gather(1, start[:, None] + torch.arange(CANVAS))
     torch.manual_seed(4)
     conditioned = torch.tensor([True, False, True])
-    return Batch(tokens, lengths, start, canvas, corrupt(canvas, VOCABULARY), conditioned)
+    return TrainingBatch(tokens, lengths, start, canvas, corrupt(canvas, VOCABULARY), conditioned)
 
 
 @torch.no_grad()

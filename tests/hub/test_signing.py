@@ -23,7 +23,7 @@ from finished_run import finished_run
 from quantize.cli import cli
 from quantize.errors import GateError, InputError, QuantizeError, ResourceError
 from quantize.hub import signing
-from quantize.hub.release import Request, prepare
+from quantize.hub.release import ReleaseRequest, prepare
 from quantize.hub.signing import SIGNATURE, sign, verify
 
 
@@ -55,7 +55,7 @@ def published(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     manifest = json.loads(run.manifest_json.read_text())
     manifest["versions"]["python"] = "3.11.7"
     run.manifest_json.write_text(json.dumps(manifest))
-    request = Request("org/model", sign=str(keys / "ours"))
+    request = ReleaseRequest("org/model", sign=str(keys / "ours"))
     release = prepare(run, request, lambda *_: None)
     again = prepare(run, request, lambda *_: None)
     assert [file.sha256 for file in again.card] == [file.sha256 for file in release.card]

@@ -28,7 +28,7 @@ from quantize.pipeline.knapsack import Knapsack
 from quantize.pipeline.search import (
     ANCHORS,
     BF16,
-    Line,
+    KlLine,
     Option,
     partly_quantized,
     recipe_of,
@@ -221,7 +221,7 @@ def test_weights_are_rounded_as_the_recipe_says(
 
 def test_the_line_holds_what_is_measured_as_often_as_it_says() -> None:
     draw, inside = np.random.default_rng(0), 0
-    exact = Line([1.0, 2.0, 4.0, 8.0], [3.0 * s**0.7 for s in (1, 2, 4, 8)])
+    exact = KlLine([1.0, 2.0, 4.0, 8.0], [3.0 * s**0.7 for s in (1, 2, 4, 8)])
     assert exact.predict(5.0) == pytest.approx(3 * [3 * 5**0.7])
     assert exact.damage(exact.predict(5.0)[0]) == pytest.approx(5.0)
     assert exact.predict(0.0) == (0.0, 0.0, 0.0)
@@ -229,10 +229,10 @@ def test_the_line_holds_what_is_measured_as_often_as_it_says() -> None:
     for _ in range(2000):
         sums = draw.uniform(0.5, 8, 7)
         wholes = np.exp(0.2 + 0.7 * np.log(sums) + 0.1 * draw.normal(size=7))
-        _, least, most = Line(sums[1:].tolist(), wholes[1:].tolist()).predict(sums[0])
+        _, least, most = KlLine(sums[1:].tolist(), wholes[1:].tolist()).predict(sums[0])
         inside += bool(least <= wholes[0] <= most)
     assert 0.935 < inside / 2000 < 0.965  # 0.95, and three of its standard errors
-    falling = Line([1.0, 2.0, 4.0], [3.0, 2.0, 1.0])
+    falling = KlLine([1.0, 2.0, 4.0], [3.0, 2.0, 1.0])
     assert falling.predict(1.0)[0] < falling.predict(2.0)[0]
 
 

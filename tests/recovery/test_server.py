@@ -20,7 +20,7 @@ from two_processes import forked
 from quantize.recovery.samples import Request, SampleStore
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
-from quantize.recovery.served import Server, ServerError, Servers
+from quantize.recovery.served import AnsweringServer, ServerError, Servers
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 FULL = os.environ.get("GSM8K_TEST")  # path of the whole test set, for the slow test
@@ -223,7 +223,7 @@ def test_several_servers_share_the_requests(scripted: ScriptedServer) -> None:
 
 def test_nobody_there_is_one_line() -> None:
     with pytest.raises(ServerError, match=r"gave up after 2 attempts; .*refused"):
-        Server("http://127.0.0.1:9", attempts=2, first_wait=0.01)
+        AnsweringServer("http://127.0.0.1:9", attempts=2, first_wait=0.01)
 
 
 class Refusing(Handler):
@@ -235,7 +235,7 @@ def test_a_refusal_is_not_repeated_and_says_what_to_do() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     with pytest.raises(ServerError, match=r"HTTP 401 .*set OPENAI_API_KEY"):
-        Server(f"http://127.0.0.1:{server.server_address[1]}", attempts=50)
+        AnsweringServer(f"http://127.0.0.1:{server.server_address[1]}", attempts=50)
     server.shutdown()
     server.server_close()
 
@@ -265,9 +265,9 @@ def test_what_is_none_of_the_protocols_is_one_line(key: str, models: Any) -> Non
     try:
         if key == "models":
             with pytest.raises(ServerError, match="/models: no list of models"):
-                Server(url)
+                AnsweringServer(url)
             return
-        found = Server(url)
+        found = AnsweringServer(url)
         usage = {"usage": {"completion_tokens": "many"}}
         for server.answer in (models, ANSWER | {"choices": [{"message": "7"}]}, ANSWER | usage):
             with pytest.raises(ServerError, match="none of the protocol's"):

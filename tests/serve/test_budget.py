@@ -13,7 +13,7 @@ from serving import Running, ScriptedEngine, running, text_with_tools, tokenizer
 
 from quantize.errors import InputError
 from quantize.serve import budget, constraint
-from quantize.serve.budget import Allowance, Meter, OverBudgetError
+from quantize.serve.budget import Allowance, OverBudgetError, WorkMeter
 from quantize.serve.constraint import Constraint
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars, Matcher
@@ -221,7 +221,7 @@ class Counting(Allowance):
         pass
 
     def meter(self, units: int) -> Any:
-        self.last = Meter(units, 60, "x")
+        self.last = WorkMeter(units, 60, "x")
         return nullcontext(self.last)
 
 

@@ -35,7 +35,7 @@ from quantize import __version__
 from quantize.cli import cli
 from quantize.cli.options import served_name
 from quantize.errors import InputError, ResourceError
-from quantize.recovery.served import Server
+from quantize.recovery.served import AnsweringServer
 from quantize.serve import guard
 from quantize.serve.options import Options
 
@@ -269,7 +269,7 @@ def test_the_example_of_the_help_is_solved(server: Running) -> None:
 
 
 def test_the_server_says_how_it_encodes_canvases(server: Running) -> None:
-    assert Server(server.url).commit_pass == "plain"
+    assert AnsweringServer(server.url).commit_pass == "plain"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from quantize.runtime.gpu.gpus import GPUS, Gpu
 from quantize.stages.plan import estimate
 from quantize.stages.plan.estimate import (
     STEPS_A_CANVAS,
-    Machine,
-    Row,
+    GpuMachine,
+    StageRow,
     calibration_steps,
     evaluation_seconds,
     planned,
@@ -44,20 +44,20 @@ def shipped_plans() -> dict[str, list[Target]]:
     return plans_of(TENSORS)
 
 
-def rows(recipe: Recipe, machine: Machine) -> dict[str, Row]:
+def rows(recipe: Recipe, machine: GpuMachine) -> dict[str, StageRow]:
     return {
         row.stage: row
         for row in planned(recipe, CONFIG, TENSORS, shipped_plans()["nvfp4"], machine)
     }
 
 
-def most(row: Row) -> float:
+def most(row: StageRow) -> float:
     assert row.seconds is not None
     return row.seconds[1]
 
 
-def at(gb: float, **rates: float) -> Machine:
-    return Machine(GPUS["h200"], gb * 1e9, **rates)
+def at(gb: float, **rates: float) -> GpuMachine:
+    return GpuMachine(GPUS["h200"], gb * 1e9, **rates)
 
 
 def of(prompts: int, canvases: int) -> Recipe:
@@ -157,7 +157,7 @@ def test_serving_many_at_once_names_fp8_where_it_is_faster(
 ) -> None:
     """Not for few clients, where it is streamed or cannot run, or where FP4 units take less."""
     plans = {"fp8_dynamic": shipped_plans()["fp8_dynamic"]}
-    machine = Machine.of(GPUS[gpu], None)
+    machine = GpuMachine.of(GPUS[gpu], None)
     caption = str(serving_table(CONFIG, TENSORS, plans, machine, 8192, clients).caption)
     assert caption.startswith("by arithmetic")
     assert ("from 16 clients on fp8_dynamic is faster" in caption) is said
@@ -190,8 +190,8 @@ def test_a_calibration_makes_steps_where_the_recipe_has_one() -> None:
 
 def plans() -> str:
     """Return what `plan` and `plan --serve` say of every GPU by name, of 16 GB, and of a target."""
-    machines = [Machine.of(gpu, None) for gpu in GPUS.values()]
-    machines += [Machine.of(None, 16e9), Machine.of(Gpu("sm_89", (8, 9), 24e9), None)]
+    machines = [GpuMachine.of(gpu, None) for gpu in GPUS.values()]
+    machines += [GpuMachine.of(None, 16e9), GpuMachine.of(Gpu("sm_89", (8, 9), 24e9), None)]
     console = Console(width=80)
     with console.capture() as captured:
         for machine in machines:

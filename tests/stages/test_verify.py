@@ -22,7 +22,7 @@ from quantize.runs.manifest import checksums
 from quantize.stages.device import PIECE_BYTES, Device
 from quantize.stages.verify import decompression, verify_weights
 from quantize.stages.verify import verify as verify_module
-from quantize.stages.verify.verify import Verification, verify
+from quantize.stages.verify.verify import VerificationResult, verify
 
 LAYER = "model.decoder.layers.2."
 PLANNED = 6 * 8 * 3 + 6 * 3 + 6 * 4 - 1
@@ -47,7 +47,7 @@ def artifact(request: pytest.FixtureRequest, scheme: str) -> Path:
 
 def run_verify(
     artifact: Path, source: Path, scheme: str, out: Path, *, as_written: bool = True
-) -> Verification:
+) -> VerificationResult:
     """Verify as in a run folder `out`; `as_written` records the artifact as convert's own."""
     run = RunDir(out)
     if as_written:

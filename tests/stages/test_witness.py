@@ -24,7 +24,7 @@ from quantize.stages.device import PIECE_BYTES
 from quantize.stages.verify import verify_weights
 from quantize.stages.verify import witness as witness_module
 from quantize.stages.verify.decompression import Decompressor
-from quantize.stages.verify.verify import Verification, verify
+from quantize.stages.verify.verify import VerificationResult, verify
 from quantize.stages.verify.witness import BEHIND_CONVERT, Witness, recall
 
 LAYER = "model.decoder.layers.2."
@@ -51,7 +51,7 @@ class Run:
         )  # fmt: skip
         seen.write(self.targets, self.folder)
 
-    def verify(self, **options: Any) -> Verification:
+    def verify(self, **options: Any) -> VerificationResult:
         artifact = Checkpoint.open(self.folder.checkpoint)
         return verify(artifact, self.source, self.targets, self.recipe, self.folder, **options)
 

@@ -17,11 +17,6 @@ REFUSED = frozenset({"own", "found", "each", "left", "told", "stand"})
 UNCLEAN = (
     "quantize/checkpoints", "quantize/hub", "quantize/serve", "quantize/stages",
 )  # fmt: skip
-# Names that several classes bear still: take one off once a single class bears it.
-SHARED = frozenset({
-    "Answer", "Asked", "Batch", "ImagePart", "Line", "Machine", "Meter", "Part", "Plan", "Request",
-    "Row", "Rules", "Section", "Server", "TextPart", "Verification",
-})  # fmt: skip
 
 
 def files() -> list[Path]:
@@ -70,10 +65,6 @@ def faults() -> list[str]:
     lines += [
         f"{', '.join(places)}: several classes are called {name}"
         for name, places in sorted(twice.items())
-        if name not in SHARED
-    ]
-    lines += [
-        f"names.py: {name} is in SHARED, and one class bears it" for name in SHARED - set(twice)
     ]
     for folder in UNCLEAN:
         trees = [ast.parse(file.read_text("utf-8")) for file in (ROOT / folder).rglob("*.py")]

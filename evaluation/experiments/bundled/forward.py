@@ -150,7 +150,7 @@ def condition(embeds: Tensor, signal: Tensor, w: Weights) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """One training batch of B rows; encoder length S, canvas length C."""
 
     tokens: Tensor  # [B, S] clean prompt and answer, int64
@@ -234,7 +234,7 @@ class TrainingForward:
 
     def decode(
         self,
-        batch: Batch,
+        batch: TrainingBatch,
         soft: Tensor,
         cache: Sequence[KeysValues],
         w: Weights,
@@ -253,7 +253,7 @@ class TrainingForward:
             balance = balance + loss / len(layers)
         return x, balance
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Denoising loss, next-token loss of the encoder, load-balancing loss: three scalars."""
         w, layers = self.weights()
         embedding, norm = w["embed_tokens.weight"], w["norm.weight"]
@@ -287,7 +287,7 @@ def corrupt(canvas: Tensor, vocabulary: int) -> Tensor:
 
 def draw_batch(
     bank: Tensor, prompts: Tensor, canvases: Tensor, rows: int, encoder: int, vocabulary: int
-) -> Batch:
+) -> TrainingBatch:
     """Draw random rows of the bank, and one random canvas of each, on its device without host syncs.
 
     Args:
@@ -304,7 +304,7 @@ def draw_batch(
     block = (torch.rand(rows, device=bank.device) * count).long()
     start = prompts[index] + block * CANVAS
     canvas = tokens.gather(1, start[:, None] + torch.arange(CANVAS, device=bank.device))
-    return Batch(
+    return TrainingBatch(
         tokens=tokens[:, :encoder],
         lengths=prompts[index] + count * CANVAS,
         start=start,

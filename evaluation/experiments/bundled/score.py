@@ -25,7 +25,7 @@ FINAL_ANSWER = re.compile(r"#### (\d+)")
 
 
 @dataclass(frozen=True)
-class Answer:
+class JudgedAnswer:
     """One problem's outcome: the text, whether its number is right, and what it cost."""
 
     text: str
@@ -42,7 +42,7 @@ def generate(
     problems: Sequence[Problem],
     *,
     thinking: bool,
-) -> list[Answer]:
+) -> list[JudgedAnswer]:
     """Answer one batch of problems with the model's default generation config."""
     prompts = [bundled_tokenizer.prompt(tokenizer, p.question, thinking=thinking) for p in problems]
     inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -66,11 +66,11 @@ def _judge(
     problem: Problem,
     row: Sequence[int],
     tokens_per_forward: float,
-) -> Answer:
+) -> JudgedAnswer:
     tokens = [t for t in row if t != tokenizer.pad_token_id]
     text = str(tokenizer.decode(tokens))
     match = FINAL_ANSWER.search(text)
-    return Answer(
+    return JudgedAnswer(
         text=text,
         correct=match is not None and int(match[1]) == problem.answer_number,
         has_number=match is not None,
@@ -101,10 +101,10 @@ def score(
     thinking: bool,
     batch_size: int = 100,
     seed: int = 0,
-) -> tuple[Score, list[Answer]]:
+) -> tuple[Score, list[JudgedAnswer]]:
     """Score `problems` in order, in batches; the sampler's noise is a function of `seed`."""
     torch.manual_seed(seed)
-    answers: list[Answer] = []
+    answers: list[JudgedAnswer] = []
     for start in range(0, len(problems), batch_size):
         batch = problems[start : start + batch_size]
         answers += generate(model, tokenizer, batch, thinking=thinking)

@@ -39,28 +39,28 @@ MAY_DIFFER = (*SUMS, *READERS, "planned")
 MOST_TIMES, MOST_BESIDE = 64, 1 << 20
 
 
-class _Strict(BaseModel):
+class _PackRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _Tool(BaseModel):
+class _PackTool(BaseModel):
     version: str
     commit: str | None
 
 
-class _Origin(_Strict):
-    tool: _Tool
+class _Origin(_PackRecord):
+    tool: _PackTool
     commit: str | None
 
 
-class _Header(_Strict):
+class _Header(_PackRecord):
     format: Literal["diffusiongemma-quantize baseline 1"]
     origin: _Origin
     tasks: dict[str, dict[str, Any]]
     sha256: str
 
 
-class _Answer(_Strict):
+class _PackedAnswer(_PackRecord):
     task: str
     key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
     text: str
@@ -198,7 +198,7 @@ def read_pack(path: Path) -> Pack:
             raise ValueError("its sha256 is of other content")
         answers: dict[str, dict[str, Completion]] = {task: {} for task in header["tasks"]}
         for line in lines:
-            answer = _Answer.model_validate(parse_json(line)).model_dump()
+            answer = _PackedAnswer.model_validate(parse_json(line)).model_dump()
             task, key = answer.pop("task"), answer.pop("key")
             if key in answers.get(task, {key}):
                 why = f"a second answer to a request of {task}, or one of no task: {key}"

@@ -98,7 +98,9 @@ def _shared(
     starts = processes.mine(range(0, len(trajectories), batch_size))
     rows = [range(start, min(start + batch_size, len(trajectories))) for start in starts]
     batches = [{row: trajectories[row] for row in batch} for batch in rows]
-    return batches, sum(len(steps) for batch in batches for t in batch.values() for steps in t.steps)
+    return batches, sum(
+        len(steps) for batch in batches for t in batch.values() for steps in t.steps
+    )
 
 
 class _Batch:
@@ -115,12 +117,17 @@ class _Batch:
         self._trajectories = list(trajectories.values())
         prompts = [item.prompt.ids for item in self._trajectories]
         images = [item.prompt.images for item in self._trajectories]
-        engines = {id(engine): engine for engine in (reference, *(item.engine for item in compared))}
+        engines = {
+            id(engine): engine for engine in (reference, *(item.engine for item in compared))
+        }
         self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
         self._conditioned = [item.own_conditioning for item in compared]
         passes = self._reference = self._passes[id(reference)]
-        self._meter, self.noted = meter, Noted(passes.device, passes.canvas_length, passes.vocabulary)
+        self._meter, self.noted = (
+            meter,
+            Noted(passes.device, passes.canvas_length, passes.vocabulary),
+        )
 
     def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
         """Yield (index of the compared model, distance), step by step."""
@@ -184,7 +191,9 @@ class _Batch:
             for i, passes in enumerate(self._runs):
                 theirs = decoded[i + 1].logits(piece)
                 by_run[i].append(_distance(certain, theirs / T, sampler))
-                following[i + 1].append(passes.condition(theirs if self._conditioned[i] else ours, T))
+                following[i + 1].append(
+                    passes.condition(theirs if self._conditioned[i] else ours, T)
+                )
         equal = (decoded[0].experts[..., None] == d.experts[..., None, :] for d in decoded[1:])
         routing = ([same.any(-1).float().mean((-1, -2))] for same in equal)  # [B, layers]
         measured = [

@@ -55,7 +55,7 @@ EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     """The GPU, and the rates of its link and disk, for which a run is planned."""
 
     gpu: "Gpu"  # if its rates are unknown, no times are estimated
@@ -65,7 +65,7 @@ class Machine:
     disk: float = inf  # bytes/s of the disk; infinite if unknown: files are taken to be in memory
 
     @classmethod
-    def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "Machine":
+    def of(cls, gpu: "Gpu | None", gpu_memory: float | None) -> "GpuMachine":
         """Return a machine that uses `gpu_memory` bytes (None: all) of `gpu` (None: an H200)."""
         from quantize.runtime.gpu.gpus import GPUS
 
@@ -79,7 +79,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """What one stage of a run takes."""
 
     stage: str  # its name
@@ -99,8 +99,8 @@ def planned(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    machine: Machine,
-) -> list[Row]:
+    machine: GpuMachine,
+) -> list[StageRow]:
     """Return one row per stage; `config` and `tensors` are the BF16 model's, `targets` its plan."""
     stages = _Stages(recipe, config, targets, machine)
     return stages.all(needs(recipe, config, tensors, targets, machine.gpu.capability))
@@ -110,13 +110,17 @@ class _Stages:
     """The rows of one recipe on one machine."""
 
     def __init__(
-        self, recipe: Recipe, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
+        self,
+        recipe: Recipe,
+        config: Mapping[str, Any],
+        targets: Sequence[Target],
+        machine: GpuMachine,
     ) -> None:
         self._recipe, self._config, self._targets = recipe, config, targets
         self._machine = machine
         self._before, self._after = sum_bytes(targets)
 
-    def all(self, needed: Sequence[Need]) -> list[Row]:
+    def all(self, needed: Sequence[Need]) -> list[StageRow]:
         """Return one row for each stage with a `Need` in `needed`, and for convert and verify."""
         own: dict[str, list[Need]] = {}
         for need in needed:
@@ -126,21 +130,21 @@ class _Stages:
         files = [self._files("convert", CONVERT_SECONDS), self._files("verify", VERIFY_SECONDS)]
         return [*rows.values(), *files, *last]
 
-    def _made(self, stage: str, needed: Sequence[Need]) -> Row:
+    def _made(self, stage: str, needed: Sequence[Need]) -> StageRow:
         """Return the row that the stage's own method makes, or a row of what the GPU lacks."""
         try:
             return getattr(self, f"_{stage}")(*needed)
         except ResourceError as error:
-            return Row(stage, lacks=error)
+            return StageRow(stage, lacks=error)
 
-    def _passes(self, need: Need, count: float, factor: float) -> tuple[Row, float, float]:
+    def _passes(self, need: Need, count: float, factor: float) -> tuple[StageRow, float, float]:
         """Return a row without seconds, and the seconds that `count` passes compute and stream."""
         found = plan(need, self._config, self._machine.budget)
         count *= need.batch / found.need.batch
         carried, host = found.streamed + found.moved, OWN_BYTES
         if found.need.on_host:
             host += found.need.lanes * found.need.batch * cache_bytes(self._config, need.context)
-        row = Row(need.stage.split()[0], gpu=found.total, streamed=carried, host=host)
+        row = StageRow(need.stage.split()[0], gpu=found.total, streamed=carried, host=host)
         if (rates := self._machine.gpu.rates) is None:
             return row, 0.0, 0.0
         is_bf16 = need.stack.name == "BF16"
@@ -148,7 +152,9 @@ class _Stages:
         streamed = STREAMED * count / found.need.lanes * carried / self._machine.link_rate
         return row, count * factor * sum(least.values()), streamed
 
-    def _timed(self, row: Row, fixed: float, *parts: tuple[str, float], least: float = 1.0) -> Row:
+    def _timed(
+        self, row: StageRow, fixed: float, *parts: tuple[str, float], least: float = 1.0
+    ) -> StageRow:
         """Return `row` with seconds: the longest of `parts`, at best times `least`, plus `fixed`."""
         bound, longest = max(parts, key=lambda part: part[1])
         if self._machine.gpu.rates is None:
@@ -159,7 +165,7 @@ class _Stages:
         """Return the seconds of reading files: `fast` from memory, or more from a slow disk."""
         return max(fast, nbytes / self._machine.disk)
 
-    def _calibrate(self, need: Need) -> Row:
+    def _calibrate(self, need: Need) -> StageRow:
         settings = self._recipe.calibration
         assert settings is not None
         count = need.batches * settings.canvases * STEPS
@@ -180,14 +186,14 @@ class _Stages:
         )
         return 2.0 * self._config["text_config"]["hidden_size"] * tokens
 
-    def _round(self, need: Need) -> Row:
+    def _round(self, need: Need) -> StageRow:
         gpu = plan(need, self._config, self._machine.budget).total
         rates, layers = self._machine.gpu.rates, self._config["text_config"]["num_hidden_layers"]
         slower = BF16_FLOP / rates.bf16 if rates else 0.0
         rounding = slower * layers * ROUNDING_LAYER_SECONDS
         passes = slower * calibration_steps(self._recipe) * HESSIAN_STEP_SECONDS
         moved = 2 * layers * self._rows_bytes() if rates else 0.0  # to the GPU and back, by layer
-        row = Row(
+        row = StageRow(
             "round", gpu=gpu, streamed=self._before, host=HOST_BYTES["round"],
             disk=self._after, scratch=3 * self._rows_bytes(),
         )  # fmt: skip
@@ -195,16 +201,16 @@ class _Stages:
         parts = ("compute", rounding + passes), ("link", link), ("disk", disk)
         return self._timed(row, self._read(self._before, ROUNDING_FILES_SECONDS), *parts)
 
-    def _files(self, stage: str, seconds: float) -> Row:
+    def _files(self, stage: str, seconds: float) -> StageRow:
         """Return the row of a stage that reads and writes files, a piece at a time."""
         fast = seconds * self._before / 1e9
         link = 2 * self._before / self._machine.link_rate if self._machine.link_rate else 0.0
         disk = (self._before + self._after) / self._machine.disk
         written = self._after if stage == "convert" else 0.0
-        row = Row(stage, gpu=PIECES_BYTES, host=HOST_BYTES[stage], disk=written)
+        row = StageRow(stage, gpu=PIECES_BYTES, host=HOST_BYTES[stage], disk=written)
         return self._timed(row, 0.0, ("host", fast), ("link", link), ("disk", disk))
 
-    def _fidelity(self, bf16: Need, quantized: Need) -> Row:
+    def _fidelity(self, bf16: Need, quantized: Need) -> StageRow:
         settings = self._recipe.calibration if self._recipe.needs_calibration else None
         canvases = settings.canvases if settings else 2
         passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
@@ -213,12 +219,12 @@ class _Stages:
         needed = {bf16: passes * (1 if settings else 3), quantized: passes * (len(modes) + 1)}
         return self._both(needed, CHECKING_SECONDS)
 
-    def _evaluate(self, bf16: Need, quantized: Need) -> Row:
+    def _evaluate(self, bf16: Need, quantized: Need) -> StageRow:
         tokens = sum(tokens_by_task(self._recipe).values())
         count = tokens / self._config["canvas_length"] / bf16.batch * (STEPS_A_CANVAS + 1)
         return self._both({bf16: count, quantized: count}, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
 
-    def _both(self, needed: Mapping[Need, float], opening: float, least: float = 1.0) -> Row:
+    def _both(self, needed: Mapping[Need, float], opening: float, least: float = 1.0) -> StageRow:
         """Return the row of a stage that runs both models for so many passes, BF16 first."""
         found = [self._passes(need, count, DENOISING) for need, count in needed.items()]
         largest, _, _ = max(found, key=lambda each: each[0].gpu)

@@ -12,7 +12,7 @@ from quantize.errors import ResourceError
 from quantize.host.units import size
 from quantize.runtime.gpu.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, plan
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
-from quantize.stages.plan.estimate import Machine, least_of
+from quantize.stages.plan.estimate import GpuMachine, least_of
 from quantize.stages.plan.gpu_support import floor, gpu_of, runs
 from quantize.stages.plan.plan import described, narrow_table, plans_of
 
@@ -37,7 +37,7 @@ def show_serving(
 
     Each client has `context` positions (None: the default). Raise InputError for an unknown GPU.
     """
-    machine = Machine.of(gpu_of(gpu, gpu_memory), gpu_memory)
+    machine = GpuMachine.of(gpu_of(gpu, gpu_memory), gpu_memory)
     config, tensors = described(model, revision)
     limit = config["text_config"]["max_position_embeddings"]
     length = min(context or DEFAULT_CONTEXT, limit)
@@ -49,7 +49,7 @@ def serving_table(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     plans: Mapping[str, Sequence[Target]],
-    machine: Machine,
+    machine: GpuMachine,
     context: int,
     clients: int,
 ) -> Table:
@@ -76,7 +76,7 @@ def serving_line(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    machine: Machine,
+    machine: GpuMachine,
 ) -> str:
     """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
@@ -93,7 +93,7 @@ def serving_line(
 
 
 def _cells(
-    need: Need, config: Mapping[str, Any], targets: Sequence[Target], machine: Machine
+    need: Need, config: Mapping[str, Any], targets: Sequence[Target], machine: GpuMachine
 ) -> list[str]:
     if need.stage != "BF16" and not runs(targets, machine.gpu):
         return ["no kernels for it"]

@@ -14,8 +14,8 @@ from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
 from quantize.stages.plan.estimate import (
-    Machine,
-    Row,
+    GpuMachine,
+    StageRow,
     cannot_pass,
     least_of,
     planned,
@@ -66,7 +66,7 @@ def show_plan(
     code = 4 if out_of_reach else 0
     if model is None and gpu_memory is None and gpu is None:
         return code
-    machine = Machine.of(chosen, gpu_memory)
+    machine = GpuMachine.of(chosen, gpu_memory)
     found = planned(recipe, config, tensors, targets, machine)
     screen.print(stage_table(recipe.name, found, machine))
     if asking := next((row.seconds for row in found if row.stage == "evaluate"), None):
@@ -80,7 +80,7 @@ def show_plan(
     return code
 
 
-def stage_table(name: str, found: Sequence[Row], machine: Machine) -> Table:
+def stage_table(name: str, found: Sequence[StageRow], machine: GpuMachine) -> Table:
     """Return a table of what each stage takes, with one row per stage, 80 columns wide at most."""
     link = f", {machine.link_rate / 1e9:.0f} GB/s from the host" if machine.link_rate else ""
     title = f"{name} on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB{link}: estimates"
@@ -131,7 +131,7 @@ def rounded(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def ending(found: Sequence[Row]) -> list[str]:
+def ending(found: Sequence[StageRow]) -> list[str]:
     """Return sentences on a run's time and what bounds it; [] if some stage's time is unknown."""
     known = [row for row in found if row.seconds is not None]
     if len(known) < len(found):
@@ -145,7 +145,7 @@ def ending(found: Sequence[Row]) -> list[str]:
 
 
 def recipes_table(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: Machine
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: GpuMachine
 ) -> Table:
     """Return a table of shipped recipes' sizes and times; the caption says which recipe to take."""
     numbers = ("size", "of BF16")
@@ -165,7 +165,7 @@ def recipes_table(
     return table
 
 
-def _made(found: Sequence[Row]) -> str:
+def _made(found: Sequence[StageRow]) -> str:
     making = [*takewhile(lambda row: row.stage != "fidelity", found)]
     if lacking := [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]:
         return lacking[0]

@@ -66,7 +66,7 @@ CONVERT = "`quantize convert RUN` writes it again"
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerificationResult:
     """All checks by name; relative error of each quantized source tensor, None if it is not finite."""
 
     checks: dict[str, Check]
@@ -81,7 +81,7 @@ class Verification:
 def verify(
     artifact: Checkpoint, source: Checkpoint, targets: list[Target], recipe: Recipe, run: RunDir, *,
     device: str = "cpu", full: bool = False,
-) -> Verification:  # fmt: skip
+) -> VerificationResult:  # fmt: skip
     """Check a checkpoint against its source and plan; write verification.json, and return the checks.
 
     If layout and size are right, values are compared on `device` while files are hashed. If `full`
@@ -95,7 +95,7 @@ def verify(
         names.append("shared")
     if recipe.needs_calibration:
         names.append("calibrated")
-    verification = Verification(new_checks(names))
+    verification = VerificationResult(new_checks(names))
     with ThreadPoolExecutor(1) as beside:
         hashing = beside.submit(checksums, artifact)
         _check_config(artifact, source, targets, verification.checks["config"])

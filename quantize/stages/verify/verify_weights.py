@@ -68,7 +68,7 @@ def new_checks(names: Iterable[str]) -> dict[str, Check]:
 
 
 @dataclass
-class Part:
+class PartResult:
     """Results for one part of a tensor: checks, sum of (W - W')^2 (`distance`), sum of W^2 (`norm`)."""
 
     checks: dict[str, Check] = field(default_factory=lambda: new_checks(VALUE_CHECKS))
@@ -90,14 +90,14 @@ def check_weights(
     """
     comparer = Comparer(source, recipe, device, Decompressor(artifact.config))
 
-    def check(part: PartOf) -> Part:
+    def check(part: PartOf) -> PartResult:
         return comparer.check(part, comparer.read(artifact, part))
 
     return add_up(each_part(parts_of(targets, device), check, "verify"), recipe, checks)
 
 
 def add_up(
-    parts: Iterable[tuple[PartOf, Part]], recipe: Recipe, checks: dict[str, Check]
+    parts: Iterable[tuple[PartOf, PartResult]], recipe: Recipe, checks: dict[str, Check]
 ) -> dict[str, float | None]:
     """Add parts' results and error checks to `checks`; return tensor -> error, None if not finite."""
     quantized: dict[str, Scheme] = {}
@@ -173,7 +173,7 @@ class Comparer:
         names = [f"{m}.{s}" for m in modules_of(part)[1] for s in _specs(target, target.scheme)]
         return artifact.read_bytes(names, pinned=self.device.pinned)
 
-    def check(self, part: PartOf, encoded: Tensor) -> Part:
+    def check(self, part: PartOf, encoded: Tensor) -> PartResult:
         """Return what all checks find in a part; `encoded` are its bytes, uint8 [n], Linear by Linear.
 
         Kept weights are compared bit for bit with the source. Linears are checked for scales, relative
@@ -182,14 +182,14 @@ class Comparer:
         target, start, stop = part
         if target.scheme is not None:
             return self._quantized(part, target.scheme, encoded)
-        result = Part()
+        result = PartResult()
         rows = self.source.read_rows(target.name, start, stop).flatten().view(torch.uint8)
         fault = f"{target.name} differs from the source"
         result.checks["kept"].expect(torch.equal(rows, encoded), fault)
         return result
 
-    def _quantized(self, part: PartOf, scheme: Scheme, encoded: Tensor) -> Part:
-        (target, start, stop), (first, modules), result = part, modules_of(part), Part()
+    def _quantized(self, part: PartOf, scheme: Scheme, encoded: Tensor) -> PartResult:
+        (target, start, stop), (first, modules), result = part, modules_of(part), PartResult()
         rows = self.source.read_rows(target.name, start, stop, pinned=self.device.pinned)
         with self.device.turn:
             weight = self.device.take(rows).view(-1, *linear_shape(target.shape, target.modules))

@@ -32,8 +32,8 @@ from quantize.stages.verify.verify_weights import (
     VALUE_CHECKS,
     Check,
     Comparer,
-    Part,
     PartOf,
+    PartResult,
     add_up,
     each_part,
     new_checks,
@@ -50,7 +50,7 @@ class Witness:
         self, source: Checkpoint, config: dict[str, Any], recipe: Recipe, device: str = "cpu"
     ) -> None:
         self._comparer = Comparer(source, recipe, Device(device), Decompressor(config))
-        self._checked: dict[tuple[str, int], tuple[PartOf, Part, str]] = {}
+        self._checked: dict[tuple[str, int], tuple[PartOf, PartResult, str]] = {}
 
     def check(self, target: Target, start: int, stop: int, encoded: torch.Tensor) -> None:
         """Check rows (experts) start:stop of `target`; `encoded` are their bytes on disk, uint8 [n]."""
