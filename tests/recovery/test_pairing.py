@@ -7,11 +7,11 @@ import pytest
 from faulty import scoring
 
 from quantize.recovery.gate import Verdict
-from quantize.recovery.pairing import in_common, most_steps, paired
+from quantize.recovery.limits import most_steps
+from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan
-from quantize.recovery.statistics import Comparison
-from quantize.recovery.terms import Terms
+from quantize.recovery.terms import Comparison, Terms
 
 PLAN = Plan("such_questions", 400, 1, 0)
 TERMS = Terms(estimand="such_questions", margin_pp=5)

@@ -79,6 +79,7 @@ def test_looking_on_never_raises_the_sequential_p_value() -> None:
     assert sequential_p(FRACTIONS[:3], (0.4, 0.001, 0.9)) == pytest.approx(first)
     assert sequential_p(FRACTIONS[:3], (0.4, 0.001, 1e-6)) < first
     assert sequential_p((1.0,), (0.03,)) == 0.03
+    assert sequential_p(FRACTIONS[:1], (spent(0.3, 0.03),)) == pytest.approx(0.03)
     assert sequential_p(FRACTIONS[:1], (1.0,)) == 1.0
 
 

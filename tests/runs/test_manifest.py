@@ -72,7 +72,7 @@ def test_an_installation_names_the_commit_that_pip_noted(
     text: str | None, commit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Path, "exists", lambda _: False)
-    installed = SimpleNamespace(read_text=lambda _: text)
+    installed = SimpleNamespace(read_text={"direct_url.json": text}.get)
     monkeypatch.setattr(manifest, "distribution", lambda _: installed)
     assert tool() == {"version": manifest.__version__, "commit": commit, "modified": None}
 
