@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quantize.checkpoints.load import load as load
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json
@@ -20,6 +19,7 @@ from quantize.recipe.reading import errors_of, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runtime import open as open
+from quantize.runtime.weights.beside import load as load
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import Conversion
 from quantize.stages.convert.convert import convert as write_checkpoint

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from quantize.checkpoints.from_transformers import AutoConfig, DiffusionGemmaForBlockDiffusion
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.doctor import NEEDED, packages
+from quantize.runtime.weights.beside import load
 
 # What says which files of a Hub model are meant, and where they are.
 WHERE = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token"}

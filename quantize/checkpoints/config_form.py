@@ -8,6 +8,7 @@ all that is written has it. Nothing is assumed: a missing key, or a value that t
 compute, is an error that names the key. transformers would fill in the sizes of some other model.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -67,7 +68,9 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     _check_vision(vision, where)
     if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
         _refuse(where, "tie_word_embeddings", tied, "true or false")
-    return form
+    return json.loads(
+        json.dumps(form, sort_keys=True)
+    )  # as transformers saves: equal bytes of both
 
 
 def _object(value: Any, where: str, key: str) -> Mapping[str, Any]:

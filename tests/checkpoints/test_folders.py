@@ -7,6 +7,7 @@ makes them, and each version's config.json stands beside them.
 import json
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import recipe_for, run
+from folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page
+from folder_matrix import REFUSED as REFUSED_ALIKE
 from safetensors.torch import load_file, save_file
 from saved_by import SINGLE, VARIANTS, logits
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.inspect import inspect
-from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
-from quantize.runtime.weights.beside import LOOKS
+from quantize.runtime.gpu.memory import cache_bytes
+from quantize.runtime.weights.beside import LOOKS, load
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_configs"
 VERSIONS = ("5.11.0", "5.13.0", "5.15.0", "5.17.0", "5.20.0", "5.24.0")
@@ -58,6 +61,19 @@ def test_every_variant_is_read_or_refused() -> None:
     assert VARIANTS.keys() == {*READ, *REFUSED}
 
 
+def test_the_matrix_of_versions_holds_what_is_tested_here() -> None:
+    """Made by six versions, and read as those that the installed one makes."""
+    record = json.loads(RECORD.read_text("utf-8"))
+    assert (*record,) == VERSIONS
+    expected = dict.fromkeys(READ, EQUAL) | dict.fromkeys(REFUSED, REFUSED_ALIKE)
+    for version, found in record.items():
+        assert found.keys() == VARIANTS.keys()
+        saved = {name: said for name, said in found.items() if said != NOT_SAVED}
+        assert saved == {name: expected[name] for name in saved}, version
+        assert len(saved) >= len(VARIANTS) - 1
+    assert PAGE.read_text("utf-8") == page(), "run python tests/support/folder_matrix.py"
+
+
 @pytest.mark.parametrize("variant", READ)
 def test_what_is_read_answers_as_its_own_class(variant: str, tmp_path: Path) -> None:
     folder = tmp_path / variant
@@ -83,9 +99,9 @@ def test_what_is_refused_is_refused_at_the_start_and_by_inspect(
     except InputError as error:
         problems = [str(error)]
     assert [problem for problem in problems if REFUSED[variant] in problem]
-    if variant != "samples":  # which concerns no weights
-        with pytest.raises(InputError):
-            load(folder)
+    with pytest.raises(InputError) as error:
+        load(folder)
+    assert "\n" not in str(error.value)
 
 
 def test_a_recipe_is_not_blamed_for_a_checkpoint(tmp_path: Path) -> None:
@@ -156,6 +172,32 @@ def test_plan_says_the_same_of_both_notations(
         told.append(done.stdout)
     assert told[0] == told[1]
     assert google_form(newer(REAL)) == REAL
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4"])
+def test_both_notations_make_the_same_bytes(
+    scheme: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Weights, index, configs and the memory of caches; config.json had its keys in another order."""
+    digests: list[dict[str, str]] = []
+    needed: list[int] = []
+    for form in (
+        lambda config: config,
+        newer,
+        lambda config: dict(reversed(newer(config).items())),
+    ):
+        folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / f"bf16-{len(digests)}"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(form(config)))
+        out = tmp_path / f"out-{len(digests)}"
+        run(folder, out, recipe_for(scheme))
+        files = sorted(path for path in out.iterdir() if path.is_file())
+        digests.append({path.name: sha256(path.read_bytes()).hexdigest() for path in files})
+        needed.append(cache_bytes(Checkpoint.open(folder).config, 4096))
+    assert digests[0] == digests[1] == digests[2]
+    assert "config.json" in digests[0]
+    assert any(name.endswith(".safetensors") for name in digests[0])
+    assert len({*needed}) == 1
 
 
 def without(path: str) -> Callable[[dict[str, Any]], object]:

@@ -3,6 +3,10 @@
 from fnmatch import fnmatch
 from pathlib import Path
 
+import torch
+
+from quantize.checkpoints import load as weights
+from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion
 from quantize.checkpoints.reader import SETTINGS, check_tokenizer, read_json_object
 from quantize.runtime.sampler.sampler import Sampler
 
@@ -21,3 +25,15 @@ def check_beside(folder: Path) -> None:
     """Raise the first InputError of LOOKS: tokenizer and template, JSON files, generation settings."""
     for look in LOOKS:
         look(folder)
+
+
+def load(
+    folder: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> DiffusionGemmaForBlockDiffusion:
+    """Return a BF16 or quantized checkpoint as a transformers model, as `checkpoints.load` does.
+
+    Raise InputError, too, if its generation settings are not the sampler's (`do_sample`, `top_k`):
+    the model would answer otherwise than the folder says.
+    """
+    Sampler.from_checkpoint(Path(folder))
+    return weights.load(Path(folder), dtype=dtype, device=device)
