@@ -65,6 +65,28 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "separate_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
     "stream_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
     "priority": ((0,), "there is one queue; leave it out"),
+    "functions": (([],), "this is the older form; set tools"),
+    "guided_choice": (([],), "this is another server's name; set guided_regex to (one|other)"),
+    "guided_grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
+    "grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
+    "structured_outputs": (({},), "this is another server's name; set guided_json or guided_regex"),
+    "repeat_penalty": ((1,), f"{PENALTY} leave it out"),
+    "dry_multiplier": ((0,), f"{PENALTY} leave it out"),
+    "xtc_probability": ((0,), UNCERTAINTY),
+    "mirostat": ((0,), UNCERTAINTY),
+    "tfs_z": ((1,), UNCERTAINTY),
+    "n_probs": ((0,), "set logprobs and top_logprobs"),
+    "min_new_tokens": ((0,), "an answer ends where the model ends it; hold it to guided_regex"),
+    "detokenize": ((True,), "an answer is text; set logprobs, which names the tokens"),
+    "no_stop_trim": ((False,), "a stop string is cut off; add it yourself"),
+    "return_hidden_states": ((False,), "an answer is text; leave it out"),
+    "truncate_prompt_tokens": ((-1,), "a prompt is taken whole; shorten it yourself"),
+    "cache_prompt": ((True, False), "prompts share their beginnings by themselves; leave it out"),
+    "models": (([],), "one model is served; set model"),
+    "provider": (({},), "nothing is routed; leave it out"),
+    "plugins": (([],), "there are none; leave it out"),
+    "transforms": (([],), "a prompt is taken whole; leave it out"),
+    "usage": (({}, {"include": True}), "usage is in every answer; leave it out"),
 }
 # What other servers put into messages, and clients send back: it has no part in a prompt.
 ECHOED = (
@@ -77,12 +99,8 @@ STRICT = (
 )
 # name -> why not, and the way out; the parameter's value is never read
 REFUSED = {
-    "functions": "this is the older form; set tools",
     "function_call": "this is the older form; set tool_choice",
     "suffix": "a chat has none; pin text with pinned, or use /v1/completions",
-    "guided_choice": "this is another server's name; set guided_regex to (one|other)",
-    "guided_grammar": "grammars are not read; set guided_json or guided_regex",
-    "structured_outputs": "this is another server's name; set guided_json or guided_regex",
     "image_url": "only messages of the user hold pictures; put it into one of them",
     "audio": "the model writes text alone; leave it out",
     "prediction": "nothing is speculated; leave it out",
@@ -112,7 +130,9 @@ def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str,
         yield name, message(name, why), not ignored
     for name, (neutral, reason) in FOREIGN.items():
         if (value := given.get(name)) is not None:
-            ignored = any(value == each and type(value) is type(each) for each in neutral)
+            ignored = any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+            )
             why = f"{reason}; {STRICT.format(name)}" if ignored and strict else reason
             yield name, message(name, why), strict or not ignored
     for name in ECHOED:

@@ -173,11 +173,16 @@ def test_thoughts_that_led_to_a_call_are_read_from_either_field(
 NOTHING = {
     "ignore_eos": False, "min_tokens": 0, "bad_words": [], "stop_token_ids": [],
     "skip_special_tokens": True, "use_beam_search": False, "add_generation_prompt": True,
+    "typical_p": 1.0, "repeat_penalty": 1.0, "detokenize": True, "functions": [], "guided_choice": [],
+    "structured_outputs": {}, "truncate_prompt_tokens": -1, "usage": {"include": True},
     "include_reasoning": True, "priority": 0, "documents": [], "mm_processor_kwargs": {},
 }  # fmt: skip
 SOMETHING = {
     "ignore_eos": True, "min_tokens": 5, "bad_words": ["x"], "stop_token_ids": [7],
     "skip_special_tokens": False, "use_beam_search": True, "add_generation_prompt": False,
+    "typical_p": 0.9, "repeat_penalty": 1.1, "detokenize": False, "functions": [{}],
+    "guided_choice": ["x"], "structured_outputs": {"regex": "x"}, "truncate_prompt_tokens": 5,
+    "usage": {"include": False},
     "include_reasoning": False, "priority": 1, "documents": [{}], "mm_processor_kwargs": {"a": 1},
 }  # fmt: skip
 

@@ -337,7 +337,7 @@ def test_the_model_is_listed(server: Running) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias", "chosen at once; hold the answer to a form"),
         ({"extra_body": {"best_of": 2}}, "best_of", "no likelihood"),
         ({"top_logprobs": 3}, "top_logprobs", "only with logprobs"),
-        ({"extra_body": {"functions": []}}, "functions", "the older form; set tools"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "the older form; set tools"),
         ({"tools": [TOOL]}, "tools", "tools: this model's chat template has no place for them"),
         ({"extra_body": {"reasoning_effort": "much"}}, "reasoning_effort", "'none', 'minimal'"),
         ({"extra_body": {"colour": 1}}, "colour", "no such parameter; GET /docs"),
