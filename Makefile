@@ -43,7 +43,7 @@ test-gpu:
 	$(PYTHON) -m pytest -m gpu
 
 # The tests that compute, on the oldest versions that pyproject.toml declares, on those on which speed was
-# measured, and on the newest: all, or CELLS=newest, CELLS=newest/runtime, or CELLS=1, one drawn cell.
+# measured, and on the newest: all, or CELLS=newest, CELLS=newest/runtime, CELLS=1 (drawn), CELLS=core (CI's).
 test-versions: $(READY)
 	$(BIN)/python tests/support/versions.py $(CELLS)
 

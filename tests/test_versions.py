@@ -67,3 +67,31 @@ def test_a_red_newest_set_names_the_package_that_cures_it(
     assert versions.culprits(tmp_path, ["tests/a.py::test_b"]) == [
         f"{package} {newest[package]} (green with {before[package]})"
     ]
+
+
+def test_a_red_core_names_the_packages_that_cure_it_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers 5.17 fails beside hub 2: each alone cures nothing."""
+    there: set[str] = set()
+    runs: list[tuple[str, ...]] = []
+
+    def lay_over(packages: list[str]) -> None:
+        there.clear()
+        there.update(packages)
+
+    def tested(_: Path, name: str, arguments: tuple[str, ...]) -> list[str]:
+        assert name == "core"
+        runs.append(arguments)
+        cured = not there & {"transformers", "huggingface-hub"}
+        return [] if cured else ["tests/a.py::test_b"]
+
+    monkeypatch.setattr(versions, "lay_over", lay_over)
+    monkeypatch.setattr(versions, "tested", tested)
+    assert not versions.run("core", ())
+    newest = versions.pins(versions.NEWEST)
+    pair = [f"{name} {newest[name]}" for name in ("huggingface-hub", "transformers")]
+    assert capsys.readouterr().out.endswith(f"core is red because of:\n  {' with '.join(pair)}\n")
+    assert runs[0] == versions.CORE
+    assert set(runs[1:]) == {("tests/a.py::test_b",)}
+    assert all((versions.ROOT / file).is_file() for file in versions.CORE)

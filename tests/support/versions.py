@@ -3,12 +3,16 @@
     make test-versions                          every set of versions, every folder
     make test-versions CELLS=newest             one set
     make test-versions CELLS=newest/runtime     one cell: a set and a folder of tests
-    make test-versions CELLS=1                  one cell, drawn by the commit's hash, as CI does
+    make test-versions CELLS=1                  one cell, drawn by the commit's hash
+    make test-versions CELLS=core               what CI runs: the newest, laid over what is installed
     python tests/support/versions.py record     write tests/data/newest.txt anew
 
     oldest     Python 3.12, and of every package the least that pyproject.toml declares
     measured   Python 3.12, torch 2.11 and triton 3.6, on which all figures of speed were measured
     newest     Python 3.13, and tests/data/newest.txt: the newest that pyproject.toml allowed that day
+
+    core       what is installed, and before it, in a folder, the newest of what pyproject.toml bounds
+               and constraints.txt has otherwise: a minute where an environment takes many
 
 llm-compressor pins transformers and compressed-tensors, so only `measured` has it; in the others its
 tests are skipped. The newest set is a record, so that a cell's result hangs on the commit alone and
@@ -31,6 +35,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from llm_compressor_oracle import WITHOUT
@@ -41,6 +46,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("QUANTIZE_TEST_VERSIONS", ROOT / "build" / "versions"))
 NEWEST, CONSTRAINTS = ROOT / "tests" / "data" / "newest.txt", ROOT / "constraints.txt"
 UV = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv") or "uv"
+CORE = ("tests/checkpoints/test_load.py", "tests/runtime/test_generate.py", "tests/test_hf.py")
 COMPUTING = ("checkpoints", "fused_dequant", "pipeline", "runtime", "schemes", "stages")
 SETS = {  # name -> Python, and what uv is told
     "oldest": ("3.12", ("--resolution", "lowest-direct")),
@@ -127,6 +133,8 @@ def tested(python: Path, name: str, arguments: tuple[str, ...]) -> list[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if name not in WITH_LLM_COMPRESSOR:
         environment[WITHOUT] = "1"
+    if name == "core":
+        environment["PYTHONPATH"] = str(FOLDER / name)
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
@@ -169,9 +177,42 @@ def culprits(python: Path, failed: list[str]) -> list[str]:
     return named
 
 
+def lay_over(packages: Iterable[str]) -> None:
+    """Install the newest versions of packages into the folder of `core`, and nothing else."""
+    shutil.rmtree(FOLDER / "core", ignore_errors=True)
+    newest = pins(NEWEST)
+    wanted = [f"{package}=={newest[package]}" for package in packages]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--target", FOLDER / "core", *wanted], check=True)
+
+
+def run_core(arguments: tuple[str, ...]) -> bool:
+    """Run CORE on the newest packages; where it fails, name those without which it passes."""
+    newest, before = pins(NEWEST), pins(CONSTRAINTS)
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounded = [Requirement(line) for line in lines if "<" in line]
+    names = [str(canonicalize_name(line.name)) for line in bounded]
+    moved = {name for name in names if before.get(name, newest[name]) != newest[name]}
+    print("core:", *(f"{name} {newest[name]}" for name in sorted(moved)), flush=True)
+    lay_over(sorted(moved))
+    failed = tested(Path(sys.executable), "core", arguments or CORE)
+    for size in range(1, len(moved) + 1) if failed else ():
+        blamed = list[str]()
+        for out in itertools.combinations(sorted(moved), size):
+            lay_over(sorted(moved - set(out)))
+            if not tested(Path(sys.executable), "core", tuple(failed)):
+                blamed.append(" with ".join(f"{name} {newest[name]}" for name in out))
+        if blamed:
+            print("core is red because of:", *blamed, sep="\n  ")
+            break
+    return not failed
+
+
 def run(cell: str, arguments: tuple[str, ...]) -> bool:
     """Make a cell's set and run its tests; return whether they pass."""
     name, _, folder = cell.partition("/")
+    if name == "core":
+        return run_core(arguments)
     began = time.monotonic()
     python = make(name)
     print(f"{name}: ready after {time.monotonic() - began:.0f} s", flush=True)
