@@ -49,7 +49,8 @@ UV = shutil.which("uv", path=Path(sys.executable).parent) or shutil.which("uv") 
 CORE = ("tests/checkpoints/test_load.py", "tests/runtime/test_generate.py", "tests/test_hf.py")
 COMPUTING = ("checkpoints", "fused_dequant", "pipeline", "runtime", "schemes", "stages")
 SETS = {  # name -> Python, and what uv is told
-    "oldest": ("3.12", ("--resolution", "lowest-direct")),
+    # datasets 4.8 takes no later fsspec; uv, which has chosen the newest by then, would take datasets 5
+    "oldest": ("3.12", ("--resolution", "lowest-direct", "fsspec==2026.2.0")),
     "measured": ("3.12", ("torch==2.11.*", "triton==3.6.*")),
     "newest": ("3.13", ("--constraints", str(NEWEST))),
 }
