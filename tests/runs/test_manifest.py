@@ -59,8 +59,10 @@ def test_a_checkout_names_its_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A release is made of this code, and says so only if git does."""
-    answers = {"rev-parse": state[0], "status": state[1]}
-    monkeypatch.setattr(manifest, "_git", lambda folder, word, *_: answers[word])
+    answers = dict(
+        zip((("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")), state, strict=True)
+    )
+    monkeypatch.setattr(manifest, "_git", lambda folder, *words: answers[words])
     monkeypatch.setattr(Path, "exists", lambda _: True)
     assert tool() == {"version": manifest.__version__, "commit": commit, "modified": modified}
 
