@@ -94,6 +94,13 @@ def test_all_is_fresh_before(run: Any) -> None:
             assert inputs == input_digests(run.folder, each)
 
 
+def test_a_stage_depends_on_what_its_inputs_were_made_from() -> None:
+    names = {each.name: [before.name for before in upstream(each)] for each in STAGES}
+    made = ["plan", "calibrate", "round", "convert"]
+    assert names["evaluate"] == made  # which reads plan and convert
+    assert names["report"] == [*made, "verify", "fidelity", "evaluate"]
+
+
 @pytest.mark.parametrize("maker", READ, ids=lambda maker: maker.name)
 def test_a_changed_output_is_fresh_to_no_reader(maker: Stage, run: Any) -> None:
     for path in files_of(run.folder, maker):
@@ -137,6 +144,7 @@ def test_what_a_failed_try_would_leave_is_removed_unless_it_adds(run: Any) -> No
         files = [path for path in files_of(run.folder, each) if path.parent == run.folder.path]
         assert all(path.exists() == each.adds for path in files)
         assert (each.name in read_json(run.folder.stages_json)) == each.adds
+        forget(run.folder, each)  # what has no entry any more
 
 
 @pytest.mark.parametrize("maker", READ, ids=lambda maker: maker.name)
