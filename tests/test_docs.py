@@ -60,7 +60,6 @@ def test_commands_and_python_run(
     monkeypatch.setattr(rehearse, "PROMPTS", 1)
     monkeypatch.setattr(rehearse, "HELD_OUT", 1)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)
-    monkeypatch.setattr(rehearse, "disk_rate", lambda _: 1e9)  # test_rehearse writes its 256 MB
     in_few_steps(monkeypatch, steps=2)
     few = fidelity.FRESH.model_copy(update={"prompts": 1, "canvases": 1})
     monkeypatch.setattr(fidelity, "FRESH", few)

@@ -19,6 +19,7 @@ class Figures(NamedTuple):
     eight: float  # TFLOP/s in FP8 and INT8
     link: float  # GB/s from the host, one way
     fp4: float = 0  # TFLOP/s in NVFP4 (W4A4); 0 if not looked up
+    ran: bool = False  # whether the kernels and the runtime have run on one
 
 
 KNOWN_GPUS = {
@@ -28,9 +29,9 @@ KNOWN_GPUS = {
     "l40s": Figures("L40S", (8, 9), 48, 0.864, 362, 733, PCIE4),
     "rtx4090": Figures("RTX 4090", (8, 9), 24, 1.008, 165, 330, PCIE4),
     "rtx4080": Figures("RTX 4080", (8, 9), 16, 0.717, 97, 195, PCIE4),
-    "h100": Figures("H100", (9, 0), 80, 3.35, 989, 1979, PCIE5),
+    "h100": Figures("H100", (9, 0), 80, 3.35, 989, 1979, PCIE5, ran=True),
     "h100pcie": Figures("H100 PCIe", (9, 0), 80, 2.0, 756, 1513, PCIE5),
-    "h200": Figures("H200", (9, 0), 141, 4.8, 989, 1979, PCIE5),
+    "h200": Figures("H200", (9, 0), 141, 4.8, 989, 1979, PCIE5, ran=True),
     "gh200": Figures("GH200", (9, 0), 96, 4.0, 989, 1979, C2C),
     "b200": Figures("B200", (10, 0), 180, 8.0, 2250, 4500, PCIE5, 9000),
     "b300": Figures("B300", (10, 3), 288, 8.0, 2250, 4500, PCIE5),

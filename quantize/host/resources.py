@@ -1,10 +1,9 @@
-"""Measures seconds and peak memory of a block of work, a disk's rate, and the host's free memory.
+"""Measures seconds and peak memory of a block of work, and the host's free memory.
 
 Writing 5 to /proc/self/clear_refs resets the peak of a process' resident memory (VmHWM) before each
 stage. If Linux refuses the reset, None is reported, since VmHWM may be an earlier stage's peak.
 """
 
-import os
 import re
 import sys
 import time
@@ -23,21 +22,6 @@ CGROUP = Path("/sys/fs/cgroup")  # of version 2, as a container sees its own
 def now() -> str:
     """Return the present time in UTC, as "2026-01-31T12:00:00+00:00"."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def disk_rate(folder: Path) -> float:
-    """Return the bytes/s of writing and syncing a file of 256 MiB in `folder`; remove the file."""
-    path, block = folder / "rate.partial", bytes(1 << 24)
-    began = time.monotonic()
-    try:
-        with path.open("wb") as file:
-            for _ in range(16):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        return 16 * len(block) / (time.monotonic() - began)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def free_memory() -> int:

@@ -25,7 +25,6 @@ from quantize.checkpoints.targets import sum_bytes
 from quantize.errors import GateError, QuantizeError, ResourceError, unexpected_in
 from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
-from quantize.host.resources import disk_rate
 from quantize.host.units import duration, size
 from quantize.pipeline.run import memory_plans, started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
@@ -33,12 +32,9 @@ from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.reading import resolved
 from quantize.recipe.sections import Recipe
 from quantize.runs.models import BASELINE, CANDIDATE
-from quantize.runtime.gpu.placement import budget_of
-from quantize.runtime.gpu.rates import link_rate
 from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.memory_needs import HELD_OUT
-from quantize.stages.plan.estimate import GpuMachine, cannot_pass, planned
-from quantize.stages.plan.gpu_support import gpu_of
+from quantize.stages.plan.estimate import cannot_pass
 
 RESULT = "rehearsal.json"
 PROMPTS, CANVASES = 32, 1
@@ -73,7 +69,7 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
             say(f"rehearse: {name}")
             tried.append(_tried(run, name, check))
         tried += [_staged(run, stage) for stage in STAGES if stage.is_needed(run.recipe)]
-        projected = projection(run, whole) | by_rates(run, whole)
+        projected = projection(run, whole)
         results = {"tried": [attempt.noted() for attempt in tried], "whole_run": projected}
         content = _about(run, whole) | results | {"notes": cannot_pass(whole)}
         path, home = run.folder.path / RESULT, json.dumps(str(Path.home()))[1:-1]
@@ -213,21 +209,6 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     }
 
 
-def by_rates(run: Run, whole: Recipe) -> dict[str, Any]:
-    """Return measured bytes/s of disk and GPU link, and each stage's most seconds at these rates."""
-    disk, link = disk_rate(run.folder.path), None
-    place = run.machine.place
-    gpu, budget = gpu_of(None), budget_of(place)
-    seconds: dict[str, float] = {}
-    if gpu is not None and budget is not None:
-        link = link_rate(place.device)
-        machine = GpuMachine(gpu, budget, link, disk)
-        source = run.source
-        rows = planned(whole, source.config, source.tensors, run.targets, machine)
-        seconds = {row.stage: row.seconds[1] for row in rows if row.seconds}
-    return {"bytes_a_second": {"disk": disk, "link": link}, "by_rates": seconds}
-
-
 def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
     """Return stage -> the whole run's work on prompts, as a multiple of the rehearsal's."""
     if here.calibration is None or whole.calibration is None:
@@ -271,17 +252,11 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def _projected(projected: Mapping[str, Any]) -> Table:
-    heads, title = ("stage", "time", "by this machine's rates"), "the whole run, at most"
-    table = Table(*heads, title=title, title_justify="left")
+    table = Table("stage", "time", title="the whole run, at most", title_justify="left")
     times: list[float | None] = list(projected["seconds"].values())
     for stage, seconds in projected["seconds"].items():
-        rated = projected["by_rates"].get(stage)
-        measured = "not measured" if seconds is None else duration(seconds)
-        table.add_row(stage, measured, duration(rated) if rated else "")
+        table.add_row(stage, "not measured" if seconds is None else duration(seconds))
     if None not in times:
         table.add_row("all", duration(sum(filter(None, times))))
     table.add_row("disk, with the BF16 model", size(projected["disk_bytes"]))
-    for what, rate in projected["bytes_a_second"].items():
-        if rate is not None:
-            table.add_row(f"{what}, measured", f"{size(rate)}/s")
     return table

@@ -78,7 +78,6 @@ def test_every_check_and_stage_is_tried_and_the_whole_run_projected(quick: Rehea
     assert seconds["fidelity"] == pytest.approx(took["fidelity"] * 2)
     assert seconds["evaluate"] == pytest.approx(2000 * 3 / 60 + 2000 * 3 / 30)
     assert result["whole_run"]["disk_bytes"] > result["source"]["bytes"]
-    assert result["whole_run"]["bytes_a_second"]["disk"] > 1e6
     assert {"tool", "versions", "hardware", "notes"} <= result.keys()
     assert "2,000 answers" in done.out
     again = quick.rehearse()

@@ -121,7 +121,7 @@ def test_the_floor_is_that_of_bytes_and_flop() -> None:
         assert rates is not None
         found = floor(config, targets, rates, 1, 1024)
         assert found["experts"] == pytest.approx(nbytes / rates.copy)
-        whole = floor(config, targets, rates, 1, 1024, bf16=True)
+        whole = floor(config, targets, rates, 1, 1024, "bf16")
         assert whole["experts"] == pytest.approx(30 * 128 * 2 * 3 * 704 * 2816 / rates.copy)
         assert whole["vocabulary"] == found["vocabulary"]
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Gpu:
     # for dense products summed in float32, one rate for both FP8 and INT8; None if not known
     rates: Rates | None = None
     link: float = 0  # bytes/s from the host to the GPU, one way; 0 if not known
+    ran: bool = False  # whether the kernels and the runtime have run on one
 
     @property
     def target(self) -> str:
@@ -61,6 +62,7 @@ GPUS = {
         known.memory * 1e9,
         Rates(known.copy * 1e12, known.bf16 * 1e12, known.eight * 1e12, known.fp4 * 1e12),
         known.link * 1e9,
+        known.ran,
     )
     for key, known in KNOWN_GPUS.items()
 }
@@ -99,7 +101,7 @@ def at_hand(device: torch.device) -> Gpu:
     names = sorted(GPUS, key=len, reverse=True)  # an "h200" is in "GH200" too
     known = next((GPUS[n] for n in names if n in words and GPUS[n].capability == version), None)
     memory = torch.cuda.get_device_properties(device).total_memory
-    return Gpu(name, version, memory, known.rates if known else None, known.link if known else 0)
+    return replace(known, name=name, memory=memory) if known else Gpu(name, version, memory)
 
 
 def verdict(scheme: str, gpu: Gpu) -> GpuVerdict:

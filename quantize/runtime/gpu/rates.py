@@ -56,13 +56,6 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(copy, bf16, fp8)
 
 
-def link_rate(device: str) -> float:
-    """Return the measured bytes/s at which a GPU reads pinned host memory."""
-    source = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=device)
-    return len(source) / seconds_of(lambda: target.copy_(source, non_blocking=True))
-
-
 def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
     """Return the GPU seconds per call of `work`, a mean of `repeats` calls, once the GPU is warm."""
     work()

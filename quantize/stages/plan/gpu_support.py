@@ -1,8 +1,17 @@
-"""Tells which kernels run a recipe on a GPU, and computes the least time of a forward pass."""
+"""Tells which kernels run a recipe on a GPU, and how long a forward pass takes: least, and likely.
+
+    least  = sum over parts of  max(bytes / bandwidth, FLOP / FLOP rate), by what the GPU's maker states
+    likely = least, attention's part ATTENTION times, + OVER_FLOOR x (an H200's BF16 rate / this GPU's)
+
+OVER_FLOOR was measured on an H100 and an H200, whose rates of products are equal: what a forward takes
+above its floor agrees on both, though their bandwidths differ. For other GPUs it is an extrapolation.
+"""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from numpy import interp
 from rich.table import Table
 
 from quantize.checkpoints.targets import QUANTIZABLE, Target
@@ -14,6 +23,22 @@ if TYPE_CHECKING:
     from quantize.runtime.gpu.rates import Rates
 
 CONTEXT = 1024  # positions before the canvas in an estimate
+# What a forward multiplies: BF16 weights; weights as they are stored, by rows as they are served; NVFP4
+# by FP8 rows (W4A8), or by NVFP4 rows on FP4 units.
+Products = Literal["bf16", "stored", "w4a8", "fp4 units"]
+Range = tuple[float, float]
+ATTENTION = 2.2  # measured time over the least, after 200,000 positions
+MEASURED_BF16 = 989e12  # FLOP/s of the two GPUs that were measured
+# Formats of experts and of dense products -> ms above the floor, for 1, 4 and 16 canvases at once:
+# least and most of the rows in tests/data/measured_speeds.json (docs/runtime.md, docs/evaluation.md).
+OVER_FLOOR: dict[str, tuple[Range, Range, Range]] = {
+    "bf16": ((2.8, 2.8), (9.9, 10.5), (42.6, 45.5)),
+    "fp8": ((2.6, 2.8), (7.6, 8.0), (29.0, 32.4)),
+    "nvfp4": ((3.4, 4.8), (11.7, 12.8), (35.7, 40.3)),
+    "nvfp4+fp8": ((4.1, 4.7), (10.9, 12.2), (38.0, 48.8)),
+    "w4a8": ((2.8, 3.1), (9.1, 9.5), (31.3, 34.6)),
+}
+UNMEASURED = ((2.6, 4.8), (7.6, 12.8), (29.0, 48.8))  # other formats: all of the above together
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
@@ -27,19 +52,33 @@ def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
     return at_hand(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def kernel_schemes(targets: Sequence[Target], *, units: bool = False) -> dict[str, str]:
-    """Return class -> weight format in the kernels; if `units`, FP4 units' for calibrated NVFP4."""
+def planned_gpu(chosen: "Gpu | None", memory: float | None) -> "Gpu":
+    """Return `chosen` (None: an H200) with `memory` bytes that may be used (None: all of it)."""
+    from quantize.runtime.gpu.gpus import GPUS
+
+    gpu = chosen or GPUS["h200"]
+    return replace(gpu, memory=memory or gpu.memory)
+
+
+def kernel_schemes(targets: Sequence[Target], products: Products = "stored") -> dict[str, str]:
+    """Return class -> format of the weights, by its name in the kernels."""
     schemes: dict[str, str] = dict.fromkeys(QUANTIZABLE, "bf16")
     for target in targets:
         if target.scheme is not None and target.module_class in schemes:
-            schemes[target.module_class] = _kernel(target.scheme, units)
+            schemes[target.module_class] = _kernel(target.scheme, products)
     return schemes
 
 
-def _kernel(scheme: Scheme, units: bool) -> str:
+def _kernel(scheme: Scheme | None, products: Products) -> str:
     from quantize.runtime.gpu.gpus import on_units
 
-    return on_units(scheme.kernel) if units and scheme.calibrated else scheme.kernel
+    if scheme is None or products == "bf16":
+        return "bf16"
+    if products == "w4a8" and scheme.kernel == "nvfp4":
+        return "fp8"
+    return (
+        on_units(scheme.kernel) if products == "fp4 units" and scheme.calibrated else scheme.kernel
+    )
 
 
 def floor(
@@ -48,24 +87,22 @@ def floor(
     rates: "Rates",
     batch: int,
     context: int,
-    *,
-    bf16: bool = False,
-    units: bool = False,
+    products: Products = "stored",
 ) -> dict[str, float]:
     """Return the least seconds of a denoising step that uses every expert, by part of the model.
 
     The seconds follow from the GPU's stated `rates`. Each of `batch` canvases follows `context`
-    positions. If `bf16`, all weights are BF16; if `units`, FP4 units run calibrated NVFP4.
+    positions.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]
     rows, parts = batch * L, {"experts": 0.0, "dense": 0.0, "attention": 0.0}
 
     def product(target: Target, tokens: float) -> float:
-        scheme: Scheme | None = None if bf16 else target.scheme
-        nbytes = target.bytes_after if scheme else target.bytes_before
+        kernel = _kernel(target.scheme, products)
+        nbytes = target.bytes_before if kernel == "bf16" else target.bytes_after
         flop = tokens * target.bytes_before  # two for each BF16 weight
-        return rates.seconds(nbytes, flop, _kernel(scheme, units) if scheme else "bf16")
+        return rates.seconds(nbytes, flop, kernel)
 
     for target in targets:
         if target.module_class == "experts":
@@ -85,11 +122,48 @@ def floor(
     return parts | {"vocabulary": vocabulary}
 
 
-def runs(targets: Sequence[Target], gpu: "Gpu") -> bool:
+def forward_seconds(
+    config: Mapping[str, Any],
+    targets: Sequence[Target],
+    rates: "Rates",
+    batch: int,
+    context: int,
+    products: Products = "stored",
+) -> Range:
+    """Return the likely seconds of a forward, least and most; arguments as for `floor`."""
+    parts = floor(config, targets, rates, batch, context, products)
+    least = sum(parts.values()) + (ATTENTION - 1) * parts["attention"]
+    slower = MEASURED_BF16 / rates.bf16
+    low, high = _over_floor(_formats(targets, products), batch)
+    return least + slower * low, least + slower * high
+
+
+def _formats(targets: Sequence[Target], products: Products) -> str:
+    """Return a key of OVER_FLOOR, or another word for formats that were not measured."""
+    if products in ("bf16", "w4a8"):
+        return products
+    schemes = kernel_schemes(targets, products)
+    return "+".join(dict.fromkeys((schemes["experts"], schemes["mlp"])))
+
+
+def is_measured(targets: Sequence[Target], products: Products) -> bool:
+    """Return whether some GPU has run these formats at the 26B shape and was timed."""
+    return _formats(targets, products) in OVER_FLOOR
+
+
+def _over_floor(formats: str, batch: int) -> Range:
+    """Return least and most seconds above the floor."""
+    ends = zip(*OVER_FLOOR.get(formats, UNMEASURED), strict=True)
+    low, high = (max(1, batch / 16) * interp(batch, (1, 4, 16), ms) / 1e3 for ms in ends)
+    return float(low), float(high)
+
+
+def runs(targets: Sequence[Target], gpu: "Gpu", products: Products = "stored") -> bool:
     """Return whether a GPU has kernels for every scheme of a plan."""
     from quantize.runtime.gpu.gpus import verdict
 
-    return all(verdict(scheme, gpu).kernels for scheme in kernel_schemes(targets).values())
+    schemes = {"fp8"} if products == "w4a8" else set(kernel_schemes(targets).values())
+    return all(verdict(scheme, gpu).kernels for scheme in schemes)
 
 
 def gpu_table(
@@ -98,22 +172,23 @@ def gpu_table(
     """Return a table of the kernels that run each part of a recipe; a caption estimates their time."""
     from quantize.runtime.gpu.gpus import verdict
 
-    units = gpu.fp4 and mode == "per_layer"
+    products: Products = "fp4 units" if gpu.fp4 and mode == "per_layer" else "stored"
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""
     title = f"{gpu.name} ({gpu.target}{memory})"
     table = Table("part", "scheme", "kernels", "", title=title, title_justify="left")
-    for kind, scheme in kernel_schemes(targets, units=units).items():
+    for kind, scheme in kernel_schemes(targets, products).items():
         found = verdict(scheme, gpu)
         table.add_row(kind, found.scheme, found.kernels or "cannot run", found.note)
     if gpu.rates is not None and runs(targets, gpu):
-        parts = floor(config, targets, gpu.rates, 1, CONTEXT, units=units)
-        each = ", ".join(f"{part} {seconds * 1e3:.1f}" for part, seconds in parts.items())
+        ways: list[Products] = [products, "stored"]
+        least = [
+            1e3 * sum(floor(config, targets, gpu.rates, 1, CONTEXT, way).values()) for way in ways
+        ]
         table.caption = (
             f"estimate by arithmetic, not measured: one canvas behind {CONTEXT:,} positions takes at "
-            f"least {sum(parts.values()) * 1e3:.1f} ms a forward ({each}), from the memory bandwidth "
-            f"and FLOP/s that the GPU's maker states"
+            f"least {least[0]:.1f} ms a forward, from the memory bandwidth and FLOP/s that the GPU's "
+            f"maker states"
         )
-        without = sum(floor(config, targets, gpu.rates, 1, CONTEXT).values())
-        if units and without != sum(parts.values()):
-            table.caption += f"; {without * 1e3:.1f} without FP4 units"
+        if least[1] != least[0]:
+            table.caption += f"; {least[1]:.1f} without FP4 units"
     return table

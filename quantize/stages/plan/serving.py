@@ -1,7 +1,7 @@
 """Shows how each format of a model would be served on a GPU: `quantize plan --serve`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,19 +10,34 @@ from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.host.units import size
-from quantize.runtime.gpu.memory import BEGUN_BYTES, CONTEXT_BYTES, DEFAULT_CONTEXT, Need, plan
+from quantize.runtime.gpu.memory import (
+    BEGUN_BYTES,
+    CONTEXT_BYTES,
+    DEFAULT_CONTEXT,
+    Need,
+    Stack,
+    plan,
+)
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
-from quantize.stages.plan.estimate import GpuMachine, least_of
-from quantize.stages.plan.gpu_support import floor, gpu_of, runs
+from quantize.stages.plan.estimate import STREAMED, least_of
+from quantize.stages.plan.gpu_support import (
+    Products,
+    forward_seconds,
+    gpu_of,
+    is_measured,
+    planned_gpu,
+    runs,
+)
 from quantize.stages.plan.plan import described, narrow_table, plans_of
+
+if TYPE_CHECKING:
+    from quantize.runtime.gpu.gpus import Gpu
 
 STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
 CLIENTS = 4  # requests at once
-FP8_AHEAD = (  # measured: docs/runtime.md
-    "; from 16 clients on fp8_dynamic is faster: an H100 wrote 3,721 tokens/s with it at 16 (nvfp4 "
-    "2,847; with --activations fp8 3,708), and 3,785 at 32 (2,920; 3,764)"
-)
-NUMBERS = ("slots", "GPU", "streamed", "ms", "tokens/s")
+W4A8 = ("nvfp4", "nvfp4_fp8")  # recipes that are also shown with `--activations fp8`
+UNMEASURED = "*"  # after a speed of which no like was ever measured
+NUMBERS = ("slots", "GPU", "streamed", "tokens/s")
 
 
 def show_serving(
@@ -33,82 +48,112 @@ def show_serving(
     context: int | None,
     clients: int,
 ) -> None:
-    """Print how each format of a model would serve `clients` at once: what fits, and how fast at most.
+    """Print how each format of a model would serve `clients` at once: what fits, and how fast.
 
     Each client has `context` positions (None: the default). Raise InputError for an unknown GPU.
     """
-    machine = GpuMachine.of(gpu_of(gpu, gpu_memory), gpu_memory)
+    chosen = planned_gpu(gpu_of(gpu, gpu_memory), gpu_memory)
     config, tensors = described(model, revision)
     limit = config["text_config"]["max_position_embeddings"]
     length = min(context or DEFAULT_CONTEXT, limit)
     plans = plans_of(tensors)
-    Console().print(serving_table(config, tensors, plans, machine, length, clients))
+    Console().print(serving_table(config, tensors, plans, chosen, length, clients))
 
 
 def serving_table(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     plans: Mapping[str, Sequence[Target]],
-    machine: GpuMachine,
+    gpu: "Gpu",
     context: int,
     clients: int,
 ) -> Table:
-    """Return a table, 80 characters wide: one row for BF16, and one for each recipe of `plans`."""
+    """Return a table, 80 characters wide: one row for BF16, and one or two for each of `plans`."""
+    never = "" if gpu.ran else " (never run on one)"
     table = narrow_table(
-        f"serving on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB: {clients} clients, "
-        f"{context:,} positions each",
+        f"serving on {gpu.name}, {gpu.memory / 1e9:.0f} GB{never}:\n{clients} clients, {context:,} "
+        f"positions each",
         ("format", "weights", *NUMBERS), NUMBERS,
     )  # fmt: skip
-    caption = f"by arithmetic: ms of a forward at least, tokens/s at most ({STEPS} steps a canvas)"
-    for name, targets in {"BF16": next(iter(plans.values())), **plans}.items():
-        quantized = quantized_stack(name, targets, machine.gpu.capability)
-        stack = bf16_stack(tensors) if name == "BF16" else quantized
-        cells = _cells(Need(name, stack, clients, context), config, targets, machine)
-        table.add_row(name, *cells)
-        ahead = name == "fp8_dynamic" and not machine.gpu.fp4  # W4A4 on FP4 units takes less
-        if ahead and cells[0] == "resident" and int(cells[1]) >= 16:
-            caption += FP8_AHEAD
-    table.caption = caption
+    for name, targets, stack, products in _formats(tensors, plans, gpu):
+        need = Need(name, stack, clients, context)
+        table.add_row(name, *_cells(need, config, targets, gpu, products))
+    where = (
+        "measured on an H200 and an H100" if gpu.ran else "extrapolated from an H200 and an H100"
+    )
+    table.caption = (
+        f"tokens/s: all slots busy, {STEPS} steps a canvas, prompts not counted; {where}; "
+        f"{UNMEASURED}: this format was timed nowhere"
+    )
     return table
+
+
+def _formats(
+    tensors: Mapping[str, TensorInfo], plans: Mapping[str, Sequence[Target]], gpu: "Gpu"
+) -> Iterator[tuple[str, Sequence[Target], Stack, Products]]:
+    """Yield name, targets, what is held in memory, and what is multiplied, for each row."""
+    yield "BF16", next(iter(plans.values())), bf16_stack(tensors), "bf16"
+    for name, targets in plans.items():
+        yield name, targets, quantized_stack(name, targets, gpu.capability), "stored"
+        if name in W4A8 and runs(targets, gpu, "w4a8"):
+            stack = quantized_stack(name, targets, gpu.capability, "fp8")
+            yield f"{name}, W4A8", targets, stack, "w4a8"
 
 
 def serving_line(
     config: Mapping[str, Any],
-    tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    machine: GpuMachine,
+    gpu: "Gpu",
 ) -> str:
     """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
-    stack = quantized_stack("", targets, machine.gpu.capability)
-    cells = _cells(Need("", stack, CLIENTS, context), config, targets, machine)
+    need = Need("", quantized_stack("", targets, gpu.capability), CLIENTS, context)
+    cells = _cells(need, config, targets, gpu, "stored")
     if len(cells) == 1:
         return f"serve: {cells[0]}"
-    weights, slots, total, streamed, _, tokens = cells
+    weights, slots, total, streamed, tokens = cells
     what = f"{weights} ({streamed} a pass)" if streamed else weights
     return (
-        f"serve: {slots} slots of {context:,} positions, weights {what}, {total}; at most {tokens} "
+        f"serve: {slots} slots of {context:,} positions, weights {what}, {total}; about {tokens} "
         f"tokens/s"
     )
 
 
 def _cells(
-    need: Need, config: Mapping[str, Any], targets: Sequence[Target], machine: GpuMachine
+    need: Need, config: Mapping[str, Any], targets: Sequence[Target], gpu: "Gpu", products: Products
 ) -> list[str]:
-    if need.stage != "BF16" and not runs(targets, machine.gpu):
+    if products != "bf16" and not runs(targets, gpu):
         return ["no kernels for it"]
     try:
-        found = plan(need, config, machine.budget)
+        placed = plan(need, config, gpu.memory)
     except ResourceError as error:
         return [f"needs {least_of(error)}"]
-    streamed = size(found.streamed) if found.streamed else ""
-    held = found.total - CONTEXT_BYTES + BEGUN_BYTES  # a server compiles less than a whole run
-    cells = ["streamed" if streamed else "resident", str(found.need.batch), size(held), streamed]
-    if (rates := machine.gpu.rates) is None:
-        return [*cells, "?", "?"]
-    is_bf16, context = need.stage == "BF16", found.need.context
-    least = floor(config, targets, rates, found.need.batch, context, bf16=is_bf16)
-    streaming = found.streamed / machine.link_rate if found.streamed else 0.0
-    seconds = max(sum(least.values()), streaming)
-    tokens = found.need.batch * config["canvas_length"] / ((STEPS + 1) * seconds)
-    return [*cells, f"{1e3 * seconds:.1f}", f"{tokens:,.0f}"]
+    streamed = size(placed.streamed) if placed.streamed else ""
+    held = placed.total - CONTEXT_BYTES + BEGUN_BYTES  # a server compiles less than a whole run
+    cells = ["streamed" if streamed else "resident", str(placed.need.batch), size(held), streamed]
+    if gpu.rates is None:
+        return [*cells, "?"]
+    low, high = tokens_a_second(
+        config, targets, gpu, placed.need.batch, placed.need.context, products, placed.streamed
+    )
+    ends = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
+    return [*cells, ends + ("" if is_measured(targets, products) else UNMEASURED)]
+
+
+def tokens_a_second(
+    config: Mapping[str, Any],
+    targets: Sequence[Target],
+    gpu: "Gpu",
+    batch: int,
+    context: int,
+    products: Products,
+    streamed: float = 0.0,
+    steps: float = STEPS,
+) -> tuple[float, float]:
+    """Return the likely tokens/s, least and most, of `batch` canvases that are denoised at once."""
+    assert gpu.rates is not None
+    ends = forward_seconds(config, targets, gpu.rates, batch, context, products)
+    streaming = STREAMED * streamed / gpu.link if streamed else 0.0
+    tokens = batch * config["canvas_length"] / (steps + 1)
+    high, low = (tokens / max(seconds, streaming) for seconds in ends)
+    return low, high

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -13,22 +13,28 @@ from quantize.host.progress import say
 from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
-from quantize.stages.plan.estimate import (
-    GpuMachine,
-    StageRow,
-    cannot_pass,
-    least_of,
-    planned,
-    tokens_by_task,
-)
-from quantize.stages.plan.gpu_support import gpu_of, gpu_table, runs
+from quantize.stages.plan.estimate import StageRow, cannot_pass, least_of, planned, tokens_by_task
+from quantize.stages.plan.gpu_support import gpu_of, gpu_table, planned_gpu, runs
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
+
+if TYPE_CHECKING:
+    from quantize.runtime.gpu.gpus import Gpu
 
 # Recipes in order of preference; the first that a GPU can make and run is recommended.
 PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
 
 
+A_DAY = 86400  # seconds
+DAYS = (
+    "evaluate takes days on this GPU. Make and check the checkpoint here (`quantize run --until "
+    "verify`), and let a faster GPU judge it (`quantize judge CHECKPOINT --against MODEL`), with "
+    "BF16's answers from a pack if somebody has one (`quantize baseline import PACK`). Or serve a "
+    "checkpoint that was judged elsewhere"
+)
+TO_THE_LIMITS = (
+    "evaluate: from answers of typical length until the verdict is certain, to all at their limits"
+)
 JUDGING = (
     "a second recipe on this model in the same --out asks only its own model: BF16's answers stay",
     "with the shipped tasks a model without loss passes all six in 85 % of runs (docs/evaluation.md)",
@@ -66,26 +72,26 @@ def show_plan(
     code = 4 if out_of_reach else 0
     if model is None and gpu_memory is None and gpu is None:
         return code
-    machine = GpuMachine.of(chosen, gpu_memory)
-    found = planned(recipe, config, tensors, targets, machine)
-    screen.print(stage_table(recipe.name, found, machine))
+    within = planned_gpu(chosen, gpu_memory)
+    found = planned(recipe, config, tensors, targets, within)
+    screen.print(stage_table(recipe.name, found, within))
     if asking := next((row.seconds for row in found if row.stage == "evaluate"), None):
         screen.print(task_table(recipe, asking))
-    lines = [*ending(found), *JUDGING, serving_line(config, tensors, targets, machine)]
+    lines = [*ending(found), *JUDGING, serving_line(config, targets, within)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
-        screen.print(recipes_table(config, tensors, machine))
+        screen.print(recipes_table(config, tensors, within))
     if gpu_memory is not None and (lacks := next((r.lacks for r in found if r.lacks), None)):
         raise lacks
     return code
 
 
-def stage_table(name: str, found: Sequence[StageRow], machine: GpuMachine) -> Table:
+def stage_table(name: str, found: Sequence[StageRow], gpu: "Gpu") -> Table:
     """Return a table of what each stage takes, with one row per stage, 80 columns wide at most."""
-    link = f", {machine.link_rate / 1e9:.0f} GB/s from the host" if machine.link_rate else ""
-    title = f"{name} on {machine.gpu.name}, {machine.budget / 1e9:.0f} GB{link}: estimates"
+    never = "" if gpu.ran else " (never run on one)"
     numbers = ("GPU", "streamed", "host", "disk")
-    table = narrow_table(title, ("stage", "time", "bound", *numbers), numbers)
+    title = f"{name} on {gpu.name}, {gpu.memory / 1e9:.0f} GB{never}: estimates"
+    table = narrow_table(title, ("stage", "time", *numbers), numbers)
     for row in found:
         if row.lacks is not None:
             table.add_row(row.stage, f"needs {least_of(row.lacks)}")
@@ -93,8 +99,11 @@ def stage_table(name: str, found: Sequence[StageRow], machine: GpuMachine) -> Ta
         disk = size(row.disk + row.scratch) if row.disk + row.scratch else ""
         streamed = size(row.streamed) if row.streamed else ""
         cells = (size(row.gpu), streamed, size(row.host), disk + ("*" if row.scratch else ""))
-        table.add_row(row.stage, between(row.seconds), row.bound, *cells)
-    table.caption = "streamed: of each pass; *: scratch that is removed again is in it"
+        table.add_row(row.stage, "-" if row.seconds is None else between(row.seconds), *cells)
+    table.caption = (
+        "streamed: of each pass; *: scratch that is removed again is in it; -: `quantize rehearse` "
+        "measures it"
+    )
     return table
 
 
@@ -132,43 +141,30 @@ def rounded(seconds: float) -> str:
 
 
 def ending(found: Sequence[StageRow]) -> list[str]:
-    """Return sentences on a run's time and what bounds it; [] if some stage's time is unknown."""
-    known = [row for row in found if row.seconds is not None]
-    if len(known) < len(found):
+    """Return sentences on what evaluation's time is of, and on what to do where it takes days."""
+    (seconds,) = (row.seconds for row in found if row.stage == "evaluate")
+    if seconds is None:
         return []
-    low, high = (sum(row.seconds[at] for row in known if row.seconds) for at in range(2))
-    longest = max(known, key=lambda row: row.seconds[1] if row.seconds else 0)
-    return [
-        f"all: {between((low, high))}; {longest.stage} is the longest, bound by {longest.bound}",
-        "evaluate: from answers of typical length until the verdict is certain, to all at their limits",
-    ]
+    return [TO_THE_LIMITS, DAYS] if seconds[0] > A_DAY else [TO_THE_LIMITS]
 
 
 def recipes_table(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], machine: GpuMachine
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], gpu: "Gpu"
 ) -> Table:
-    """Return a table of shipped recipes' sizes and times; the caption says which recipe to take."""
+    """Return a table of shipped recipes' sizes; the caption says which recipe to make here."""
     numbers = ("size", "of BF16")
-    table = narrow_table("all recipes", ("recipe", *numbers, "made in"), numbers)
-    able: dict[str, str] = {}
+    table = narrow_table("all recipes", ("recipe", *numbers, "here"), numbers)
+    able: list[str] = []
     for name, targets in plans_of(tensors).items():
-        made = _made(planned(load_recipe(name), config, tensors, targets, machine))
-        if not runs(targets, machine.gpu):
-            made = "no kernels for it"
-        elif "needs" not in made:
-            able[name] = made
+        stages = planned(load_recipe(name), config, tensors, targets, gpu)
+        making = takewhile(lambda row: row.stage != "fidelity", stages)
+        lacks = [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]
+        lacks += [] if runs(targets, gpu) else ["no kernels for it"]
+        if not lacks:
+            able.append(name)
         before, after = sum_bytes(targets)
-        table.add_row(name, size(after), f"{after / before:.1%}", made)
-    ways = [f"{name} ({able[name]})" for name in PREFERRED if name in able]
+        table.add_row(name, size(after), f"{after / before:.1%}", lacks[0] if lacks else "")
+    ways = [name for name in PREFERRED if name in able]
     if ways:
         table.caption = f"take {ways[0]}; else {', '.join(ways[1:3])}"
     return table
-
-
-def _made(found: Sequence[StageRow]) -> str:
-    making = [*takewhile(lambda row: row.stage != "fidelity", found)]
-    if lacking := [f"{row.stage} needs {least_of(row.lacks)}" for row in making if row.lacks]:
-        return lacking[0]
-    if any(row.seconds is None for row in making):
-        return "?"
-    return rounded(sum(row.seconds[1] for row in making if row.seconds))
