@@ -229,16 +229,31 @@ def fidelity_section(fidelity: Content) -> ReportSection:
         for name, figures, _ in replays
         if figures.get("routing_overlap")
     ]
-    notes.append(
+    notes += [
         "In the row of own self-conditioning the quantized model reads its own logits of the step "
-        "before, so its errors add up over a canvas, as while serving. The row has no limit: a few "
-        "canvases that take another course may make most of its mean."
-    )
+        "before, so its errors add up over a canvas, as while serving. The row has no limit, because "
+        "a few trajectories that take another course make most of its mean, and no accuracy was found "
+        "to follow from it (docs/evaluation.md).",
+        *_largest_lines(replays, fidelity.get("trajectories")),
+    ]
     notes += ranges_lines(fidelity)
     columns = ("activations", *FIDELITY.values(), "KL limit")
     lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]
     title = "Fidelity on replayed trajectories"
     return ReportSection(title, columns, rows, lines, notes, ("kl", "routing"))
+
+
+def _largest_lines(replays: Sequence[Any], count: int | None) -> list[str]:
+    """Return a sentence, in a list, on how much of each mean KL two trajectories make."""
+    shares = [
+        f"{100 * share:.0f} % ({name})"
+        for name, replay, _ in replays
+        if (share := replay["kl_nats"].get("two_largest")) is not None
+    ]
+    of = f" of {count}" if count else ""
+    return [f"Of the mean KL the two largest trajectories{of} make {', '.join(shares)}."] * bool(
+        shares
+    )
 
 
 def ranges_lines(fidelity: Content) -> list[str]:

@@ -11,6 +11,7 @@ from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.host.processes import ALONE, Processes
+from quantize.reports.sections import fidelity_section
 from quantize.runtime import Sampler, StepRecord
 from quantize.runtime.record.trajectory import (
     Prompt,
@@ -239,6 +240,34 @@ def test_bootstrap_interval_covers_the_mean_of_its_trajectories() -> None:
         StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, one),
     ]
     assert by_trajectory(distances, lambda d: d.kl.mean().item()) == {0: 2.0, 7: 5.0}
+
+
+def test_a_report_says_how_much_of_a_mean_two_trajectories_make() -> None:
+    """Of own self-conditioning it is most: one trajectory of sixteen takes another course."""
+    one = torch.ones(2)
+    replays = {
+        mode: summarize([
+            StepDistance(at, 0, 1, True, kl * one, one > 0, one, 1.0, one)
+            for at, kl in enumerate([far, *[1.0] * 15])
+        ])
+        for mode, far in (("none", 1.0), ("per_layer", 115.0))
+    }  # fmt: skip
+    assert replays["none"]["kl_nats"]["two_largest"] == 0.125
+    assert replays["per_layer"]["kl_nats"]["two_largest"] == pytest.approx(116 / 130, rel=1e-5)
+    content = {"trajectories": 16, "max_kl_nats": {}, "activations": {"none": replays["none"]}}
+    own = replays["per_layer"] | {"activations": "per_layer"}
+    (line,) = (
+        note for note in fidelity_section(content | {"own_conditioning": own}).notes
+        if "two largest" in note
+    )  # fmt: skip
+    assert line == (
+        "Of the mean KL the two largest trajectories of 16 make 12 % (none), 89 % (per_layer, own "
+        "self-conditioning)."
+    )
+    for summary in replays.values():  # of a run from before
+        del summary["kl_nats"]["two_largest"]
+    notes = fidelity_section(content | {"own_conditioning": own | replays["none"]}).notes
+    assert not any("two largest" in note for note in notes)
 
 
 def test_own_conditioning_reads_the_models_own_logits(

@@ -207,7 +207,8 @@ def summarize(
     entropy = torch.cat([d.entropy for d in distances])
     return {
         "kl_nats": _with_interval(distances, _kl)
-        | {"p99": digits(_quantile(kl, 0.99)), "max": digits(kl.max().item())},
+        | {"p99": digits(_quantile(kl, 0.99)), "max": digits(kl.max().item())}
+        | {"two_largest": digits(two_largest(list(by_trajectory(distances, _kl).values())))},
         "top1_agreement": _with_interval(distances, _agreement),
         "acceptance_jaccard": _with_interval(distances, lambda d: d.jaccard),
         "commit_agreement": _with_interval([d for d in distances if d.is_last], _agreement),
@@ -263,6 +264,11 @@ def by_trajectory(
     for distance in distances:
         values.setdefault(distance.trajectory, []).append(value(distance))
     return {index: sum(v) / len(v) for index, v in sorted(values.items())}
+
+
+def two_largest(values: Sequence[float]) -> float:
+    """Return the share of the sum of `values`, 0 or above, that the two largest make."""
+    return sum(sorted(values)[-2:]) / (sum(values) or 1)
 
 
 def bootstrap_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
