@@ -61,6 +61,12 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
         )
     vision = dict(_object(config["vision_config"], where, "vision_config"))
     form |= {"text_config": text, "vision_config": vision}
+    for section in ("text_config", "vision_config"):
+        if form[section].get("quantization_config") is not None:
+            raise InputError(
+                f"{where}: {section}.quantization_config is there: only one of the whole model is "
+                f"read; move it to the top if the weights are quantized, or remove it"
+            )
     _name_full_layers(text, where)
     for section, keys in SIZES.items():
         _check_sizes(form[section] if section else form, keys, where, section)

@@ -269,6 +269,7 @@ FULL = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in (5, 11, 17,
         ("text_config.rms_norm_eps", float("inf"), "a number above 0"),
         ("text_config.attention_bias", 0, "only False is computed here"),
         ("vision_config.rope_parameters.rope_type", "yarn", "'default'"),
+        ("text_config.quantization_config", {"quant_method": "fp8"}, "only one of the whole model"),
         ("quantization_config", [], "quantization_config is '\\[\\]', and an object"),
     ],
 )
