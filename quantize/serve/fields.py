@@ -1,10 +1,19 @@
 """The base class of all request bodies, and the field types that they share."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 MAX_DEPTH = 64
@@ -38,6 +47,9 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+T = TypeVar("T")
+# A refusal names one fault; to note each of a million takes minutes and gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
 String = Annotated[str, AfterValidator(_utf8)]
 Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
@@ -45,6 +57,18 @@ Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 def misplaced(path: Sequence[str | int], reason: str) -> PydanticCustomError:
     """Return the error of a value at `path` within the field whose validator raises it."""
     return PydanticCustomError("misplaced", "{reason}", {"path": list(path), "reason": reason})
+
+
+def values_of(kinds: tuple[type, ...], reason: str) -> BeforeValidator:
+    """Return a validator that refuses an object at its first value that is of none of `kinds`."""
+
+    def check(value: Any) -> Any:
+        for name, part in value.items() if isinstance(value, dict) else ():
+            if type(part) not in kinds:  # True is no number
+                raise misplaced((name,), reason)
+        return value
+
+    return BeforeValidator(check)
 
 
 def by_type(otherwise: str, **tags: str) -> Discriminator:
@@ -70,4 +94,12 @@ class Strict(BaseModel):
     def _as_in_json(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: _whole(v) for k, v in value.items() if v is not None}
+        given = {k: _whole(v) for k, v in value.items() if v is not None}
+        for unknown in [name for name in given if name not in _names(cls)][1:]:
+            del given[unknown]  # a refusal names one
+        return given
+
+
+@cache
+def _names(body: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body.model_fields.items())

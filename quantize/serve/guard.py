@@ -22,6 +22,7 @@ from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
+MAX_BRACKETS = 1 << 16  # lists and objects of a body: a million would stall all that is sent
 DRAINED = 8  # a too large body is read up to this many times the limit, so the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {
@@ -132,7 +133,11 @@ class _Guard:
             raise RequestError(408, f"no whole body within {BODY_SECONDS:g} s") from None
         if size > limit:
             raise RequestError(413, f"the body is larger than {limit} bytes", code="body_too_large")
-        return b"".join(parts)
+        body = b"".join(parts)
+        if (brackets := body.count(b"[") + body.count(b"{")) > MAX_BRACKETS:
+            message = f"the body has {brackets} brackets; at most {MAX_BRACKETS} are read"
+            raise RequestError(413, message, code="body_too_large")
+        return body
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route: Any = scope.get("route")

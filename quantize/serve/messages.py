@@ -18,6 +18,7 @@ from quantize.serve.fields import (
     ECHOED,
     IGNORED,
     Echoed,
+    Items,
     Json,
     Strict,
     String,
@@ -27,7 +28,7 @@ from quantize.serve.fields import (
 )
 from quantize.serve.tool_schemas import faults, without_nulls
 
-MAX_TOOLS = 128
+MAX_TOOLS, MAX_MESSAGES = 128, 10_000
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 Detail = Annotated[Literal["auto", "low", "high"] | None, Field(description=IGNORED)]
 
@@ -65,13 +66,13 @@ def _joined(content: Any) -> Any:  # content without pictures becomes one text
     return "".join(part["text"] for part in content)
 
 
-Parts = list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+Parts = Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 Content = Annotated[
     Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")],
     by_type("text", list="parts"),
 ]
 TextContent = Annotated[
-    Annotated[String, Tag("text")] | Annotated[list[TextPart], Tag("parts")],
+    Annotated[String, Tag("text")] | Annotated[Items[TextPart], Tag("parts")],
     by_type("text", list="parts"),
 ]
 
@@ -136,7 +137,7 @@ class Reply(_Turn):
     finish_reason: Any = Echoed
     stop_reason: Any = Echoed
     images: Any = Echoed
-    tool_calls: list[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
+    tool_calls: Items[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
 
     @model_validator(mode="before")
     @classmethod

@@ -18,8 +18,9 @@ from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
 from quantize.serve.failures import invalid
-from quantize.serve.fields import IGNORED, Json, Strict, String, Unused
+from quantize.serve.fields import IGNORED, Items, Json, Strict, String, Unused, values_of
 from quantize.serve.messages import (
+    MAX_MESSAGES,
     MAX_TOOLS,
     NAME,
     Choice,
@@ -70,7 +71,7 @@ class Asked(Strict):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Ignored
     store: bool | None = Ignored
     user: str | None = Unused
-    metadata: dict[str, str] | None = Unused
+    metadata: Annotated[dict[str, str], values_of((str,), "must be a string")] | None = Unused
     safety_identifier: str | None = Unused
     prompt_cache_key: str | None = Unused
     prompt_cache_retention: str | None = Unused
@@ -85,7 +86,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOR
     """The fields that chats and plain completions share."""
 
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
-    stop: String | list[String] = Field(default_factory=list[str])
+    stop: String | Items[String] = Field(default_factory=list[str])
     seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream_options: StreamOptions | None = None
@@ -93,7 +94,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOR
     initial_text: String | None = Field(
         None, description="Fills the canvas before the first step, in place of noise."
     )
-    pinned: list[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
+    pinned: Items[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
 
     guided_json: Json | None = Field(None, description="JSON schema that the answer fits.")
     guided_regex: String | None = Field(
@@ -107,10 +108,12 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOR
     repetition_penalty: float | None = Field(None, gt=0, allow_inf_nan=False, description=IGNORED)
     length_penalty: float | None = Field(None, allow_inf_nan=False, description=IGNORED)
     verbosity: Literal["low", "medium", "high"] | None = Ignored
-    logit_bias: dict[str, float] | None = Refused
+    logit_bias: Annotated[dict[str, float], values_of((int, float), "must be a number")] | None = (
+        Refused
+    )
     best_of: int | None = Refused
     echo: bool | None = Refused
-    modalities: list[str] | None = Refused
+    modalities: Items[str] | None = Refused
 
     @field_validator("stop")
     @classmethod
@@ -206,7 +209,7 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 class ChatRequest(_Generation):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
@@ -216,7 +219,7 @@ class ChatRequest(_Generation):
         "If chat_template_kwargs.enable_thinking is also given, that decides.",
     )
     image_tokens: Literal[70, 140, 280, 560, 1120] = 280
-    tools: list[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
+    tools: Items[Tool] = Field(default_factory=list[Tool], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -291,7 +294,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     """The body of POST /v1/completions; no chat template is used, and thoughts stay in the text."""
 
-    prompt: String | list[String] | list[int] | list[list[int]]
+    prompt: String | Items[String] | Items[int] | Items[Items[int]]
     suffix: String | None = Field(
         None, description="Text after the answer's max_tokens positions, in the same canvas."
     )

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import RequestError, from_validation
-from quantize.serve.fields import Json, Strict, String, Unused, by_type
-from quantize.serve.messages import MAX_TOOLS, NAME, ChosenFunction, Detail, Function
+from quantize.serve.fields import Items, Json, Strict, String, Unused, by_type
+from quantize.serve.messages import MAX_MESSAGES, MAX_TOOLS, NAME, ChosenFunction, Detail, Function
 from quantize.serve.protocol import INT64, Asked, ChatRequest
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
@@ -52,7 +52,7 @@ class MessageItem(_Kept):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[Text | Annotated[list[Part], Tag("items")], ByShape]
+    content: Annotated[Text | Annotated[Items[Part], Tag("items")], ByShape]
     phase: String | None = Unused
 
 
@@ -70,7 +70,7 @@ class OutputItem(_Kept):
 
     type: Literal["function_call_output"]
     call_id: String
-    output: Annotated[Text | Annotated[list[InputText], Tag("items")], ByShape]
+    output: Annotated[Text | Annotated[Items[InputText], Tag("items")], ByShape]
 
 
 class ReasoningText(Strict):
@@ -84,8 +84,8 @@ class ReasoningItem(_Kept):
     """Thoughts of an earlier answer; they are used only if they led to a call."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
-    content: list[ReasoningText] = Field(default_factory=list[ReasoningText])
+    summary: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
+    content: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
 
 
 def _kind(item: Any) -> str:
@@ -141,10 +141,12 @@ class ReasoningOptions(Strict):
 class ResponsesRequest(Asked):
     """The body of POST /v1/responses."""
 
-    input: Annotated[Text | Annotated[list[Item], Tag("items")], ByShape]
+    input: Annotated[
+        Text | Annotated[Items[Item], Field(max_length=MAX_MESSAGES), Tag("items")], ByShape
+    ]
     instructions: String | None = None
     max_output_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
-    tools: list[FunctionTool] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
+    tools: Items[FunctionTool] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("text")]
         | Annotated[NamedTool, Tag("object")],
@@ -154,7 +156,7 @@ class ResponsesRequest(Asked):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Unused
+    include: Items[Literal["reasoning.encrypted_content"]] | None = Unused
     background: Literal[False] | None = Unused
 
     @model_validator(mode="before")

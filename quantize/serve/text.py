@@ -199,5 +199,26 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
 
 def held(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest end of `text` with which a stop string begins, or 0."""
-    lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-    return max(lengths, default=0)
+    return max((_overlap(text[1 - len(stop) :], stop) for stop in stops if stop[1:]), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many first characters of `stop` end `text`, in linear time (Knuth, Morris, Pratt).
+
+    `text` is shorter than `stop`. Clients choose stop strings, and the engine's thread reads them.
+    """
+    if stop[0] not in text:
+        return 0
+    borders = [0]  # of each beginning of `stop`: the longest shorter one that also ends it
+    matched = 0
+    for character in stop[1 : len(text)]:
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        matched += stop[matched] == character
+        borders.append(matched)
+    matched = 0
+    for character in text:
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        matched += stop[matched] == character
+    return matched

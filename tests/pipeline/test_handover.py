@@ -7,6 +7,7 @@ is one byte that keeps the file's size and time, as a copy that preserves times 
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,3 +235,37 @@ def test_an_entry_of_samples_says_nothing_of_the_other_bytes(run: Any) -> None:
     small = digests.TOGETHER > 0
     said = "an earlier version read only samples of checkpoint or conversion.json"
     assert why == (None if small else said)
+
+
+@pytest.mark.slow
+def test_a_file_above_2_gb_is_read_to_its_last_byte(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the sizes and the memory of digests as they are; the change is between two samples."""
+    from quantize.checkpoints.reader import Checkpoint
+
+    monkeypatch.setattr(digests, "REMEMBERED", tmp_path / "digests.json")
+    for file in tiny_checkpoint.glob("*"):
+        shutil.copy(file, tmp_path)
+    run: Any = SimpleNamespace(folder=RunDir(tmp_path / "run"), source=Checkpoint.open(tmp_path))
+    write_json(run.folder.manifest_json, {"source": {"fingerprint": fingerprint(run.source)}})
+    write_json(run.folder.stages_json, {})
+    for each in STAGES:
+        make(run.folder, each, seed=0)
+    large = run.folder.checkpoint / "large.safetensors"
+    with large.open("wb") as file:
+        file.truncate(2_100_000_000)  # a hole: it takes no room on the disk
+    convert, verify = stage("convert"), stage("verify")
+    remember(run.folder, convert, input_digests(run.folder, convert))
+    time.sleep(2 * digests.SETTLED / 1e9)
+    assert why_stale(run.folder, convert) is None  # this one is remembered
+    assert str(large.stat().st_ino) in digests.REMEMBERED.read_text()
+    before = large.stat()
+    with large.open("r+b") as file:
+        file.seek(before.st_size // 2 + before.st_size // digests.SAMPLES // 2)
+        file.write(b"x")
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "changed after it was made" in str(why_stale(run.folder, convert))
+    assert why_stale(run.folder, verify) == "convert changed since"
+    with pytest.raises(InputError, match="not what convert wrote"), reading(run, verify):
+        pytest.fail("it was read")

@@ -14,7 +14,7 @@ from quantize.runtime.prompt.markup import GUARDS, markup_of, texts_of, with_gua
 
 Message = Mapping[str, Any]  # content: text, or parts of type text and image
 OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
-THOUGHTS = f"{re.escape(OPEN)}.*?{re.escape(CLOSE)}\\s*"
+BLANKS = re.compile(r"\s*")
 HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
@@ -71,7 +71,11 @@ def _without_thoughts(message: Message) -> Message:
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str):
         return message
-    return {**message, "content": re.sub(THOUGHTS, "", content, flags=re.DOTALL)}
+    kept, at = list[str](), 0
+    while (begin := content.find(OPEN, at)) >= 0 and (end := content.find(CLOSE, begin)) >= 0:
+        kept.append(content[at:begin])
+        at = BLANKS.match(content, end + len(CLOSE)).end()  # type: ignore[union-attr]
+    return {**message, "content": "".join([*kept, content[at:]])}
 
 
 def split_thoughts(

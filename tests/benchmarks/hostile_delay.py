@@ -1,0 +1,155 @@
+"""By how much hostile requests delay another client's canvases, and how much memory they keep.
+
+    PYTHONPATH=tests/support:tests/serve python tests/benchmarks/hostile_delay.py [--each 2]
+
+`quantize serve bundled` runs as a user starts it. A victim streams the same answer again and again, and
+the time between two of its canvases is measured: alone, beside another good client, and beside each
+hostile request in turn. These are the tools and regular expressions that stalled a server, forms drawn
+as `test_hostile_forms` draws them, and `hostile_requests.bodies`. What a canvas waits longer than it
+ever does beside a good client is that request's delay. Other work on the machine delays canvases too:
+the load is printed.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from hostile_requests import CHAT, CHATS, bodies, nested, tool
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from server_process import KEY, process
+from test_hostile_forms import BODIES
+
+VICTIM = CHAT | {"max_tokens": 256, "seed": 1, "stream": True, "num_inference_steps": 8}
+SMALL = 64 << 10
+DELAY = 0.5
+
+
+def drawn(count: int) -> list[dict[str, Any]]:
+    """Forms as the fuzz draws them."""
+    found: list[dict[str, Any]] = []
+
+    @seed(7)
+    @settings(max_examples=count, database=None, phases=[Phase.generate], deadline=None,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(BODIES)
+    def each(body: dict[str, Any]) -> None:
+        found.append(body | {"model": "bundled", "max_tokens": 256})
+
+    each()
+    return found
+
+
+class Victim:
+    """A client that streams one answer after another, and notes when each canvas arrives."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.client, self.on, self.gaps = client, True, list[tuple[float, float]]()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self.on:
+            before = time.monotonic()
+            with self.client.stream("POST", CHATS, json=VICTIM) as reply:
+                assert reply.status_code == 200
+                for line in reply.iter_lines():
+                    if line:
+                        now = time.monotonic()
+                        self.gaps.append((now, now - before))
+                        before = now
+
+    def longest(self, since: float) -> float:
+        """Seconds of the longest wait that ended after `since`, the one under way included."""
+        last = self.gaps[-1][0] if self.gaps else since
+        waits = [gap for at, gap in self.gaps if at >= since]
+        return max([*waits, time.monotonic() - last])
+
+    def row(self, name: str, since: float) -> str:
+        """A line: how long canvases took since then."""
+        waits = [gap for at, gap in self.gaps if at >= since and gap > 1e-3]
+        return (
+            f"{name}: {len(waits)} canvases, p50 {statistics.median(waits):.3f} s, longest "
+            f"{max(waits):.3f} s (load {os.getloadavg()[0]:.1f})"
+        )
+
+
+@contextmanager
+def beside(work: Callable[[], object]) -> Any:
+    """Do `work` again and again on another thread."""
+    on = True
+
+    def run() -> None:
+        while on:
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield
+    on = False
+    thread.join()
+
+
+def main() -> None:
+    """Measure, and print a line for each kind and for each request that delayed others."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--each", type=int, default=1, help="how often each request is sent")
+    parser.add_argument("--quiet", type=float, default=20, help="seconds without hostile requests")
+    asked = parser.parse_args()
+    stalled = tool(parameters=nested(12, 8)), {"guided_regex": "(ab{0,9}){400}", "max_tokens": 1024}
+    forms = [*(CHAT | fields for fields in stalled), *drawn(40)]
+    requests = [(json.dumps(b)[68:128], CHATS, json.dumps(b).encode()) for b in forms]
+    requests += bodies()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with (
+        process() as (url, server),
+        httpx.Client(base_url=url, headers=headers, timeout=300) as client,
+        httpx.Client(base_url=url, headers=headers, timeout=300) as other,
+    ):
+        victim = Victim(client)
+        time.sleep(3)
+        begun = time.monotonic()
+        time.sleep(asked.quiet)
+        print(victim.row("alone", begun), flush=True)
+        good = json.dumps(CHAT | {"max_tokens": 256, "num_inference_steps": 8})
+        begun = time.monotonic()
+        with beside(lambda: other.post(CHATS, content=good)):
+            time.sleep(asked.quiet)
+        usual = victim.longest(begun)
+        print(victim.row("beside a good client", begun), flush=True)
+        before, first = server.memory_info().rss / 1e6, time.monotonic()
+        sizes = {True: list[float](), False: list[float]()}
+        for name, path, body in requests * asked.each:
+            begun, memory = time.monotonic(), server.memory_info().rss / 1e6
+            reply = other.post(path, content=body)
+            assert reply.status_code < 500, (name, reply.text)
+            took = time.monotonic() - begun
+            delay = max(victim.longest(begun) - usual, 0)
+            sizes[len(body) <= SMALL].append(delay)
+            grown = server.memory_info().rss / 1e6 - memory
+            if delay > DELAY / 4 or took > 5 or grown > 64:
+                print(
+                    f"  {reply.status_code} {len(body):,} bytes, {took:.1f} s, delay {delay:.2f} s, "
+                    f"{grown:+.0f} MB: {name}", flush=True,
+                )  # fmt: skip
+        print(victim.row("beside hostile requests", first), flush=True)
+        for small, delays in sizes.items():
+            print(
+                f"{len(delays)} requests {'of at most' if small else 'above'} {SMALL >> 10} KB: "
+                f"largest delay {max(delays):.2f} s, {sum(d > DELAY for d in delays)} above {DELAY} s"
+            )
+        time.sleep(5)
+        after = server.memory_info().rss / 1e6
+        print(f"memory before {before:.0f} MB, after {after:.0f} MB")
+        victim.on = False
+        victim.thread.join()
+
+
+if __name__ == "__main__":
+    main()
