@@ -1,10 +1,12 @@
 """Requests that try to stop a server: each ends in one line of refusal or an answer, none in a 500."""
 
+import gc
 import gzip
 import json
 import socket
 import time
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from serving import Running, ScriptedEngine, running, text_with_tools
 
 from quantize.runtime.prompt.chat import _without_thoughts
 from quantize.serve import guard
+from quantize.serve import server as module
 from quantize.serve.protocol import ChatRequest
 from quantize.serve.text import held
 
@@ -195,3 +198,13 @@ def _few(value: Any) -> Any:
     if isinstance(value, list):
         return [_few(part) for part in value[:9]]
     return value
+
+
+def test_no_collection_walks_the_libraries_while_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists in a body bring full collections about, of 0.3 s each."""
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)
+    frozen: list[int] = []
+    serving: Any = SimpleNamespace(run=lambda _: frozen.append(gc.get_freeze_count()))
+    module.run(serving, Any)  # type: ignore[arg-type]
+    gc.unfreeze()
+    assert frozen[0] > 100_000
