@@ -28,7 +28,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from server_process import KEY, process
 from test_hostile_forms import BODIES
 
-VICTIM = CHAT | {"max_tokens": 256, "seed": 1, "stream": True, "num_inference_steps": 8}
+STEPS = {"num_inference_steps": 8}
+VICTIM = CHAT | {"max_tokens": 256, "seed": 1, "stream": True, **STEPS}
 SMALL = 64 << 10
 DELAY = 0.5
 
@@ -42,7 +43,7 @@ def drawn(count: int) -> list[dict[str, Any]]:
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(BODIES)
     def each(body: dict[str, Any]) -> None:
-        found.append(body | {"model": "bundled", "max_tokens": 256})
+        found.append(body | {"model": "bundled", "max_tokens": 256, **STEPS})
 
     each()
     return found
@@ -110,7 +111,10 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1 << 30, help="most bytes of a request")
     parser.add_argument("--quiet", type=float, default=20, help="seconds without hostile requests")
     asked = parser.parse_args()
-    stalled = tool(parameters=nested(12, 8)), {"guided_regex": "(ab{0,9}){400}", "max_tokens": 1024}
+    stalled = (
+        tool(parameters=nested(12, 8)),
+        {"guided_regex": "(ab{0,9}){400}", "max_tokens": 1024, **STEPS},
+    )
     forms = [*(CHAT | fields for fields in stalled), *drawn(40)]
     requests = [(json.dumps(b)[68:128], CHATS, json.dumps(b).encode()) for b in forms]
     requests += bodies()
@@ -118,15 +122,15 @@ def main() -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     with (
         process() as (url, server),
-        httpx.Client(base_url=url, headers=headers, timeout=300) as client,
-        httpx.Client(base_url=url, headers=headers, timeout=300) as other,
+        httpx.Client(base_url=url, headers=headers, timeout=None) as client,
+        httpx.Client(base_url=url, headers=headers, timeout=None) as other,
     ):
         victim = Victim(client, server)
         victim.longest(0)
         begun = time.monotonic()
         time.sleep(asked.quiet)
         print(victim.row("alone", begun), flush=True)
-        good = json.dumps(CHAT | {"max_tokens": 256, "num_inference_steps": 8})
+        good = json.dumps(CHAT | {"max_tokens": 256, **STEPS})
         begun = time.monotonic()
         with beside(lambda: other.post(CHATS, content=good)):
             time.sleep(asked.quiet)

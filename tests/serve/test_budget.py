@@ -134,12 +134,22 @@ def test_a_schema_is_enforced_down_to_a_depth() -> None:
     forms = Forms(tokenizer(), EOS)
     matcher = forms.matcher(calling(schema))
     forms.close()
-    for levels, fits in ((12, True), (9, True), (8, False), (1, False)):
-        value = "{a:" * levels + "true" + "}" * levels
+    cases = ((12, "true", True), (9, "true", True), (8, "true", False), (1, "true", False))
+    for levels, inner, fits in (*cases, (8, "{b:1}", False), (9, "{b:1}", True)):
+        value = "{a:" * levels + inner + "}" * levels
         reader = matcher.deep_copy()
         text = f"<|tool_call>call:f{value}<tool_call|>"
         taken = reader.consume_tokens(tokenizer().encode(text, add_special_tokens=False))
         assert (taken and reader.is_accepting()) == fits
+
+
+def test_the_process_that_tries_forms_ends_with_them() -> None:
+    forms = Forms(tokenizer(), EOS)
+    forms.close()
+    assert "grammars" not in forms.__dict__  # none is begun in order to be ended
+    child = forms.grammars.trial.start()
+    forms.close()
+    assert child.poll() is not None
 
 
 def test_a_tokenizer_without_the_markers_of_calls_is_refused() -> None:

@@ -28,6 +28,7 @@ JSON = {"Content-Type": "application/json"}
 def server() -> Generator[Running]:
     engine = ScriptedEngine(4)
     engine.free = True
+    engine.max_length = 512
     with running(engine, text_with_tools()) as found:
         yield found
         found.settle()
