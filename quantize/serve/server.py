@@ -25,6 +25,7 @@ from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.serve.app import STATIC, create_app
+from quantize.serve.judged import judged_modes, mode_line
 from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.service import Service
 from quantize.serve.text import Text
@@ -170,8 +171,10 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
     sampler = Sampler.from_checkpoint(checkpoint)
     say(f"loading {checkpoint}")
     engine = open_engine(checkpoint, options, place)
-    options = replace(
-        options, fingerprint=fingerprint(opened)
-    )  # of bytes that loading has just read
+    digest = fingerprint(opened)  # of bytes that loading has just read
+    judged = judged_modes(checkpoint, digest)
+    if line := mode_line(opened, place.activations, judged):
+        say(line)
+    options = replace(options, fingerprint=digest, judged_activations=judged)
     service = Service(engine, text, config, sampler, options)
     run(Server(create_app(service), options, service.leave), sock)
