@@ -1,7 +1,8 @@
 """The Python interface of the pipeline: what `import quantize` offers (docs/python.md).
 
 A function that bears a command's name does what the command does, and raises the command's errors
-(`quantize.errors`). `evaluate`, `fidelity`, `report` raise no GateError. Give a run by its folder.
+(`quantize.errors`). `convert` is different: it writes a checkpoint outside any run. `evaluate`,
+`fidelity`, `report` raise no GateError. Give a run by its folder.
 """
 
 from collections.abc import Sequence

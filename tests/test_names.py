@@ -7,7 +7,7 @@ import names
 import pytest
 
 
-def test_the_product_stores_no_refused_name_where_it_is_clean() -> None:
+def test_the_product_stores_no_refused_name_and_no_class_twice() -> None:
     assert names.faults() == []
 
 
@@ -26,8 +26,6 @@ def test_each_way_to_store_a_name_is_seen(
     (tmp_path / "a.py").write_text(code)
     (place,) = names.refused(tmp_path)
     assert place.startswith("a.py:1: ")
-    monkeypatch.setattr(names, "UNCLEAN", ("a.py",))
-    assert names.refused(tmp_path) == []
 
 
 def test_names_that_are_only_read_or_called_are_not_refused() -> None:
@@ -35,16 +33,14 @@ def test_names_that_are_only_read_or_called_are_not_refused() -> None:
     assert [name for name, _ in names.stored(tree)] == ["x"]
 
 
-def test_a_second_class_of_a_name_and_an_exception_too_many_are_refused(
+def test_a_second_class_of_a_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(names, "ROOT", tmp_path)
     monkeypatch.setattr(names, "PRODUCT", ("p",))
-    monkeypatch.setattr(names, "UNCLEAN", ("p/clean",))
     (tmp_path / "p/clean").mkdir(parents=True)
     (tmp_path / "p/a.py").write_text("class Plan: pass")
     (tmp_path / "p/clean/b.py").write_text("class _Plan: pass")
     assert names.faults() == [
         "p/a.py:1, p/clean/b.py:1: several classes are called Plan",
-        "names.py: p/clean is in UNCLEAN, and has no refused name",
     ]

@@ -172,11 +172,11 @@ def _name_full_layers(text: dict[str, Any], where: str) -> None:
         ):
             _refuse(where, f"{key}[{index}]", layer, f"only {' and '.join(PER_LAYER)} of a layer")
     for name, whole in PER_LAYER.items():
-        found = [(layers.get(i) or {}).get(name, text.get(name)) for i in range(len(kinds))]
+        sizes = [(layers.get(i) or {}).get(name, text.get(name)) for i in range(len(kinds))]
         full = {
-            repr(v): v for v, kind in zip(found, kinds, strict=True) if kind == "full_attention"
+            repr(v): v for v, kind in zip(sizes, kinds, strict=True) if kind == "full_attention"
         }
-        others = [v for v, kind in zip(found, kinds, strict=True) if kind != "full_attention"]
+        others = [v for v, kind in zip(sizes, kinds, strict=True) if kind != "full_attention"]
         if len(full) != 1 or any(value != text.get(name) for value in others):
             _refuse(
                 where, f"{key}: {name}", overrides, "one value for all full layers and no other"

@@ -124,12 +124,12 @@ def inspect(folder: Path, looks: Sequence[Callable[[Path], object]] = ()) -> Ins
 
 
 def _modules(tensors: dict[str, TensorInfo]) -> list[Module]:
-    found: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
+    modules: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in tensors.items():
         match = SUFFIX.fullmatch(name)
         module, suffix = (match[1], match[2]) if match else (name, "")
-        found[module][suffix] = info
-    return [Module(name, parts, _scheme(parts)) for name, parts in found.items()]
+        modules[module][suffix] = info
+    return [Module(name, parts, _scheme(parts)) for name, parts in modules.items()]
 
 
 def _scheme(parts: dict[str, TensorInfo]) -> str:
@@ -215,11 +215,11 @@ def _expert_problems(checkpoint: Checkpoint, modules: list[Module]) -> Iterator[
             layers[match[1]][int(match[2]), match[3]] = module.scheme
     count = checkpoint.config["text_config"]["num_experts"]
     wanted = {(e, projection) for e in range(count) for projection in ("gate", "up", "down")}
-    for layer, found in layers.items():
-        if missing := sorted(wanted - found.keys()):
+    for layer, experts in layers.items():
+        if missing := sorted(wanted - experts.keys()):
             expert, projection = missing[0]
             yield f"{layer}.{expert}.{projection}_proj is missing ({len(missing)} in this layer)"
-        if len(schemes := set(found.values())) > 1:
+        if len(schemes := set(experts.values())) > 1:
             yield f"{layer}: several schemes in one layer ({', '.join(sorted(schemes))})"
 
 
@@ -232,15 +232,15 @@ def refusal(look: Callable[[], object]) -> str:
     return ""
 
 
-def inspection_table(found: Inspection) -> Table:
+def inspection_table(inspection: Inspection) -> Table:
     """Return an inspection as a table for the terminal."""
     count, nbytes = (Column(name, justify="right") for name in ("count", "size"))
-    title = f"{found.folder}: {found.format}"
+    title = f"{inspection.folder}: {inspection.format}"
     table = Table("modules", "scheme", count, nbytes, title=title, title_justify="left")
-    for row in found.rows:
+    for row in inspection.rows:
         table.add_row(row.kind, row.scheme, f"{row.count:,}", size(row.nbytes))
     table.add_section()
-    all_of_it = f"{found.tensors:,} tensors in {found.shards} shards"
-    quantized = f"{found.quantized_modules:,}"
-    table.add_row(all_of_it, "quantized Linears", quantized, size(found.nbytes))
+    all_of_it = f"{inspection.tensors:,} tensors in {inspection.shards} shards"
+    quantized = f"{inspection.quantized_modules:,}"
+    table.add_row(all_of_it, "quantized Linears", quantized, size(inspection.nbytes))
     return table

@@ -142,23 +142,23 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """
     check_total_size(checkpoint)
     schemes, wanted = stated_schemes(checkpoint.config), quantized_layout(checkpoint.config)
-    found = checkpoint.tensors
+    tensors = checkpoint.tensors
     if schemes is None:
-        found = {name: info for name, info in found.items() if tied_to(name) not in wanted}
+        tensors = {name: info for name, info in tensors.items() if tied_to(name) not in wanted}
     elif schemes.passed_over is not None:
-        found = {n: info for n, info in found.items() if not schemes.passed_over.fullmatch(n)}
-    if missing := sorted(wanted.keys() - found.keys()):
+        tensors = {n: info for n, info in tensors.items() if not schemes.passed_over.fullmatch(n)}
+    if missing := sorted(wanted.keys() - tensors.keys()):
         raise InputError(
             f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); "
             f"{_remedy(missing, checkpoint.tensors)}"
         )
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(tensors.keys() - wanted.keys()):
         raise InputError(
-            f"{found[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
+            f"{tensors[extra[0]].file}: unexpected tensor {extra[0]!r} ({len(extra)} in all): "
             f"config.json calls for no such tensor; {FIX}"
         )
     for name, spec in wanted.items():
-        info = found[name]
+        info = tensors[name]
         row_scale = name.endswith(".weight_scale") and spec.dtype == "BF16"
         dtypes = (spec.dtype, "F32") if row_scale else (spec.dtype,)  # other tools write FP32
         if info.shape == spec.shape and info.dtype in dtypes:
@@ -250,7 +250,7 @@ class ConfigSchemes:
         """Return the name of the first config group that targets `module`; None if it stays BF16."""
         if self._ignored(module):
             return None
-        return next((name for name, own in self._rules.items() if own(module)), None)
+        return next((name for name, fits in self._rules.items() if fits(module)), None)
 
 
 def _group_scheme(name: str, group: dict[str, Any]) -> Scheme:

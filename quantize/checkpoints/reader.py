@@ -393,8 +393,8 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
 
 def hub_commit(folder: Path) -> str | None:
     """Return the commit (40 hex digits) of a folder in the Hub's cache, None for any other folder."""
-    found = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
-    return folder.name if found else None
+    is_commit = folder.parent.name == "snapshots" and re.fullmatch(r"[0-9a-f]{40}", folder.name)
+    return folder.name if is_commit else None
 
 
 def _download(model: str, revision: str | None) -> Path:

@@ -27,27 +27,27 @@ def read_scales(checkpoint: Checkpoint) -> Scales:
     for name, info in checkpoint.tensors.items():
         if name.rpartition(".")[2] in TENSOR_SCALES and info.shape in ((), (1,)):
             alike[info.dtype, info.shape].append(name)
-    found: Scales = defaultdict(dict)
+    scales: Scales = defaultdict(dict)
     for names in alike.values():
         values = checkpoint.read_stacked(names).flatten().tolist()
         for name, value in zip(names, values, strict=True):
             module, _, suffix = name.rpartition(".")
-            found[module][suffix] = value
-    return dict(found)
+            scales[module][suffix] = value
+    return dict(scales)
 
 
 def positive(scales: Scales) -> Iterator[Finding]:
     """Yield a finding for each scale: whether it is a finite number above 0."""
-    for module, own in scales.items():
-        for suffix, value in own.items():
+    for module, of_module in scales.items():
+        for suffix, value in of_module.items():
             yield 0 < value < math.inf, f"{module}.{suffix} is {value}, not above 0"
 
 
 def shared(scales: Scales) -> Iterator[Finding]:
     """Yield a finding for every later scale of a fused matrix: does it equal the first scale?"""
     first: dict[tuple[str, str], tuple[str, float]] = {}
-    for module, own in scales.items():
-        for suffix, value in own.items():
+    for module, of_module in scales.items():
+        for suffix, value in of_module.items():
             other, expected = first.setdefault((fused_with(module), suffix), (module, value))
             differ = f"{module}.{suffix} is {value:g} and {other}'s is {expected:g}"
             if module != other:

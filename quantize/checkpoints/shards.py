@@ -270,12 +270,12 @@ def _recorded_shards(path: Path, identity: str) -> dict[str, str]:
 
 def _sha256(path: Path, shard: Shard) -> str:
     """Return the sha256 of a shard's bytes in its file; if the file is too short, of what is there."""
-    digest, left = hashlib.sha256(), shard.nbytes
+    digest, remaining = hashlib.sha256(), shard.nbytes
     with path.open("rb") as file:
         file.seek(shard.begin)
-        while block := file.read(min(HASH_BLOCK, left)):
+        while block := file.read(min(HASH_BLOCK, remaining)):
             digest.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return digest.hexdigest()
 
 

@@ -137,13 +137,13 @@ def _check_patterns(targets: list[Target], quantization: Quantization) -> None:
 
 def _check_kinds(targets: Sequence[Target]) -> None:
     """Refuse a recipe that would quantize what must stay BF16, and say what `ignore` lacks."""
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     for target in targets:
         if target.scheme is not None and target.module_class not in QUANTIZABLE:
-            found.setdefault(target.module_class, target.name)
-    if found:
-        what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in found.items())
-        add = ", ".join(f'"{KEPT_LINEARS[kind]}"' for kind in found)
+            kinds.setdefault(target.module_class, target.name)
+    if kinds:
+        what = "; ".join(f"{name} ({kind}: {WHY_KEPT[kind]})" for kind, name in kinds.items())
+        add = ", ".join(f'"{KEPT_LINEARS[kind]}"' for kind in kinds)
         raise InputError(f"the recipe would quantize {what}; add to quantization.ignore: {add}")
 
 
@@ -184,13 +184,13 @@ def fused_with(module: str) -> str:
 
 
 def _scheme(name: str, modules: tuple[str, ...], chosen: Chosen) -> Scheme | None:
-    found = set(map(chosen, modules))
-    if len(found) > 1:
+    schemes = set(map(chosen, modules))
+    if len(schemes) > 1:
         raise InputError(
             f"{name}: the recipe gives its experts different schemes "
-            f"({', '.join(sorted(map(str, found)))}); vLLM reads one scheme a layer"
+            f"({', '.join(sorted(map(str, schemes)))}); vLLM reads one scheme a layer"
         )
-    only = found.pop() if found else None
+    only = schemes.pop() if schemes else None
     return SCHEMES[only] if only else None
 
 

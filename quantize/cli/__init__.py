@@ -33,7 +33,7 @@ COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 EXIT_CODES = """\b
 Exit codes:
   0  done, and the gate passed
-  1  the gate or the verification failed
+  1  the gate, the verification, the replay, `inspect` or a signature's check failed
   2  usage or bad input
   3  environment: missing GPU, memory, disk, token or dataset
   4  inconclusive, or not comparable

@@ -111,7 +111,10 @@ def track(
 
 @contextmanager
 def metered(title: str, total: int | None, unit: str, *, brief: bool = False) -> Generator[Meter]:
-    """Yield a meter, shown as a bar or as lines; if `brief`, without lines at begin and end."""
+    """Yield a meter, shown as a bar or as lines; if `brief`, without lines at begin and end.
+
+    Within another meter it is neither: the outer meter's line tells how far it is.
+    """
     meter = Meter(title, total, unit)
     with within(meter) as is_outermost:
         if not is_outermost:

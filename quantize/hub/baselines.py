@@ -84,7 +84,7 @@ def pull_pack(named: str, digest: str = "", signer: Signer | None = None) -> Pul
     ask, api = partial(_ask, repo), HfApi()
     commit = ask("read it", api.repo_info, revision=revision or None).sha
     files = ask("list its files", api.list_repo_files, revision=commit)
-    packs = [found[1] for file in files if (found := PACK.fullmatch(file))]
+    packs = [match[1] for file in files if (match := PACK.fullmatch(file))]
     meant = [pack for pack in packs if pack.startswith(digest)]
     if len(meant) != 1:
         has = ", ".join(pack[:12] for pack in packs) or "none"

@@ -70,12 +70,12 @@ def _data(run: RunDir, recipe: Recipe, report: dict[str, Any]) -> dict[str, list
         uses[Path(name).name if name.endswith(".jsonl") else name] = [("use", "calibration")]
     for task in (str(row["task"]) for row in report["tasks"]):
         plain = task.removesuffix(THINKING)
-        found = uses.setdefault(DATASETS.get(plain, (plain,))[0], [])
+        uses_of = uses.setdefault(DATASETS.get(plain, (plain,))[0], [])
         conditions = read_json(run.evaluation / CANDIDATE / f"{task}.conditions.json")
-        found.append(("use", f"evaluation: {task}"))
+        uses_of.append(("use", f"evaluation: {task}"))
         if asked := conditions["compared"].get("documents"):
             of = f"sha256 of the questions' digests: {task}"
-            found.append((of, _sha256(json.dumps(asked).encode())))
+            uses_of.append((of, _sha256(json.dumps(asked).encode())))
     return uses
 
 

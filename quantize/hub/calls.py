@@ -84,10 +84,10 @@ def explained(where: str, *, except_transient: bool = False) -> Generator[None]:
     except (httpx.HTTPError, OSError, RuntimeError, ValueError) as error:
         if except_transient and is_transient(error):
             raise
-        found: BaseException = error
-        while isinstance(found, RuntimeError) and found.__cause__ is not None:
-            found = found.__cause__  # an upload's worker wraps the error that stopped it
-        raise _explain(where, found) from None
+        cause: BaseException = error
+        while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+            cause = cause.__cause__  # an upload's worker wraps the error that stopped it
+        raise _explain(where, cause) from None
 
 
 def _explain(where: str, error: BaseException) -> QuantizeError:

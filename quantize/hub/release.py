@@ -92,13 +92,13 @@ def prepare(run: RunDir, request: ReleaseRequest, base: FindBase | None = None) 
     override = _check_verdict(run, request)
     weights = _listed_files(run)
     source = read_json(run.manifest_json, "source")["source"]
-    found = (base or find_base)(source, recipe)
-    texts = card_files(run, recipe, request.repo, override, found)
+    base_model = (base or find_base)(source, recipe)
+    texts = card_files(run, recipe, request.repo, override, base_model)
     if request.sign:
         for path in (run.report_json, run.verification_json):  # no questions, no folders
             text = json.dumps(shareable(read_json(path)), indent=2)
             texts[f"{EVIDENCE}/{path.name}"] = f"{text}\n"
-        texts[BILL] = signing.extra("quantize.hub.bom").bill(run, recipe, request.repo, found)
+        texts[BILL] = signing.extra("quantize.hub.bom").bill(run, recipe, request.repo, base_model)
         texts[README] += _how_to_verify(request.repo, request.sign)
     cards = [File.of(path, text.encode()) for path, text in texts.items()]
     if request.sign:
@@ -126,8 +126,8 @@ def _signature(run: RunDir, sign: str, files: Sequence[File]) -> File:
     kept = run.path / "signature.json"
     stands: dict[str, Any] = {"by": signing.fingerprint(key) if key else sign}
     stands["files"] = {file.path: file.sha256 for file in files}
-    if kept.is_file() and (found := read_json(kept)).items() >= stands.items():
-        return File.of(signing.SIGNATURE, str(found["signature"]).encode())
+    if kept.is_file() and (noted := read_json(kept)).items() >= stands.items():
+        return File.of(signing.SIGNATURE, str(noted["signature"]).encode())
     made = signing.sign_files({file.path: file.content for file in files}, key)
     write_json(kept, stands | {"signature": made.decode()})
     return File.of(signing.SIGNATURE, made)

@@ -76,8 +76,8 @@ class Hub:
 
     def account(self) -> str:
         """Return the name of the account that the token belongs to."""
-        found = self.ask("tell whose token this is", lambda _: self.api.whoami())
-        return str(found["name"])
+        identity = self.ask("tell whose token this is", lambda _: self.api.whoami())
+        return str(identity["name"])
 
     def look(self) -> Repository:
         """Return the state of the repository, or a `Repository()` if there is none."""
@@ -85,7 +85,8 @@ class Hub:
             return Repository()
         refs = self.ask("refs", self.api.list_repo_refs)
         tags, branches = (
-            {ref.name: ref.target_commit for ref in each} for each in (refs.tags, refs.branches)
+            {ref.name: ref.target_commit for ref in refs_of_kind}
+            for refs_of_kind in (refs.tags, refs.branches)
         )
         return Repository(True, bool(info.private), tags, branches)
 
@@ -104,16 +105,16 @@ class Hub:
     def files(self, revision: str) -> dict[str, RepoFile]:
         """Return path -> entry (with checksums) of every file that the Hub lists at a revision."""
         tree = partial(self.api.list_repo_tree, revision=revision, recursive=True)
-        found = self.ask(f"list the files of {revision}", lambda repo: list(tree(repo)))
-        return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
+        listed_files = self.ask(f"list the files of {revision}", lambda repo: list(tree(repo)))
+        return {entry.path: entry for entry in listed_files if isinstance(entry, RepoFile)}
 
     def pull_request(self, title: str, description: str, account: str) -> int:
         """Return the number of `account`'s open or draft pull request `title`, or of a new one."""
         listed = partial(self.api.get_repo_discussions, discussion_type="pull_request")
         doing = "list pull requests"
-        for found in self.ask(doing, lambda repo: list(listed(repo, author=account))):
-            if found.title == title and found.status in ("draft", "open"):
-                return found.num
+        for request in self.ask(doing, lambda repo: list(listed(repo, author=account))):
+            if request.title == title and request.status in ("draft", "open"):
+                return request.num
         create, doing = self.api.create_pull_request, "open a pull request"
         return self.ask(doing, create, title, description=description).num
 

@@ -101,14 +101,14 @@ def fingerprint(key: Path) -> str:
         raise InputError(f"{key}: no such private key")
     serialization = importlib.import_module("cryptography.hazmat.primitives.serialization")
     try:
-        found = serialization.load_pem_private_key(key.read_bytes(), None)
-        curve = found.curve.name  # an AttributeError for keys of other kinds
+        private_key = serialization.load_pem_private_key(key.read_bytes(), None)
+        curve = private_key.curve.name  # an AttributeError for keys of other kinds
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{key}: no private key of an elliptic curve ({_line(error)})") from None
     if curve not in CURVES:
         raise InputError(f"{key}: a key on {curve}; make one on {CURVES[0]}")
     encoding, form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    return hashlib.sha256(found.public_key().public_bytes(encoding, form)).hexdigest()
+    return hashlib.sha256(private_key.public_key().public_bytes(encoding, form)).hexdigest()
 
 
 @contextmanager
@@ -129,14 +129,14 @@ DIFFERENCES = {  # kind -> the package's words for files that are not as they we
 def _differences(text: str) -> str:
     """Return which files differ, without the digests."""
     text = text.replace("\\'", "'")
-    found = {what: ", ".join(re.findall(said, text)) for what, said in DIFFERENCES.items()}
-    return "; ".join(f"{what} {names}" for what, names in found.items() if names) or text[:300]
+    differing = {what: ", ".join(re.findall(said, text)) for what, said in DIFFERENCES.items()}
+    return "; ".join(f"{what} {names}" for what, names in differing.items() if names) or text[:300]
 
 
 def _hashing() -> Any:
     """Return how files are hashed: links are followed, the signature and caches are left out."""
-    found = extra("model_signing.hashing").Config().set_allow_symlinks(True)
-    return found.set_ignored_paths(paths=[SIGNATURE, *CACHES], ignore_git_paths=True)
+    config = extra("model_signing.hashing").Config().set_allow_symlinks(True)
+    return config.set_ignored_paths(paths=[SIGNATURE, *CACHES], ignore_git_paths=True)
 
 
 def extra(module: str) -> Any:

@@ -87,7 +87,7 @@ class Shape:
             message = {"role": "assistant", "content": said, "refusal": None}
             message |= {"reasoning_content": answer.reasoning or None, "tool_calls": calls or None}
             text = {"message": message}
-        return self._about(index, (0, answer.told)) | text | {"seed": job.seed}
+        return self._about(index, (0, answer.covered)) | text | {"seed": job.seed}
 
     def opening(self, index: int) -> Json:
         """Return the chunk that opens choice `index` of a chat."""
@@ -99,9 +99,9 @@ class Shape:
         text: Json = {"text": delta.content}
         if self.chats:
             calls = [{"index": n} | _call(call) for n, call in enumerate(delta.calls, delta.called)]
-            found = {"reasoning_content": delta.reasoning, "content": delta.content}
-            found |= {"tool_calls": calls}
-            text = {"delta": {name: piece for name, piece in found.items() if piece}}
+            fields = {"reasoning_content": delta.reasoning, "content": delta.content}
+            fields |= {"tool_calls": calls}
+            text = {"delta": {name: piece for name, piece in fields.items() if piece}}
         about = self._about(index, delta.span)
         if delta.finish is None:
             return self._chunk(about | text | {"finish_reason": None})

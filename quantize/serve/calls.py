@@ -82,12 +82,12 @@ def _as_json(text: str) -> str:
     """Write the strings and words of `text` as JSON's; ValueError: it holds something else."""
     said, opened, at, names = list[str](), list[str](), 0, False
     while at < len(text):
-        found = (_KEY if names else _VALUE).match(text, at)
-        if found is None or (len(opened) > DEEPEST and found["mark"] not in ("}", "]")):
+        match = (_KEY if names else _VALUE).match(text, at)
+        if match is None or (len(opened) > DEEPEST and match["mark"] not in ("}", "]")):
             raise ValueError("not readable, or nested too deeply")
-        at, mark = found.end(), found["mark"]
+        at, mark = match.end(), match["mark"]
         if mark is None:
-            said += [_scalar(found, names), ":" * names]
+            said += [_scalar(match, names), ":" * names]
         elif mark in "{[":
             opened.append(mark)
         elif mark in "}]":
@@ -97,14 +97,14 @@ def _as_json(text: str) -> str:
     return "".join(said)
 
 
-def _scalar(found: re.Match[str], key: bool) -> str:
-    if found["json"] is not None:
-        return found["json"]
-    if found["plain"] is not None:
-        return json.dumps(found["plain"])
-    if found["python"] is not None:
-        return json.dumps(_of_python(found["python"]))
-    word = found["word"].strip()
+def _scalar(match: re.Match[str], key: bool) -> str:
+    if match["json"] is not None:
+        return match["json"]
+    if match["plain"] is not None:
+        return json.dumps(match["plain"])
+    if match["python"] is not None:
+        return json.dumps(_of_python(match["python"]))
+    word = match["word"].strip()
     if not key and _NUMBER.fullmatch(word):
         return word
     return json.dumps(word) if key else _WORDS.get(word, json.dumps(word))
@@ -113,7 +113,7 @@ def _scalar(found: re.Match[str], key: bool) -> str:
 def _of_python(literal: str) -> str:
     """Return the text of a string in Python's single quotes; ValueError: a wrong escape."""
     known = _ESCAPE.sub(
-        lambda found: found[0] if found[1] in _ESCAPED else rf"\{found[0]}", literal
+        lambda match: match[0] if match[1] in _ESCAPED else rf"\{match[0]}", literal
     )
     try:
         return ast.literal_eval(known.replace("\r", r"\r").replace("\n", r"\n"))

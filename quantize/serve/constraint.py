@@ -93,12 +93,12 @@ class Constraint:
         pairs = enumerate(zip(written, tokens, strict=True))
         changed = next((n for n, (new, old) in pairs if new != old), None)
         changed = changed if closed is None else closed
-        stand = (
+        settled = (
             self._stands(written, start, changed, meter) if again and changed is not None else None
         )
-        if stand is not None and stand < len(tokens):
+        if settled is not None and settled < len(tokens):
             self._rounds += 1
-            return GuideVerdict(written, stand)
+            return GuideVerdict(written, settled)
         if again and changed is not None:  # what was written stops at the change
             self._rounds = ROUNDS
             return self._settled(logits, tokens, meter)

@@ -51,16 +51,16 @@ class Fleet:
         """Return the worker for a request with this body; RequestError 503: no worker is ready."""
         if not (ready := [worker for worker in self.workers if worker.ready]):
             raise RequestError(503, "no worker is ready", code="unavailable", retry_after=5)
-        found = min(ready, key=lambda worker: (worker.open, worker.taken))
+        chosen = min(ready, key=lambda worker: (worker.open, worker.taken))
         if self.options.prefix_bytes and (chat := beginning(body)):
-            home = self.homes.pop(chat, found)
-            if home.ready and home.open <= found.open + self.options.max_num_seqs:
-                found = home
-            self.homes[chat] = found
+            home = self.homes.pop(chat, chosen)
+            if home.ready and home.open <= chosen.open + self.options.max_num_seqs:
+                chosen = home
+            self.homes[chat] = chosen
             if len(self.homes) > CHATS:
                 del self.homes[next(iter(self.homes))]
-        found.taken += 1
-        return found
+        chosen.taken += 1
+        return chosen
 
     def leave(self) -> None:
         """Ask all workers to end after their running requests."""
@@ -80,9 +80,9 @@ class Fleet:
 
     async def health(self, _: Request) -> Response:
         """Report running and waiting samples of all workers, and how many workers are healthy."""
-        told = [page.json() for page in (await self._pages("/health", {})).values()]
-        healthy = sum(state["status"] == "ok" for state in told)
-        counts = {name: sum(state[name] for state in told) for name in ("running", "waiting")}
+        reports = [page.json() for page in (await self._pages("/health", {})).values()]
+        healthy = sum(state["status"] == "ok" for state in reports)
+        counts = {name: sum(state[name] for state in reports) for name in ("running", "waiting")}
         state = {"status": "ok" if healthy else "unavailable"} | counts
         state |= {"key_required": self.options.api_key is not None, "workers": healthy}
         return JSONResponse(state, 200 if healthy else 503)
@@ -93,10 +93,10 @@ class Fleet:
         pages = await self._pages("/metrics", {"authorization": key} if key else {})
         families: dict[str, Metric] = {}
         for index, page in pages.items():
-            for found in text_string_to_metric_families(page.text):
-                empty = Metric(found.name, found.documentation, found.type)
-                family = families.setdefault(found.name, empty)
-                for sample in found.samples:
+            for metric_family in text_string_to_metric_families(page.text):
+                empty = Metric(metric_family.name, metric_family.documentation, metric_family.type)
+                family = families.setdefault(metric_family.name, empty)
+                for sample in metric_family.samples:
                     labels = sample.labels | {"worker": str(index)}
                     family.add_sample(sample.name, labels, sample.value)
         together: Any = SimpleNamespace(collect=families.values)

@@ -45,9 +45,9 @@ def guarded(app: ASGIApp, options: Options, metrics: Metrics) -> ASGIApp:
     guard = _Guard(app, options, metrics)
     if not options.origins:
         return guard
-    told = ["X-Ignored-Parameters", "X-Worker", "Retry-After"]
+    exposed = ["X-Ignored-Parameters", "X-Worker", "Retry-After"]
     return CORSMiddleware(
-        guard, options.origins, ["GET", "POST"], allow_headers=["*"], expose_headers=told
+        guard, options.origins, ["GET", "POST"], allow_headers=["*"], expose_headers=exposed
     )
 
 

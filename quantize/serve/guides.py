@@ -51,12 +51,12 @@ class AnswerGuide:
 
 def scored(logits: Tensor, tokens: Sequence[int], top: int) -> list[Scored]:
     """Return one `Scored` per token, from logits [L, V], with the `top` most probable tokens."""
-    found: list[Scored] = []
+    scores: list[Scored] = []
     for start in range(0, len(tokens), ROWS):
-        own = torch.tensor(tokens[start : start + ROWS], device=logits.device)
+        drawn = torch.tensor(tokens[start : start + ROWS], device=logits.device)
         chances = logits[start : start + ROWS].float().log_softmax(-1)
         best = chances.topk(top)
-        columns = (own, chances.gather(-1, own[:, None])[:, 0], best.indices, best.values)
+        columns = (drawn, chances.gather(-1, drawn[:, None])[:, 0], best.indices, best.values)
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        found += [Scored(t, p, list(zip(ids, ps, strict=True))) for t, p, ids, ps in rows]
-    return found
+        scores += [Scored(t, p, list(zip(ids, ps, strict=True))) for t, p, ids, ps in rows]
+    return scores

@@ -181,7 +181,7 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
     names = (message.name for message in messages if not isinstance(message, Result))
     parts = (part for turn in messages if isinstance(turn.content, list) for part in turn.content)
     details = (part.image_url.detail for part in parts if isinstance(part, ImagePart))
-    detail = next((found for found in details if found not in (None, "auto")), None)
+    detail = next((stated for stated in details if stated not in (None, "auto")), None)
     return {"name": next(filter(None, names), None), "detail": detail}
 
 

@@ -63,4 +63,4 @@ class Metrics:
 
     def _ask(self, name: str, says: str, value: Callable[[], float | None]) -> None:
         gauge = Gauge(f"quantize_{name}", says, registry=self.registry)
-        gauge.set_function(lambda: math.nan if (found := value()) is None else found)
+        gauge.set_function(lambda: math.nan if (reading := value()) is None else reading)

@@ -39,15 +39,15 @@ def put(
     if len(urls) > MAX_PICTURES:
         message = f"{len(urls)} pictures; at most {MAX_PICTURES} are taken"
         raise RequestError(400, message, param="messages", code="too_many_images")
-    found: list[tuple[Images, list[int]]] = []
+    put_in: list[tuple[Images, list[int]]] = []
     for param, url in urls:
         try:
-            found.append(prepare([read(url)], config, soft_tokens))
+            put_in.append(prepare([read(url)], config, soft_tokens))
         except InputError as error:
             raise invalid(param, error, "invalid_image") from error
-    pixels = torch.cat([images.pixels for images, _ in found])
-    positions = torch.cat([images.positions for images, _ in found])
-    counts = [count for _, each in found for count in each]
+    pixels = torch.cat([images.pixels for images, _ in put_in])
+    positions = torch.cat([images.positions for images, _ in put_in])
+    counts = [count for _, soft_counts in put_in for count in soft_counts]
     return place(prompt, counts, config), Images(pixels, positions)
 
 

@@ -28,8 +28,8 @@ class GrowingResponse:
     """A response that grows with each chunk of a chat's answer; every change becomes an event."""
 
     def __init__(self, body: ResponsesRequest) -> None:
-        told = {"model", "instructions", "parallel_tool_calls", "temperature"}
-        told |= {"tools", "tool_choice", "top_p", "text"}
+        echoed = {"model", "instructions", "parallel_tool_calls", "temperature"}
+        echoed |= {"tools", "tool_choice", "top_p", "text"}
         self.items: list[Json] = []  # the last one is open until another begins
         self.response: Json = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -40,7 +40,7 @@ class GrowingResponse:
             "usage": None,
             "error": None,
             "incomplete_details": None,
-            **body.model_dump(include=told, by_alias=True),
+            **body.model_dump(include=echoed, by_alias=True),
             "metadata": body.metadata or {},
         }
         self._finish: str | None = None

@@ -123,14 +123,14 @@ def listening_socket(host: str, port: int) -> socket:
     """Return a socket bound to `host` and `port`; ResourceError: it cannot be bound."""
     try:
         family, kind, protocol, _, address = getaddrinfo(host, port, type=SOCK_STREAM)[0]
-        found = socket(family, kind, protocol)
-        found.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a server may just have stopped there
-        found.bind(address)
+        listener = socket(family, kind, protocol)
+        listener.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)  # a server may just have stopped there
+        listener.bind(address)
     except OSError as error:
         raise ResourceError(
             f"cannot listen at {host} port {port} ({error.strerror}): give another --host or --port"
         ) from error
-    return found
+    return listener
 
 
 def run(server: Server, sock: socket) -> None:
@@ -144,10 +144,10 @@ def run(server: Server, sock: socket) -> None:
 
 def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
     """Serve on a new Unix socket `path`, as a worker process; print a QuantizeError and exit."""
-    found = socket(AF_UNIX)
-    found.bind(str(path))
+    listener = socket(AF_UNIX)
+    listener.bind(str(path))
     try:
-        serve(checkpoint, options, place, found)
+        serve(checkpoint, options, place, listener)
     except QuantizeError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)

@@ -157,9 +157,9 @@ class Service:
     def model(self) -> dict[str, Any]:
         """The served model, as GET /v1/models lists it."""
         model = {"id": self.options.model_name, "object": "model", "created": 0}
-        told = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
-        told |= {"judged_activations": self.options.judged_activations}
-        return model | {"owned_by": "quantize", "max_model_len": self.max_length} | told
+        facts = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
+        facts |= {"judged_activations": self.options.judged_activations}
+        return model | {"owned_by": "quantize", "max_model_len": self.max_length} | facts
 
     def check_model(self, name: str) -> None:
         """Raise RequestError 404 unless `name` is that of the served model."""

@@ -136,7 +136,7 @@ class Answer:
     reasoning: str = ""
     content: str = ""
     calls: list[Call] = field(default_factory=list[Call])
-    told: int = 0  # tokens that deltas have covered
+    covered: int = 0  # tokens that deltas have covered
     finish: Literal["stop", "length"] | None = None
 
     def commit(self, canvas: Canvas, complete: bool = False) -> None:
@@ -173,9 +173,9 @@ class Answer:
             self.finish,
             calls[len(self.calls) :],
             len(self.calls),
-            (self.told, min(len(self.sample.tokens), self.max_tokens)),
+            (self.covered, min(len(self.sample.tokens), self.max_tokens)),
         )
-        self.told = delta.span[1]
+        self.covered = delta.span[1]
         self.reasoning += delta.reasoning
         self.content += delta.content
         self.calls += delta.calls
@@ -193,8 +193,8 @@ class Answer:
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Return (`text` before the stop string that ends first, True), or (`text`, False) if none."""
     # Which stop string begins first could depend on where a canvas ends.
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return (text[: min(found)[1]], True) if found else (text, False)
+    ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return (text[: min(ends)[1]], True) if ends else (text, False)
 
 
 def held(text: str, stops: Sequence[str]) -> int:

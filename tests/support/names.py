@@ -2,8 +2,7 @@
 
     python tests/support/names.py     lists what is refused; ends with 1 if anything is
 
-A name is stored where it is assigned, a parameter, or the variable of a loop. `UNCLEAN` are the folders
-that still have refused names: take one off once it has none, and never add one.
+A name is stored where it is assigned, a parameter, or the variable of a loop.
 """
 
 import ast
@@ -14,9 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRODUCT = ("quantize", "recipes", "kernels", "evaluation")
 REFUSED = frozenset({"own", "found", "each", "left", "told", "stand"})
-UNCLEAN = (
-    "quantize/checkpoints", "quantize/hub", "quantize/serve", "quantize/stages",
-)  # fmt: skip
 
 
 def files() -> list[Path]:
@@ -36,14 +32,13 @@ def stored(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def refused(folder: Path) -> list[str]:
-    """Return the places below `folder` where a refused name is stored, except in UNCLEAN folders."""
+    """Return the places below `folder` where a refused name is stored."""
     places: list[str] = []
     for file in sorted(folder.rglob("*.py")):
         path = file.relative_to(ROOT)
-        if not any(path.is_relative_to(unclean) for unclean in UNCLEAN):
-            for name, line in stored(ast.parse(file.read_text("utf-8"))):
-                if name in REFUSED:
-                    places.append(f"{path}:{line}: {name!r} does not say what it holds")
+        for name, line in stored(ast.parse(file.read_text("utf-8"))):
+            if name in REFUSED:
+                places.append(f"{path}:{line}: {name!r} does not say what it holds")
     return places
 
 
@@ -59,17 +54,13 @@ def classes() -> dict[str, list[str]]:
 
 
 def faults() -> list[str]:
-    """Return everything that is refused, and every exception that is needed no longer."""
+    """Return everything that is refused."""
     lines = [place for folder in PRODUCT for place in refused(ROOT / folder)]
     twice = {name: places for name, places in classes().items() if len(places) > 1}
     lines += [
         f"{', '.join(places)}: several classes are called {name}"
         for name, places in sorted(twice.items())
     ]
-    for folder in UNCLEAN:
-        trees = [ast.parse(file.read_text("utf-8")) for file in (ROOT / folder).rglob("*.py")]
-        if not any(name in REFUSED for tree in trees for name, _ in stored(tree)):
-            lines.append(f"names.py: {folder} is in UNCLEAN, and has no refused name")
     return lines
 
 

@@ -61,8 +61,8 @@ class Answers:
         Sample files are removed once they are complete, except BF16's.
         """
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
-        left = [task.name for task in tasks if task not in done]
-        content = {"tasks": list(looks), "not_asked": left, "looks": looks}
+        not_asked = [task.name for task in tasks if task not in done]
+        content = {"tasks": list(looks), "not_asked": not_asked, "looks": looks}
         write_json(self.folder / DONE, content)
         if self.folder != self._run.evaluation:
             for path in sorted(self.folder.rglob("*"), key=lambda path: path.name == DONE):
@@ -98,10 +98,10 @@ class Answers:
 
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
         """Return a task's scores under this run's conditions, or None; only process 0 has scores."""
-        found = None if self._processes.rank else self._standing(model, task)
-        if found is None or found.conditions.get("extraction") != VERSION:
+        standing = None if self._processes.rank else self._standing(model, task)
+        if standing is None or standing.conditions.get("extraction") != VERSION:
             return None
-        return found if found.made_with == made_with(model, task) else None
+        return standing if standing.made_with == made_with(model, task) else None
 
     def _standing(self, model: ComparedModel, task: Task) -> Scoring | None:
         try:
@@ -114,12 +114,12 @@ class Answers:
     ) -> tuple[int, Comparison | None]:
         """Return how many looks both `judged` models finished, and their comparison or None."""
         ours, theirs = (self.scored(model, task) for model in judged)
-        looks, found = 0, None
+        looks, outcome = 0, None
         if ours and theirs:
             looks = len(in_common(ours, theirs)[2])
             terms, free = gate.terms(task.name), judged[1].free
-            found = paired(ours, theirs, terms, other_settings=free)
-        comparison = found if isinstance(found, Comparison) else None
+            outcome = paired(ours, theirs, terms, other_settings=free)
+        comparison = outcome if isinstance(outcome, Comparison) else None
         return self._processes.of_first((looks, comparison))
 
     def ask(
@@ -154,7 +154,7 @@ class Answers:
                 model.backend,
                 part,
                 data_file=task.data,
-                definition=task.own,
+                definition=task.definition,
                 seed=model.seed,
                 sampler=model.backend.sampler_settings,
                 earlier=before if before and before.made_with == store.made_with else None,
@@ -172,17 +172,20 @@ class Answers:
             if model.name != BASELINE and len(whole.rows) == task.samples:
                 self._whole.append(store)
 
-    def tell_look(self, tasks: Sequence[Task], task: Task, looks: int, found: Comparison) -> None:
+    def tell_look(
+        self, tasks: Sequence[Task], task: Task, looks: int, comparison: Comparison
+    ) -> None:
         """Print a task's result at interim look `looks`, and the time that may still be needed."""
-        outcome = judge_task(task.name, found).outcome.replace("INCONCLUSIVE", "undecided")
-        low, high = found.difference_bounds.low, found.difference_bounds.high
+        outcome = judge_task(task.name, comparison).outcome.replace("INCONCLUSIVE", "undecided")
+        low, high = comparison.difference_bounds.low, comparison.difference_bounds.high
         later = tasks[tasks.index(task) + 1 :]
-        rest = task.samples - found.questions * found.repeats if outcome == "undecided" else 0
-        seconds = 3600 * self._rates.hours(2 * (rest + sum(each.samples for each in later)))
+        answered = comparison.questions * comparison.repeats
+        rest = task.samples - answered if outcome == "undecided" else 0
+        seconds = 3600 * self._rates.hours(2 * (rest + sum(other.samples for other in later)))
         say(
-            f"{task.name}: look {looks} of {len(task.plan.looks)}: {found.questions * found.repeats} "
-            f"of {task.samples} a model; {found.difference_pp:+.1f} points [{low:+.1f}, {high:+.1f}], "
-            f"margin {found.margin_pp:g}: {outcome}"
+            f"{task.name}: look {looks} of {len(task.plan.looks)}: {answered} of {task.samples} a "
+            f"model; {comparison.difference_pp:+.1f} points [{low:+.1f}, {high:+.1f}], margin "
+            f"{comparison.margin_pp:g}: {outcome}"
             + (f"; at most about {duration(seconds)} left" if seconds else "")
         )
 
@@ -227,8 +230,8 @@ class AnswerRates:
 
     def hours(self, samples: int) -> float:
         """Return the hours that `samples` would take at the rate so far, 0 before the first sample."""
-        counted = sum(each["samples"] for each in self.by_model.values())
-        seconds = sum(each["seconds"] for each in self.by_model.values())
+        counted = sum(counts["samples"] for counts in self.by_model.values())
+        seconds = sum(counts["seconds"] for counts in self.by_model.values())
         return samples * seconds / counted / 3600 if counted else 0.0
 
     def counted(

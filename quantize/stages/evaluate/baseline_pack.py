@@ -81,7 +81,7 @@ class Pack:
     answers: dict[str, dict[str, Completion]]
 
     def __str__(self) -> str:
-        counts = (f"{len(found):,} answers to {task}" for task, found in self.answers.items())
+        counts = (f"{len(answers):,} answers to {task}" for task, answers in self.answers.items())
         devices = sorted({str(made.get("device")) for made in self.made_with.values()})
         return f"{', '.join(counts)}, made on {', '.join(devices)}"
 
@@ -164,7 +164,9 @@ def export_pack(run: RunDir, out: Path) -> Pack:
         with held(path, made) as store:
             done = sorted(store.done.items())
         tasks[task] = made
-        lines += [json.dumps({"task": task, "key": key, **asdict(each)}) for key, each in done]
+        lines += [
+            json.dumps({"task": task, "key": key, **asdict(completion)}) for key, completion in done
+        ]
     manifest = read_json(run.manifest_json, "source.fingerprint", "tool")
     origin = {"tool": manifest["tool"], "commit": manifest["source"].get("commit")}
     header = {"format": FORMAT, "origin": origin, "tasks": tasks}

@@ -61,11 +61,11 @@ class ServedModel:
         # Template, sampler and precision are the server's own, so both models must be served.
         self.sampler_settings: dict[str, Any] = {"sampler": "the server's"}
         about = [self._described(server, digest, revision) for server in self.servers.all]
-        for server, each in zip(self.servers.all, about, strict=True):
-            if each != about[0]:
-                key = next(key for key in each if each[key] != about[0][key])
+        for server, entry in zip(self.servers.all, about, strict=True):
+            if entry != about[0]:
+                key = next(key for key in entry if entry[key] != about[0][key])
                 raise InputError(
-                    f"{server.url}: its {key} is {each[key]!r}, and that of {self.servers.all[0].url} "
+                    f"{server.url}: its {key} is {entry[key]!r}, and that of {self.servers.all[0].url} "
                     f"is {about[0][key]!r}; name servers of one model"
                 )
         self.made_with: dict[str, Any] = {"model": about[0], "versions": package_versions()}
@@ -203,15 +203,17 @@ def open_models(
         exported = ExportedAnswerer(checkpoint, quantized, options.gguf, options.llama_cpp, bf16)
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
     for name, point in options.points.items():
-        own = point.settings()
-        if (steps := own.get("max_denoising_steps", 0)) > bf16_sampler.max_denoising_steps:
+        settings_of_point = point.settings()
+        if (
+            steps := settings_of_point.get("max_denoising_steps", 0)
+        ) > bf16_sampler.max_denoising_steps:
             raise InputError(
                 f"operating point {name}: {steps} steps of a canvas are more than "
                 f"the baseline's {bf16_sampler.max_denoising_steps}, so it would be slower; name fewer"
             )
         mode = point.activations or settings.activations
         check_mode(artifact, mode)
-        backend = local(checkpoint, weights, mode, replace(sampler, **own))
+        backend = local(checkpoint, weights, mode, replace(sampler, **settings_of_point))
         models.append(ComparedModel(AT_POINT + name, backend, settings.seed, free or JUDGED))
     return models
 
@@ -220,7 +222,7 @@ def warn_of_servers(models: Sequence[ComparedModel], token_limit: int, canvas_le
     """Warn of servers that may encode finished canvases wrongly, if answers may exceed a canvas."""
     if token_limit <= canvas_length:
         return
-    served = [each.backend.servers for each in models if isinstance(each.backend, ServedModel)]
+    served = [model.backend.servers for model in models if isinstance(model.backend, ServedModel)]
     unsaid = {s.url for servers in served for s in servers.all if s.commit_pass is None}
     for url in sorted(unsaid):
         say(

@@ -120,9 +120,9 @@ def _imported(
         return None
     say(f"{BASELINE}: {pack} ({pack.path})")
     for task in tasks:
-        if (found := len(pack.answers[task.name])) < task.samples:
+        if (count := len(pack.answers[task.name])) < task.samples:
             say(
-                f"warning: {task.name}: it has {found} of {task.samples} answers; evaluate ends where "
+                f"warning: {task.name}: it has {count} of {task.samples} answers; evaluate ends where "
                 f"the verdict needs more"
             )
     return ImportedBaseline(pack, made, sampler)
@@ -157,10 +157,10 @@ def _ask_until_decided(
     def ask(name: str, looks: int) -> tuple[int, Comparison | None]:
         task = by_name[name]
         answers.ask(judged, {task: looks}, f"look {looks} of {len(task.plan.looks)}")
-        taken, found = answers.compared(judged, task, gate)
-        if looks and found is not None:
-            answers.tell_look(tasks, task, taken, found)
-        return taken, found
+        taken, comparison = answers.compared(judged, task, gate)
+        if looks and comparison is not None:
+            answers.tell_look(tasks, task, taken, comparison)
+        return taken, comparison
 
     taken, seen = until_decided({task.name: task.plan for task in tasks}, ask)
     answers.tell(tasks, taken, judge(seen).outcome)
@@ -185,13 +185,13 @@ def _leave_for_the_report(
 ) -> None:
     folder = answers.folder
     requests = {
-        task.name: leave_questions(folder, task.name, task.data, task.own) for task in tasks
+        task.name: leave_questions(folder, task.name, task.data, task.definition) for task in tasks
     }
     if not all(isinstance(model.backend, Answerer) for model in judged):
         return
     for model in answers.there_first(judged):
         assert isinstance(model.backend, Answerer)
-        for task, own in requests.items():
-            if own:
-                record_differing(folder, task, own, {model.name: model.backend})
+        for task, questions in requests.items():
+            if questions:
+                record_differing(folder, task, questions, {model.name: model.backend})
         model.backend.release()

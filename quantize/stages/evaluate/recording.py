@@ -31,10 +31,10 @@ def leave_questions(
     if is_private(task, definition):
         return {}
     asked = sorted({row.doc_id for row in read_scoring(folder / BASELINE, task).rows})
-    found = first_requests(
+    first = first_requests(
         task, data_file=data_file, definition=definition, questions=asked, seed=0
     )
-    requests = dict(zip(asked, found, strict=True))
+    requests = dict(zip(asked, first, strict=True))
     prompts = {str(index): request.prompt for index, request in requests.items()}
     write_json(folder / "questions" / f"{task}.json", {"prompts": prompts})
     return requests
@@ -66,5 +66,5 @@ def choose(base: Scoring, other: Scoring) -> Sequence[Row]:
     """Return up to RECORDED differing rows of `base`, changed scores first; if none, one row."""
     entries = sorted(differing(base, other), key=lambda entry: entry["outcome"] == "other answer")
     rows = {(row.doc_id, row.repeat): row for row in base.rows}
-    found = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]
-    return found or base.rows[:1]
+    chosen = [rows[entry["question"], entry["repeat"]] for entry in entries[:RECORDED]]
+    return chosen or base.rows[:1]

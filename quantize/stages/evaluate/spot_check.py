@@ -47,8 +47,8 @@ def spot_check(
     seed = secrets.randbits(32) if seed is None else seed
     rows = {
         (task, row.doc_id, row.repeat): row
-        for task, found in scorings.items()
-        for row in found.rows
+        for task, scoring in scorings.items()
+        for row in scoring.rows
     }
     drawn = random.Random(seed).sample(sorted(rows), min(count, len(rows)))
     tasks = {task.name: task for task in open_tasks(settings, gate, data_dir)}
@@ -65,16 +65,16 @@ def spot_check(
             again[name, row.doc_id, row.repeat] = row
     bf16.release()
     pairs = [(rows[key], again[key]) for key in drawn]
-    if any((told.doc_hash, told.seed) != (made.doc_hash, made.seed) for told, made in pairs):
+    if any((stored.doc_hash, stored.seed) != (made.doc_hash, made.seed) for stored, made in pairs):
         raise InputError(f"{run.path}: the tasks' data is not what this run was scored on")
     checked = SpotCheck(
         origin["pack"],
         seed,
         all(here.get(key) == there.get(key) for key in (*SUMS, *READERS)),
         len(pairs),
-        sum(_said(told) != _said(made) for told, made in pairs),
-        sum(told.score > made.score for told, made in pairs),
-        sum(told.score < made.score for told, made in pairs),
+        sum(_said(stored) != _said(made) for stored, made in pairs),
+        sum(stored.score > made.score for stored, made in pairs),
+        sum(stored.score < made.score for stored, made in pairs),
     )
     said = f"Spot check: {checked.fault or checked}."
     write_json(run.spot_check_json, asdict(checked) | {"said": said})
@@ -98,13 +98,13 @@ def _answered(
     ):
 
         def counted(finished: Iterator[Finished], _: int) -> Iterator[Finished]:
-            for each in finished:
+            for sample in finished:
                 meter.add()
-                yield each
+                yield sample
 
         made = score(
             task.name, SampleStore(Path(scratch, "answers.jsonl"), {}), bf16,
-            Part(questions, range(repeat, repeat + 1)), data_file=task.data, definition=task.own,
+            Part(questions, range(repeat, repeat + 1)), data_file=task.data, definition=task.definition,
             seed=seed, sampler=bf16.sampler_settings, progress=counted,
         )  # fmt: skip
     assert made is not None  # one process answers

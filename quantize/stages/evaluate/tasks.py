@@ -27,7 +27,9 @@ class Task:
     data: Path | None  # its local data file, None if it has none
     plan: Plan  # how many questions and answers are planned
     token_limit: int  # the most tokens of an answer
-    own: Definition | None = None  # definition of a recipe's own task, None for a shipped task
+    definition: Definition | None = (
+        None  # definition of a recipe's own task, None for a shipped task
+    )
     digest: str | None = None  # a hash over `own`
     prompt_tokens: int = 0  # tokens of the longest prompt, if prompts are long
 
@@ -49,10 +51,13 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
         InputError: a task's own file cannot be read, or a task has only one question.
         ResourceError: a data set cannot be read.
     """
-    found: list[Task] = []
+    tasks: list[Task] = []
     for name in settings.tasks:
-        own = settings.own_tasks.get(name)
-        file, definition = data_file(name, data_dir, settings), own.definition() if own else None
+        own_task = settings.own_tasks.get(name)
+        file, definition = (
+            data_file(name, data_dir, settings),
+            own_task.definition() if own_task else None,
+        )
         try:
             documents, token_limit = size(name, file, definition)
         except ValueError as error:
@@ -64,9 +69,11 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
                 f"the least that two models can be compared on"
             )
         plan = Plan(gate.estimand, questions, settings.repeats.get(name, 1), settings.seed)
-        digest, room = (own.digest(), 0) if own else (None, notes(name).get("prompt_tokens", 0))
-        found.append(Task(name, file, plan, token_limit, definition, digest, room))
-    return sorted(found, key=lambda task: task.cost)
+        digest, room = (
+            (own_task.digest(), 0) if own_task else (None, notes(name).get("prompt_tokens", 0))
+        )
+        tasks.append(Task(name, file, plan, token_limit, definition, digest, room))
+    return sorted(tasks, key=lambda task: task.cost)
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
@@ -75,29 +82,29 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     Raises:
         ResourceError: `data_dir` lacks the file of a shipped task.
     """
-    own = settings.own_tasks.get(task)
-    if own is not None and own.data is not None:
-        return Path(own.data)
-    if own is None and "custom_dataset" in shipped(task):
+    own_task = settings.own_tasks.get(task)
+    if own_task is not None and own_task.data is not None:
+        return Path(own_task.data)
+    if own_task is None and "custom_dataset" in shipped(task):
         return None  # its data is generated
     if data_dir is None:
         return HELDOUT if task in BUNDLED_TASKS else None
-    found = local_data(task, data_dir)
-    if found is None and own is None:
+    local = local_data(task, data_dir)
+    if local is None and own_task is None:
         raise ResourceError(f"{data_dir}: no .jsonl or .csv of task {task!r}; put it there")
-    return found
+    return local
 
 
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
     """Return what a task's samples depend on: `backend`'s conditions, the seed, and the task's own."""
-    found = dict(backend) | {
+    stated = dict(backend) | {
         "task": task.name,
         "data": sha256_of(task.data)[:16] if task.data else None,
         "planned": asdict(task.plan),
         "seed": seed,
     }
     if task.digest is not None:
-        found["definition"] = task.digest
-    if is_private(task.name, task.own):  # of its answers only what was extracted is kept
-        found["extraction"] = VERSION
-    return json.loads(json.dumps(found))  # equal to what is read back
+        stated["definition"] = task.digest
+    if is_private(task.name, task.definition):  # of its answers only what was extracted is kept
+        stated["extraction"] = VERSION
+    return json.loads(json.dumps(stated))  # equal to what is read back

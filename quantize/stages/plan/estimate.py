@@ -196,11 +196,11 @@ def tokens_by_task(recipe: Recipe) -> dict[str, int]:
 
 def known_sizes(recipe: Recipe) -> dict[str, int]:
     """Return task -> number of questions asked, for tasks whose data set has a known size."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for task in recipe.evaluation.tasks:
         if (size := recipe.evaluation.questions(task)) is not None:
-            found[task] = min(size, recipe.evaluation.limit.get(task, size))
-    return found
+            sizes[task] = min(size, recipe.evaluation.limit.get(task, size))
+    return sizes
 
 
 def evaluation_seconds(recipe: Recipe) -> float:
@@ -211,9 +211,9 @@ def evaluation_seconds(recipe: Recipe) -> float:
 
 def cannot_pass(recipe: Recipe) -> list[str]:
     """Return a sentence for each task on which the gate cannot PASS, whatever the answers are."""
-    found: list[str | None] = []
+    sentences: list[str | None] = []
     for task, questions in known_sizes(recipe).items():
         repeats = recipe.evaluation.repeats.get(task, 1)
-        own = Plan(recipe.gate.estimand, questions, repeats, 0)
-        found.append(out_of_reach(task, own, recipe.gate.terms(task)))
-    return [sentence for sentence in found if sentence]
+        looks_plan = Plan(recipe.gate.estimand, questions, repeats, 0)
+        sentences.append(out_of_reach(task, looks_plan, recipe.gate.terms(task)))
+    return [sentence for sentence in sentences if sentence]

@@ -177,8 +177,8 @@ def gpu_table(
     title = f"{gpu.name} ({gpu.target}{memory})"
     table = Table("part", "scheme", "kernels", "", title=title, title_justify="left")
     for kind, scheme in kernel_schemes(targets, products).items():
-        found = verdict(scheme, gpu)
-        table.add_row(kind, found.scheme, found.kernels or "cannot run", found.note)
+        support = verdict(scheme, gpu)
+        table.add_row(kind, support.scheme, support.kernels or "cannot run", support.note)
     if gpu.rates is not None and runs(targets, gpu):
         ways: list[Products] = [products, "stored"]
         least = [

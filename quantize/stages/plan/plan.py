@@ -89,9 +89,11 @@ def plan_table(targets: list[Target], title: str) -> Table:
     count, *sizes = (Column(n, justify="right", no_wrap=True) for n in ("count", "before", "after"))
     heads = ("modules", count, "becomes", *sizes, "kept because")
     table = Table(*heads, title=title, title_justify="left")
-    for (kind, scheme, reason), own in sorted(groups.items(), key=lambda g: -sum_bytes(g[1])[0]):
-        linears = sum(len(target.modules) for target in own)  # rows that stay BF16 count tensors
-        table.add_row(kind, f"{linears or len(own):,}", scheme, *map(size, sum_bytes(own)), reason)
+    for (kind, scheme, reason), group in sorted(groups.items(), key=lambda g: -sum_bytes(g[1])[0]):
+        linears = sum(len(target.modules) for target in group)  # rows that stay BF16 count tensors
+        table.add_row(
+            kind, f"{linears or len(group):,}", scheme, *map(size, sum_bytes(group)), reason
+        )
     before, after = sum_bytes(targets)
     modules = sum(len(target.modules) for target in targets)
     table.add_section()

@@ -73,26 +73,26 @@ def show_plan(
     if model is None and gpu_memory is None and gpu is None:
         return code
     within = planned_gpu(chosen, gpu_memory)
-    found = planned(recipe, config, tensors, targets, within)
-    screen.print(stage_table(recipe.name, found, within))
-    if asking := next((row.seconds for row in found if row.stage == "evaluate"), None):
+    rows = planned(recipe, config, tensors, targets, within)
+    screen.print(stage_table(recipe.name, rows, within))
+    if asking := next((row.seconds for row in rows if row.stage == "evaluate"), None):
         screen.print(task_table(recipe, asking))
-    lines = [*ending(found), *JUDGING, serving_line(config, targets, within)]
+    lines = [*ending(rows), *JUDGING, serving_line(config, targets, within)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         screen.print(recipes_table(config, tensors, within))
-    if gpu_memory is not None and (lacks := next((r.lacks for r in found if r.lacks), None)):
+    if gpu_memory is not None and (lacks := next((r.lacks for r in rows if r.lacks), None)):
         raise lacks
     return code
 
 
-def stage_table(name: str, found: Sequence[StageRow], gpu: "Gpu") -> Table:
+def stage_table(name: str, rows: Sequence[StageRow], gpu: "Gpu") -> Table:
     """Return a table of what each stage takes, with one row per stage, 80 columns wide at most."""
     never = "" if gpu.ran else " (never run on one)"
     numbers = ("GPU", "streamed", "host", "disk")
     title = f"{name} on {gpu.name}, {gpu.memory / 1e9:.0f} GB{never}: estimates"
     table = narrow_table(title, ("stage", "time", *numbers), numbers)
-    for row in found:
+    for row in rows:
         if row.lacks is not None:
             table.add_row(row.stage, f"needs {least_of(row.lacks)}")
             continue
@@ -140,9 +140,9 @@ def rounded(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def ending(found: Sequence[StageRow]) -> list[str]:
+def ending(rows: Sequence[StageRow]) -> list[str]:
     """Return sentences on what evaluation's time is of, and on what to do where it takes days."""
-    (seconds,) = (row.seconds for row in found if row.stage == "evaluate")
+    (seconds,) = (row.seconds for row in rows if row.stage == "evaluate")
     if seconds is None:
         return []
     return [TO_THE_LIMITS, DAYS] if seconds[0] > A_DAY else [TO_THE_LIMITS]

@@ -40,10 +40,10 @@ def sources() -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _refusal(found: str) -> str:
+def _refusal(installed: str) -> str:
     releases = " and ".join(KNOWN.values())
     return (
-        f"diffusiongemma-vllm-repair does not know this vLLM's DiffusionGemma ({found}; it knows "
+        f"diffusiongemma-vllm-repair does not know this vLLM's DiffusionGemma ({installed}; it knows "
         f"{releases}): see whether its commit pass is repaired upstream, then uninstall the plugin "
         f"(pip uninstall diffusiongemma-vllm-repair) or serve with a release that it knows"
     )
