@@ -30,7 +30,9 @@ from server_process import KEY, process
 from test_hostile_forms import BODIES
 
 STEPS = {"num_inference_steps": 8}
-VICTIM = CHAT | {"max_tokens": 256, "seed": 1, "stream": True, **STEPS}
+# Words that no model ends after one canvas.
+VICTIM = CHAT | {"max_tokens": 512, "seed": 1, "stream": True, **STEPS}
+VICTIM |= {"guided_regex": "([a-z]{3,9} ){40}"}
 SMALL = 64 << 10
 DELAY, LEAST = 0.5, 5e-3  # seconds
 
