@@ -52,7 +52,7 @@ with tempfile.TemporaryDirectory() as scratch:
         stored.read(name).item() for name in stored.tensors
         if "experts" in name and name.endswith("weight_global_scale")
     ]  # fmt: skip
-    print(f"global scales of NVFP4's experts: {min(scales):,.0f} to {max(scales):,.0f}")
+    print(f"global scales of the experts in NVFP4: {min(scales):,.0f} to {max(scales):,.0f}")
     tensors = {
         recipe: quantize.load(folder, dtype=torch.float32).state_dict()
         for recipe, folder in folders.items()

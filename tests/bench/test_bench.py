@@ -106,7 +106,7 @@ def test_a_part_below_its_floor_is_an_error_of_the_gauge() -> None:
         "power_capped": None, "first_canvas_ms": 150.0, "ms_a_step": 9.6,
     }  # fmt: skip
 
-    def row(taken: float, least: float) -> bench.Row:
+    def row(taken: float, least: float) -> bench.SpeedRow:
         parts = {"experts": taken, "dense": 2.0, "rest": 0.5}
         floor = {"experts": least / 1e3, "dense": 1.5e-3}
         return bench._row(1, "12", 123.0, floor, times | {"parts": parts}, None)

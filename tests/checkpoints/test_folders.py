@@ -37,8 +37,8 @@ TIED = "model.encoder.language_model.layers.1.self_attn.q_proj.weight"
 READ = ("single", "sharded", "as many full heads", "all layers alike", "copies",
         "copies, said to be untied", "quantization null")  # fmt: skip
 REFUSED = {
-    "fp32": "tensor 'model.decoder.embed_tokens.weight' is F32; only BF16 weights are read: cast",
-    "fp16": "tensor 'model.decoder.embed_tokens.weight' is F16; only BF16 weights are read: cast",
+    "fp32": "' is F32; only BF16 weights are read: cast the model to bfloat16",
+    "fp16": "' is F16; only BF16 weights are read: cast the model to bfloat16",
     "seen by all": "text_config.use_bidirectional_attention is 'all'; only 'vision' is computed here",
     "said to be untied": "`tie_word_embeddings: false`, and tensor 'lm_head.weight' is missing (128",
     "merged into the decoder": f"tensor {TIED!r} differs from 'model.decoder.layers.1.self_attn",

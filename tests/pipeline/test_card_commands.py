@@ -16,7 +16,7 @@ from quick_run import Quick
 from quantize.bundled import CHECKPOINT
 from quantize.cli import cli
 from quantize.host.files import read_json
-from quantize.recipe.sections import parse_recipe
+from quantize.recipe.reading import parse_recipe
 from quantize.reports.card import SERVING
 from quantize.runtime import Sampler
 

@@ -433,7 +433,7 @@ HEADERS = {"Content-Type": "application/json"}
         (b"", HEADERS, 400),
         (b"{}", {"Content-Type": "text/plain"}, 400),
         (b"\xff\xfe", HEADERS, 400),
-        (b"[" * 200_000, HEADERS, 400),
+        (b"[" * 200_000, HEADERS, 413),
         (b'{"model": "\\ud800", "messages": [{"role": "user", "content": "x"}]}', HEADERS, 400),
         (b'{"model": "bundled", "messages": [{"role": "user", "content": "\\ud800"}]}', HEADERS, 400),
         (b'{"\\ud800": 1}', HEADERS, 400),
