@@ -74,9 +74,8 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     _check_vision(vision, where)
     if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
         _refuse(where, "tie_word_embeddings", tied, "true or false")
-    return json.loads(
-        json.dumps(form, sort_keys=True)
-    )  # as transformers saves: equal bytes of both
+    # Keys in transformers' order, so that both notations of a config are written as equal bytes.
+    return json.loads(json.dumps(form, sort_keys=True))
 
 
 def _object(value: Any, where: str, key: str) -> Mapping[str, Any]:

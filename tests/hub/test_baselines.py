@@ -22,8 +22,8 @@ def pack(path: Path, answer: str = "7") -> str:
     """Write a pack of one answer; return its sha256."""
     origin = {"tool": {"version": "1.0", "commit": None}, "commit": None}
     header = {"format": FORMAT, "origin": origin, "tasks": {"gsm8k": MADE}}
-    told = {"text": answer, "tokens": 1, "denoising_steps": [3], "truncated": False}
-    lines = [json.dumps({"task": "gsm8k", "key": "0" * 16} | told)]
+    completion = {"text": answer, "tokens": 1, "denoising_steps": [3], "truncated": False}
+    lines = [json.dumps({"task": "gsm8k", "key": "0" * 16} | completion)]
     digest = _digest(header, lines)
     path.write_bytes(
         gzip.compress("\n".join([json.dumps(header | {"sha256": digest}), *lines]).encode())
@@ -67,9 +67,9 @@ def test_a_pack_is_pushed_once_and_pulled_as_it_was(
     assert call("pull", named, "--out", tmp_path / "runs")[0] == 0
     (place,) = imports(tmp_path / "runs").glob("*.jsonl.gz")
     assert place.read_bytes() == (tmp_path / "a.gz").read_bytes()
-    found = find_pack(place.parent, "w", {"gsm8k": MADE})
-    assert found is not None
-    assert (found.sha256, found.origin["hub"]) == (digest, named)
+    taken = find_pack(place.parent, "w", {"gsm8k": MADE})
+    assert taken is not None
+    assert (taken.sha256, taken.origin["hub"]) == (digest, named)
     code, _, err = call("pull", REPO, "--out", tmp_path / "runs")
     assert code == 2
     assert f"{REPO}: 2 packs; name one by --sha256; it has " in err
@@ -110,8 +110,8 @@ def test_bad_input_is_one_line(
     pack(tmp_path / "a.gz")
     call("push", tmp_path / "a.gz", REPO)
     out = ["--out", tmp_path / "runs"] if words[0] == "pull" else []
-    found, _, err = call(*(word.format(folder=tmp_path) for word in words), *out)
-    assert (found, "Traceback" in err) == (code, False)
+    ended, _, err = call(*(word.format(folder=tmp_path) for word in words), *out)
+    assert (ended, "Traceback" in err) == (code, False)
     assert said in err
 
 

@@ -57,26 +57,26 @@ def card_of(quick: Quick) -> dict[str, list[str]]:
     done = quick("card", quick.folder.path)
     assert done.code == 0, done.err
     text = (quick.folder.checkpoint / "README.md").read_text()
-    found: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        found.setdefault(language, []).append(block)
-    assert set(found) == {"", "python", "yaml"}
-    return found
+        blocks.setdefault(language, []).append(block)
+    assert set(blocks) == {"", "python", "yaml"}
+    return blocks
 
 
 def commands(card: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return the commands of a card, split into words, by program and what it does."""
     lines = "".join(card[""]).replace("\\\n", " ").splitlines()
     split = [shlex.split(line) for line in lines if line.strip()]
-    found = {" ".join(words[:2]): words[2:] for words in split}
-    assert set(found) == {
+    by_program = {" ".join(words[:2]): words[2:] for words in split}
+    assert set(by_program) == {
         "pip install",
         "vllm serve",
         "docker run",
         "quantize generate",
         "quantize run",
     }
-    return found
+    return by_program
 
 
 def judged_sampler(quick: Quick, model: str) -> dict[str, object]:

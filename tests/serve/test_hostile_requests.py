@@ -61,6 +61,19 @@ def test_each_is_answered_or_refused(server: Running, path: str, body: bytes) ->
     said(server.http.post(path, content=body, headers=JSON))
 
 
+def test_brackets_of_a_text_open_no_lists(server: Running) -> None:
+    many = guard.MAX_BRACKETS + 1
+    text = "[{" * many + '\\" [ \\\\'
+    assert guard._brackets(json.dumps({text: [text, "\\", '"[']}).encode()) == 2
+    assert guard._brackets(json.dumps([[]] * many + [text]).encode()) == many + 1
+    chat = CHAT | {"messages": [{"role": "user", "content": text}]}
+    reply = server.http.post(CHATS, content=json.dumps(chat).encode(), headers=JSON)
+    assert reply.status_code == 400  # as any prompt that is too long
+    assert "tokens" in reply.json()["error"]["message"]
+    deep = json.dumps(CHAT | {"metadata": [[]] * many}).encode()
+    assert server.http.post(CHATS, content=deep, headers=JSON).status_code == 413
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -307,10 +307,10 @@ def test_a_pack_of_another_model_is_left_alone(pack: Path, tmp_path: Path) -> No
 def forge(pack: Path, step: int) -> None:
     """Replace every `step`-th answer, and mend the digest."""
     head, *lines = gzip.decompress(pack.read_bytes()).decode().split("\n")
-    told = [json.loads(line) for line in lines]
-    for answer in told[::step]:
+    replaced = [json.loads(line) for line in lines]
+    for answer in replaced[::step]:
         answer["text"] = "#### 99"
-    lines = [json.dumps(answer) for answer in told]
+    lines = [json.dumps(answer) for answer in replaced]
     header = {k: v for k, v in json.loads(head).items() if k != "sha256"}
     header["sha256"] = _digest(header, lines)
     pack.write_bytes(gzip.compress("\n".join([json.dumps(header), *lines]).encode()))
@@ -335,15 +335,15 @@ def test_a_spot_check_of_an_honest_pack(made_here: Path, tmp_path: Path) -> None
     (said,) = baseline_lines({"baseline": _imported(run, [TASK])})
     assert said.endswith("pulled from org/x@abc. No spot check was made of them.")
     Scripted.asked.clear()
-    found = check(run, 10)
+    checked = check(run, 10)
     assert Scripted.asked == ["source"] * 10
-    assert (found.conditions_equal, found.answers) == (True, 10)
-    assert (found.differing, found.fault) == (0, None)
-    assert "10 of 10 answers are equal in every byte; had 25.9% of the pack been" in str(found)
+    assert (checked.conditions_equal, checked.answers) == (True, 10)
+    assert (checked.differing, checked.fault) == (0, None)
+    assert "10 of 10 answers are equal in every byte; had 25.9% of the pack been" in str(checked)
     (said,) = baseline_lines({"baseline": _imported(run, [TASK])})
-    assert said.endswith(f"Spot check: {found}.")
+    assert said.endswith(f"Spot check: {checked}.")
     assert check(run, 99).answers == 24
-    assert found.seed != check(run, 10).seed  # nobody knows what is drawn
+    assert checked.seed != check(run, 10).seed  # nobody knows what is drawn
     with pytest.raises(InputError, match="its BF16 answers were made here"):
         check(RunDir(tmp_path / "made" / "run"), 4)
 
@@ -371,14 +371,14 @@ def test_answers_of_another_machine_are_compared_by_their_scores(
     monkeypatch.setattr(spot_check, "Answerer", Scripted)
     import_pack(pack, tmp_path / "here")
     run = score(tmp_path / "here")
-    found = check(run, 24)
-    assert (found.conditions_equal, found.fault) == (False, None)
+    checked = check(run, 24)
+    assert (checked.conditions_equal, checked.fault) == (False, None)
     right = int(sum(row.score for row in read_scoring(run.evaluation / "bf16", TASK).rows))
     forge(pack, 1)  # BF16 would be wrong everywhere, and any candidate as good
     import_pack(pack, tmp_path / "forged")
-    found = check(score(tmp_path / "forged"), 24)
-    assert (found.only_here_right, found.only_pack_right) == (right, 0)
-    assert found.differing == 24
+    checked = check(score(tmp_path / "forged"), 24)
+    assert (checked.only_here_right, checked.only_pack_right) == (right, 0)
+    assert checked.differing == 24
     assert right > 0
 
 
@@ -390,6 +390,6 @@ def test_a_sign_test_of_answers_that_only_one_side_solved(
     pack_right: int, here_right: int, fault: bool
 ) -> None:
     """Of 8 such answers all on one side happen by chance in 2 / 2^8 = 0.8 %, of 7 in 1.6 %."""
-    found = SpotCheck("ab", 1, False, 40, 30, pack_right, here_right)
-    assert bool(found.fault) == fault
-    assert "of questions better or worse would have been found in 80% of checks" in str(found)
+    checked = SpotCheck("ab", 1, False, 40, 30, pack_right, here_right)
+    assert bool(checked.fault) == fault
+    assert "of questions better or worse would have been found in 80% of checks" in str(checked)
