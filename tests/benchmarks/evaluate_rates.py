@@ -2,6 +2,7 @@
 
     python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl [--activations none]
     python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl --gpu-memory 22 --slots 16
+    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl --behind 16384 --slots 16
     python tests/benchmarks/evaluate_rates.py project REPORT.jsonl [REPORT.jsonl ...]
 
 `measure` needs a GPU. At each number of slots it answers twice as many chats, of four canvases
@@ -16,6 +17,10 @@ Activations are rounded as the checkpoint states unless --activations says other
 the weights alone: beside 8-bit weights, which the kernels multiply with 8-bit rows, every pass
 dequantizes every weight to BF16. FP8 at the 26B shape answers 253 tokens/s so at 4 slots and 567 at 16,
 where `bench` measures 3,172 and 3,882 of the same checkpoint (an H200, random weights, 16 steps).
+
+`--behind N` measures late canvases of long answers: chats of about N tokens are answered, each slot
+once, first with one canvas and then, other chats of that length, with five; the rate is that of the
+four canvases between, without the encoding of prompts. `bench` measures behind N tokens then.
 
 `project` computes hours from these rates: tokens a side over tokens/s, where a canvas of N steps takes
 N + 1 forwards. Several GPUs share the batches and exchange nothing, so hours are divided by their
@@ -43,6 +48,7 @@ from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat
 CONTEXT = 512  # tokens that a measured canvas stands behind, on average
 WORDS = "Add these numbers and say how you did it: "
+TOKENS_A_NUMBER = 4.5  # of a prompt, by the tokenizer of Gemma
 SEQUENTIAL = 0.66  # share of the tasks' samples without loss: docs/evaluation.md
 Facts = dict[str, Any]
 
@@ -115,11 +121,12 @@ def split(engine: Any) -> Generator[Facts]:
     facts["encoder_passes"] = dict(sorted(passes.items()))
 
 
-def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
-    """Return requests of about 128 tokens, to be answered with so many."""
+def chats(count: int, tokens: int, first: int = 0, behind: int | None = None) -> list[Request]:
+    """Return requests of about 128 tokens, or `behind`, to be answered with so many."""
+    numbers = 26 if behind is None else int(behind / TOKENS_A_NUMBER)
     return [
         Request(
-            prompt=WORDS + ", ".join(str(i * 7919 % 997 + n) for n in range(26)),
+            prompt=WORDS + ", ".join(str((i * 7919 + n * 31) % 997) for n in range(numbers)),
             seed=i, max_new_tokens=tokens, thinking=False,
         )
         for i in range(first, first + count)
@@ -127,8 +134,9 @@ def chats(count: int, tokens: int, first: int = 0) -> list[Request]:
 
 
 def evaluated(
-    folder: Path, activations: ActivationMode, capacity: int, steps: int, gpu_memory: float | None
-) -> Facts:
+    folder: Path, activations: ActivationMode, capacity: int, steps: int, gpu_memory: float | None,
+    behind: int | None = None,
+) -> Facts:  # fmt: skip
     """Answer chats as evaluation does, and return what it took."""
     from quantize.bench.speed import NEVER
     from quantize.checkpoints.reader import Checkpoint
@@ -143,17 +151,29 @@ def evaluated(
     canvas: int = Checkpoint.open(folder).config["canvas_length"]
     answerer = Answerer(
         folder, "measured", sampler,
-        Placement(best_device(), gpu_memory, activations, CONTEXT + CANVASES * canvas),
+        Placement(
+            best_device(), gpu_memory, activations,
+            CONTEXT + CANVASES * canvas + int(1.3 * (behind or 0)),
+        ),
         capacity=capacity,
     )  # fmt: skip
     for _ in answerer(chats(answerer.capacity, 2 * canvas)):
         pass  # loads, compiles and captures
     at_once = answerer.engine(0).slots
-    asked = chats(WAVES * at_once, CANVASES * canvas, first=1000)
-    clock = Clock(canvas)
-    with tempfile.TemporaryDirectory() as scratch, split(answerer.engine(0)) as went:
-        store = SampleStore(Path(scratch) / "samples.jsonl", {})
-        store.complete(asked, answerer, clock.timed)
+
+    def answer(asked: list[Request]) -> tuple[Clock, Facts]:
+        clock = Clock(canvas)
+        with tempfile.TemporaryDirectory() as scratch, split(answerer.engine(0)) as went:
+            store = SampleStore(Path(scratch) / "samples.jsonl", {})
+            store.complete(asked, answerer, clock.timed)
+        return clock, went
+
+    if behind is None:
+        clock, went = answer(chats(WAVES * at_once, CANVASES * canvas, first=1000))
+    else:
+        begun, _ = answer(chats(at_once, canvas, 1000, behind))
+        clock, went = answer(chats(at_once, (1 + CANVASES) * canvas, 2000, behind))
+        clock = Clock(canvas, clock.tokens - begun.tokens, clock.seconds - begun.seconds)
     facts: Facts = {
         "slots": answerer.capacity,
         "at_once": at_once,
@@ -177,13 +197,13 @@ def served_mode(folder: Path) -> ActivationMode:
     return "per_layer" if rounds else "none"
 
 
-def benched(folder: Path, slots: list[int], steps: int) -> dict[int, float]:
+def benched(folder: Path, slots: list[int], steps: int, context: int) -> dict[int, float]:
     """Return `bench`'s tokens/s by batch."""
     from quantize.bench.speed import bench
     from quantize.runtime import Placement
 
     found = bench(
-        folder, random=None, config=None, steps=[str(steps)], batches=slots, context=CONTEXT,
+        folder, random=None, config=None, steps=[str(steps)], batches=slots, context=context,
         canvases=5, place=Placement.here(None),
     )  # fmt: skip
     return {row.batch: row.tokens_a_second for row in found.rows}
@@ -204,25 +224,28 @@ def main() -> None:
 )  # fmt: skip
 @click.option("--slots", multiple=True, type=int, default=(4, 16, 32), show_default=True)
 @click.option("--steps", default=16, show_default=True, help="Denoising steps of every canvas.")
+@click.option("--behind", type=int, help="Tokens of each prompt, in place of 128.")
 @click.option("--bench/--no-bench", "with_bench", default=True)
 @click.option(
     "--gpu-memory", type=float, help="GB of the GPU that may be used; `bench` is left out."
 )
 def measure(
     checkpoint: Path, report: Path, name: str | None, modes: tuple[ActivationMode, ...],
-    slots: tuple[int, ...], steps: int, with_bench: bool, gpu_memory: float | None,
+    slots: tuple[int, ...], steps: int, behind: int | None, with_bench: bool,
+    gpu_memory: float | None,
 ) -> None:  # fmt: skip
     """Measure CHECKPOINT; REPORT gets a JSON line a number of slots."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     budget = None if gpu_memory is None else gpu_memory * 1e9
-    rates = benched(checkpoint, list(slots), steps) if with_bench and budget is None else {}
+    measured = with_bench and budget is None
+    rates = benched(checkpoint, list(slots), steps, behind or CONTEXT) if measured else {}
     with report.open("a") as file:
         for mode in modes or (served_mode(checkpoint),):
             for capacity in slots:
                 facts = {"model": name or checkpoint.resolve().name, "activations": mode}
-                facts |= {"gpu_memory": gpu_memory}
+                facts |= {"gpu_memory": gpu_memory, "behind": behind}
                 facts |= {"device": device, "steps": steps}
-                facts |= evaluated(checkpoint, mode, capacity, steps, budget)
+                facts |= evaluated(checkpoint, mode, capacity, steps, budget, behind)
                 if own := rates.get(capacity):
                     facts["bench_tokens_a_second"] = round(own, 1)
                     facts["share_of_bench"] = round(facts["tokens_a_second"] / own, 3)
