@@ -24,7 +24,7 @@ from fused_dequant.operations import (
     linear,
     lm_head,
     look,
-    looks,
+    look_runs,
     routed_experts,
     sample,
     scaled_norm,

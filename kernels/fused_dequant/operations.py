@@ -151,7 +151,7 @@ def soft_embedding(
     return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
 
-def looks(device: torch.device, softcap: float, coldest: float) -> bool:
+def look_runs(device: torch.device, softcap: float, coldest: float) -> bool:
     """Return whether `look` supports `device`, `softcap`, and all temperatures T >= `coldest`."""
     if not is_hopper(device):
         return False
@@ -171,7 +171,7 @@ def look(
 ) -> Draw:
     """Run `lm_head` on x [B * L, H], then `sample`; fill `logits`, `probabilities`; return the draw.
 
-    Call it only if `looks` is true. `look` and `sample` sum in different orders: draws may differ.
+    Call it only if `look_runs` is true. `look` and `sample` sum in different orders: draws may differ.
     """
     from fused_dequant.vocabulary import dense
 

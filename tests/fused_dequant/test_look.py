@@ -97,7 +97,7 @@ def test_temperatures_that_fit() -> None:
 
     assert holds(30.0, 0.4)
     assert not holds(30.0, 0.38)
-    assert not fd.looks(torch.device("cpu"), 30.0, 0.8)
+    assert not fd.look_runs(torch.device("cpu"), 30.0, 0.8)
     coldest = torch.exp2(torch.tensor(-2 * CAP / 0.4 * 1.4426950408889634 + 96))
     assert coldest.to(torch.bfloat16) >= torch.finfo(torch.bfloat16).tiny
 

@@ -133,7 +133,7 @@ def test_parts_are_asked_together_where_none_has_answers(
     monkeypatch.setattr(Answers, "scored", lambda *_: object() if begun else None)
     monkeypatch.setattr(Answers, "_extend", lambda _, model, task, part, title: asked.append(part))
     found, task = object.__new__(Answers), Asked()
-    found._processes, found._there = ALONE, None
+    found._processes, found._loaded = ALONE, None
     model: Any = SimpleNamespace(backend=None)
     found.ask([model], {task: 2})  # type: ignore[dict-item]
     plan = task.plan

@@ -86,7 +86,7 @@ def _vocabulary(draw: _Inputs) -> Iterator[Tensor]:
     yield operations.soft_embedding(logits, embedding, sharpness)
     drawn = operations.sample(logits[None], state, schedule)
     yield drawn.entropy
-    if operations.looks(draw.device, SOFTCAP, COLDEST):
+    if operations.look_runs(draw.device, SOFTCAP, COLDEST):
         room = Probabilities.room(logits, sparse=False)
         drawn = operations.look(x, embedding, SOFTCAP, state, schedule, logits, room)
     yield from (logits, drawn.entropy)

@@ -187,7 +187,7 @@ class Denoiser:
 
     def _step(self, rows: int, sampler: Sampler, *, lane: int, keep: bool) -> Step:
         coldest = min(sampler.t_min, sampler.t_max)
-        probabilities = self._probabilities if self._model.looks(coldest) else None
+        probabilities = self._probabilities if self._model.look_runs(coldest) else None
         return Step(self._model, rows, sampler, self.logits, self._pool, keep, probabilities, lane)
 
     @cached_property

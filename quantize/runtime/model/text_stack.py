@@ -41,7 +41,7 @@ from fused_dequant import (
     gelu_mul,
     linear,
     lm_head,
-    looks,
+    look_runs,
     quantize_rows,
     routed_experts,
     scaled_norm,
@@ -257,9 +257,9 @@ class FusedModel:
         with part("vocabulary"):
             return lm_head(h, self.weights.embedding, self.softcap, out=out)
 
-    def looks(self, coldest: float) -> bool:
+    def look_runs(self, coldest: float) -> bool:
         """Return whether `fused_dequant.look` can run here if no temperature is below `coldest`."""
-        return LOOKING and looks(self.weights.device, self.softcap, coldest)
+        return LOOKING and look_runs(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(
         self,

@@ -46,7 +46,7 @@ class Answers:
 
     def __init__(self, run: RunDir, processes: Processes, rates: "AnswerRates") -> None:
         self._run, self._processes, self._rates = run, processes, rates
-        self._there: Backend | None = None
+        self._loaded: Backend | None = None
         self._whole: list[SampleStore] = []
         self.folder = run.evaluation
         if processes.rank == 0 and (run.evaluation / DONE).exists():
@@ -77,8 +77,8 @@ class Answers:
     def tell_what_differs(self, models: Sequence[ComparedModel], tasks: Sequence[Task]) -> None:
         """Print which existing scores will be replaced, and which condition has changed."""
         for model, task in product(models, tasks):
-            made, standing = made_with(model, task), self._standing(model, task)
-            then = standing.made_with if standing else made
+            made, stored = made_with(model, task), self._stored_scoring(model, task)
+            then = stored.made_with if stored else made
             for key, before, now in islice(differing(then, made), 1):
                 say(
                     f"{task.name}, {model.name}: scored with {key} {before}, now {now}, so it is asked "
@@ -86,24 +86,24 @@ class Answers:
                     f"{self._run.path / EARLIER}"
                 )
 
-    def there_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
+    def loaded_first(self, models: Sequence[ComparedModel]) -> list[ComparedModel]:
         """Return `models` with the one that is in memory, if any, moved to the front."""
-        return sorted(models, key=lambda model: model.backend is not self._there)
+        return sorted(models, key=lambda model: model.backend is not self._loaded)
 
     def release(self) -> None:
         """Free the memory of the model that was asked last."""
-        if self._there is not None:
-            self._there.release()
-        self._there = None
+        if self._loaded is not None:
+            self._loaded.release()
+        self._loaded = None
 
     def scored(self, model: ComparedModel, task: Task) -> Scoring | None:
         """Return a task's scores under this run's conditions, or None; only process 0 has scores."""
-        standing = None if self._processes.rank else self._standing(model, task)
-        if standing is None or standing.conditions.get("extraction") != VERSION:
+        stored = None if self._processes.rank else self._stored_scoring(model, task)
+        if stored is None or stored.conditions.get("extraction") != VERSION:
             return None
-        return standing if standing.made_with == made_with(model, task) else None
+        return stored if stored.made_with == made_with(model, task) else None
 
-    def _standing(self, model: ComparedModel, task: Task) -> Scoring | None:
+    def _stored_scoring(self, model: ComparedModel, task: Task) -> Scoring | None:
         try:
             return read_scoring(self.folder / model.name, task.name)
         except InputError:  # nothing is there, or it was changed
@@ -130,7 +130,7 @@ class Answers:
         Existing answers are not asked for again. If a model has not answered a task, it gets the
         questions of these looks at once: no slot idles after a look. Progress bars show `title`.
         """
-        for model in self.there_first(models):
+        for model in self.loaded_first(models):
             for task, number in looks.items():
                 parts = task.plan.parts[:number]
                 if number and self._processes.of_first(self.scored(model, task) is None):
@@ -143,10 +143,10 @@ class Answers:
         scored = self.scored(model, task)
         if self._processes.of_first(scored is not None and part.answers <= scored.answered):
             return
-        if self._there is not model.backend:
+        if self._loaded is not model.backend:
             self.release()
-        self._there = model.backend
-        before = None if scored else self._standing(model, task)
+        self._loaded = model.backend
+        before = None if scored else self._stored_scoring(model, task)
         with self._store(model, task) as store:
             more = score(
                 task.name,

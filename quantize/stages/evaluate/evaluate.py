@@ -189,7 +189,7 @@ def _leave_for_the_report(
     }
     if not all(isinstance(model.backend, Answerer) for model in judged):
         return
-    for model in answers.there_first(judged):
+    for model in answers.loaded_first(judged):
         assert isinstance(model.backend, Answerer)
         for task, questions in requests.items():
             if questions:

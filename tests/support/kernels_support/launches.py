@@ -138,7 +138,7 @@ def launches(capability: Capability) -> list[Launch]:
             _vocabulary(M)
         for B in (1, 4):
             _sampler(B)
-            if fd.looks(torch.device("meta"), 30.0, 0.4):
+            if fd.look_runs(torch.device("meta"), 30.0, 0.4):
                 _looks(B)
         for codes, neighbours in (("e2m1", 6), ("e4m3", 0), ("int8", 0)):
             _rounding(codes, neighbours)
