@@ -115,11 +115,16 @@ def spread(steps: Sequence[int], count: int) -> list[int]:
 
 
 def random_prompts(weights: TextWeights, length: int, count: int) -> list[list[int]]:
-    """Return `count` prompts of `length` random tokens, without low ids, which are control tokens."""
+    """Return `count` prompts of `length` random tokens: no placeholder of a picture, no control token.
+
+    Control tokens have low ids.
+    """
     vocabulary = weights.config.text_config.vocab_size
     generator = torch.Generator().manual_seed(0)
     low, high = vocabulary // 8, vocabulary - 8
-    return torch.randint(low, high, (count, length), generator=generator).tolist()
+    prompts = torch.randint(low, high, (count, length), generator=generator)
+    prompts[prompts == (weights.config.image_token_id or 0)] = low
+    return prompts.tolist()
 
 
 def read_stops(path: Path) -> list[int]:

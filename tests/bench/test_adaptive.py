@@ -1,6 +1,8 @@
 """Adaptive rows of `quantize bench`, on a CPU: what they run, not how fast."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,3 +45,12 @@ def test_unusable_stops(text: str, tmp_path: Path) -> None:
     (tmp_path / "stops.json").write_text(text)
     with pytest.raises(InputError, match=r"stops\.json"):
         adaptive.read_stops(tmp_path / "stops.json")
+
+
+def test_random_prompts_have_no_placeholder_of_a_picture() -> None:
+    """At 8,192 tokens and more the 26B vocabulary had one, and `bench` ended."""
+    config = SimpleNamespace(text_config=SimpleNamespace(vocab_size=64), image_token_id=20)
+    weights: Any = SimpleNamespace(config=config)
+    prompts = adaptive.random_prompts(weights, 2000, 3)
+    assert [len(prompt) for prompt in prompts] == [2000] * 3
+    assert {token for prompt in prompts for token in prompt} == set(range(8, 56)) - {20}

@@ -73,22 +73,24 @@ def seconds_of(work: Callable[[], object], repeats: int = 10) -> float:
 
 
 def settled(reading: Callable[[], float]) -> float:
-    """Return the seconds of a `reading` that agrees with the reading before it.
+    """Return the seconds of the fastest `reading`, up to the first that agrees with the one before it.
 
-    A GPU that was idle raises its clocks while it works, for longer than a reading may take. So
-    readings count once they have worked for WARM seconds. If no two agree within MOST seconds of
-    work, other programs use the GPU: `settled` says so, and returns the last reading.
+    A GPU that was idle raises its clocks while it works, for longer than a reading may take, and
+    lowers them again once it has worked at its power limit, which other products do not reach. So
+    it is read until two readings agree, WARM seconds of work later at the earliest, and the least
+    time counts. If no two agree within MOST seconds of work, other programs use the GPU: `settled`
+    says so.
     """
-    before, worked = inf, 0.0
+    before, least, worked = inf, inf, 0.0
     while True:
         seconds = reading()
-        worked += seconds
+        worked, least = worked + seconds, min(least, seconds)
         if worked >= WARM and abs(seconds - before) <= AGREE * seconds:
-            return seconds
+            return least
         if worked >= MOST and before < inf:
             say(
                 f"warning: this GPU's speed does not settle: the last two readings differ by "
                 f"{abs(seconds / before - 1):.0%}; other work may run on it"
             )
-            return seconds
+            return least
         before = seconds
