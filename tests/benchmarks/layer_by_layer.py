@@ -191,7 +191,7 @@ def instrumented(clock: Clock, parts: dict[str, Events]) -> None:
     FusedModel.run, recording._Batch._write = run, written
     round_weights._read = clock.timed("reading weights", round_weights._read, waits=False)
     round_weights.write_layer = clock.timed("writing", round_weights.write_layer, waits=False)
-    round_weights.round_unit = clock.timed("rounding", round_weights.round_unit)
+    round_weights.round_units = clock.timed("rounding", round_weights.round_units)
     denoising.open = clock.timed("loading", denoising.open)
     denoising.record_all = clock.timed("denoising", denoising.record_all)
     recording.Recording.find = clock.timed("checking the recording", recording.Recording.find)

@@ -249,7 +249,7 @@ def killing(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, calls: in
         (Recording, "find", 1),
         (Shuttle, "run", 0),
         (Shuttle, "run", 3),  # layers 0 and 1 are rounded, and the fourth has the rows of the third
-        (stage, "round_unit", 2),
+        (stage, "round_units", 2),
         (stage, "write_pieces", 3),
         (stage, "sync_file", 4),  # a layer's file is not renamed yet
         (Path, "unlink", 3),  # of the layers' facts, which the summary has already
@@ -304,7 +304,8 @@ def test_codes_are_those_of_the_loop(
     shutil.copytree(recorded, tmp_path / SCRATCH)
     round_weights(source, targets, recipe, tmp_path / "rounded")
     units = units_of(targets)
-    done = [stage.round_unit(u, [source.read(t.name) for t in u.targets], hessians) for u in units]
+    weights = [[source.read(target.name) for target in unit.targets] for unit in units]
+    done = stage.round_units(units, weights, hessians)
     (tmp_path / "expected").mkdir()
     stage.write_layer(tmp_path / "expected", units, done)
     file = f"layer-{LAYERS - 1:02}.safetensors"
@@ -488,10 +489,10 @@ def test_each_batch_of_experts_has_its_own_hessians(
         mix = torch.randn(inputs, inputs, generator=generator)
         rows = (torch.randn(4 * inputs, inputs, generator=generator) @ mix).bfloat16()
         hessians.see(unit.reads, rows, torch.full((len(rows), 1), expert))
-    whole = stage.round_unit(unit, weights, hessians)
+    (together,) = stage.round_units([unit], [weights], hessians)
     monkeypatch.setattr(stage, "experts_at_once", lambda *_: 2)
-    parts = stage.round_unit(unit, weights, hessians)
-    for name, tensor in whole.tensors.items():
+    (parts,) = stage.round_units([unit], [weights], hessians)
+    for name, tensor in together.tensors.items():
         assert torch.equal(parts.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 

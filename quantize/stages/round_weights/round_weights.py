@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from quantize.host.progress import say, track
 from quantize.host.units import digits
 from quantize.recipe.sections import Recipe
 from quantize.runs.digests import xxh3_of
+from quantize.runtime.gpu.cores import compute_of
 from quantize.runtime.gpu.placement import CPU, Placement, budget_of, free_unused
 from quantize.runtime.model.watching import Observer
 from quantize.runtime.record.layer_by_layer import LayerByLayer
@@ -51,6 +52,7 @@ from quantize.stages.memory_needs import ROUNDING_BYTES, rounding_bytes
 
 IDENTITY, SUMMARY = "identity.json", "rounding.json"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CORE_BYTES = 1e9  # that the experts may take which one core of a CPU rounds at once
 
 
 @dataclass(frozen=True)
@@ -97,24 +99,52 @@ class Done:
     facts: dict[str, Any]
 
 
-def round_unit(unit: Unit, weights: Sequence[Tensor], hessians: Hessians) -> Done:
-    """Return a unit rounded by GPTQ; `weights` are [E, out, in] or [out, in], one for each target."""
-    stacked = [weight if weight.dim() == 3 else weight[None] for weight in weights]
+def round_units(
+    units: Sequence[Unit], weights: Sequence[Sequence[Tensor]], hessians: Hessians
+) -> list[Done]:
+    """Return units rounded by GPTQ; `weights` are [E, out, in] or [out, in], one for each target.
+
+    A core of a CPU rounds a batch of experts alone: threads that share each small operation wait for
+    the slowest of them, which on a busy machine takes longer than the arithmetic.
+    """
+    compute = compute_of(hessians.sums(units[0].reads).device)
+    batches = [
+        (unit, [matrix[at] for matrix in stacked], at)
+        for unit, stacked in zip(units, map(_stacked, weights), strict=True)
+        for at in _batches(stacked, whole=compute.whole)
+    ]
+    rounded = compute.each(lambda batch: _round_batch(*batch, hessians), batches)
+    of_units: dict[str, list[Rounded]] = {unit.reads: [] for unit in units}
+    for (unit, _, _), done in zip(batches, rounded, strict=True):
+        of_units[unit.reads].append(done)
+    return [_joined(unit, of_units[unit.reads], hessians) for unit in units]
+
+
+def _stacked(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [weight if weight.dim() == 3 else weight[None] for weight in weights]
+
+
+def _batches(stacked: Sequence[Tensor], *, whole: bool) -> list[slice]:
+    """Return which experts of matrices [E, out, in] are rounded at once, by a GPU or by one core."""
     experts, _, inputs = stacked[0].shape
-    step = experts_at_once(experts, sum(weight.shape[1] for weight in stacked), inputs)
-    done: list[Rounded] = []
-    for start in range(0, experts, step):
-        at = slice(start, start + step)
-        hessian = hessians.mean(unit.reads, at)
-        weight = torch.cat([matrix[at].to(hessian.device) for matrix in stacked], 1)
-        ranges = unit.scheme.observe(weight, "memoryless_minmax")
-        shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
-        done.append(gptq(unit.scheme, weight, hessian, shared))
-        del hessian
-    tensors = {
-        k: _sent(torch.cat([rounded.tensors[k] for rounded in done])) for k in done[0].tensors
-    }
-    return Done(unit, tensors, _facts(unit, done, hessians))  # which waits until all is sent
+    out = sum(weight.shape[1] for weight in stacked)
+    step = experts_at_once(experts, out, inputs, ROUNDING_BYTES if whole else CORE_BYTES)
+    return [slice(start, start + step) for start in range(0, experts, step)]
+
+
+def _round_batch(unit: Unit, weights: Sequence[Tensor], at: slice, hessians: Hessians) -> Rounded:
+    hessian = hessians.mean(unit.reads, at)
+    weight = torch.cat([matrix.to(hessian.device) for matrix in weights], 1)
+    ranges = unit.scheme.observe(weight, "memoryless_minmax")
+    shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
+    rounded = gptq(unit.scheme, weight, hessian, shared)
+    return replace(rounded, tensors={k: _sent(tensor) for k, tensor in rounded.tensors.items()})
+
+
+def _joined(unit: Unit, rounded: Sequence[Rounded], hessians: Hessians) -> Done:
+    facts = _facts(unit, rounded, hessians)  # which waits until all tensors are sent
+    names = rounded[0].tensors
+    return Done(unit, {k: torch.cat([batch.tensors[k] for batch in rounded]) for k in names}, facts)
 
 
 def _sent(tensor: Tensor) -> Tensor:
@@ -123,13 +153,13 @@ def _sent(tensor: Tensor) -> Tensor:
     return room.copy_(tensor, non_blocking=True)
 
 
-def experts_at_once(experts: int, out: int, inputs: int) -> int:
-    """Return how many of `experts` matrices [out, inputs] GPTQ rounds at once.
+def experts_at_once(experts: int, out: int, inputs: int, room: float = ROUNDING_BYTES) -> int:
+    """Return how many of `experts` matrices [out, inputs] GPTQ rounds at once in `room` bytes.
 
-    The matrices are split into as few batches as fit ROUNDING_BYTES, of sizes as equal as possible.
+    The matrices are split into as few batches as fit, of sizes as equal as possible.
     """
-    # The same on any GPU: a product's sums may depend on how many are batched.
-    fits = (n for n in range(experts, 1, -1) if rounding_bytes(n, out, inputs) <= ROUNDING_BYTES)
+    # The same on any GPU or CPU: a product's sums may depend on how many are batched.
+    fits = (n for n in range(experts, 1, -1) if rounding_bytes(n, out, inputs) <= room)
     most = next(fits, 1)
     return math.ceil(experts / math.ceil(experts / most))
 
@@ -240,10 +270,7 @@ def round_layers(
             weights = reading.result()
             if index + 1 < len(layers):
                 reading = beside.submit(_read, layers[index + 1], source)
-            done = [
-                round_unit(*unit_and_weights, seen)
-                for unit_and_weights in zip(layer, weights, strict=True)
-            ]
+            done = round_units(layer, weights, seen)
             del seen  # or memory would also hold the next layer's
             if writing is not None:
                 writing.result()
