@@ -20,18 +20,21 @@ from quantize.recipe.reading import load_recipe
 from quantize.runs import manifest
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest, tool
-from quantize.runtime.gpu.placement import free_unused
+from quantize.runtime.gpu import placement
 
 LARGE = 300_000_000  # bytes, far over what moves by itself
 
 
-def test_what_was_there_before_a_stage_is_left_out_of_its_collections(tmp_path: Path) -> None:
+def test_what_was_there_before_a_stage_is_left_out_of_its_collections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until a model's memory is to be freed, and when the stage has ended."""
+    monkeypatch.setattr(placement, "gc", gc)  # which conftest keeps from its imports
     seen: list[int] = []
 
     def look(_: Run) -> None:
         seen.append(gc.get_freeze_count())
-        free_unused("cpu")
+        placement.free_unused("cpu")
         seen.append(gc.get_freeze_count())
         gc.freeze()
         raise ZeroDivisionError
