@@ -71,7 +71,7 @@ def test_the_report_in_a_browser(
     page.goto(report.as_uri())
     complaints.remove(report.as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    assert page.locator("svg").count() >= 6
+    assert page.locator("svg").count() >= 4
     check_viewer(page)
     check_table(page)
     if folder := os.environ.get("SCREENSHOTS"):

@@ -110,6 +110,23 @@ def test_a_chat_round_trip(browser: Any, width: int, scheme: str) -> None:
         view.context.close()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_of_the_interface(browser: Any, width: int, scheme: str) -> None:
+    with running() as server:
+        view = Page(browser, server.url, width, scheme)
+        view.page.goto(f"{server.url}/docs")
+        assert view.page.get_by_role("heading", name="POST /v1/chat/completions").count() == 1
+        assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+        view.picture(f"docs-{width}-{scheme}")
+        view.page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text("utf-8"))
+        assert [
+            violation["id"] for violation in view.page.evaluate("axe.run()")["violations"]
+        ] == []
+        assert view.complaints == []
+        view.context.close()
+
+
 def test_an_answer_is_replayed_and_saved_as_a_page(browser: Any, tmp_path: Path) -> None:
     """By the keyboard alone: an example, slow motion, the replay, and a page that plays by itself."""
     with running() as server:
