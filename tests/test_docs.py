@@ -5,16 +5,18 @@ The others are run in this process and share one run of the bundled model, on tw
 for its folder, and `quantize run` stops after the plan.
 """
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import click
+import jsonschema_rs
 import pytest
 from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
 from quick_run import in_few_steps
-from serving import running
+from serving import Running, running, text_with_tools
 
 from quantize import cli
 from quantize.pipeline import rehearse
@@ -150,15 +152,32 @@ def test_an_unknown_option_does_not_parse() -> None:
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_curl_commands_are_answered() -> None:
     commands = [words for block in ALL for words in block.commands if words[0] == "curl"]
-    assert len(commands) >= 4
+    with_tools = [words for words in commands if '"tools"' in words[-1]]
+    assert len(commands) >= 5
+    assert with_tools
     with running(api_key="a-key") as server:
-        for words in commands:
-            told = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
-            command = [*told, "-sS", "--fail", "-H", "Authorization: Bearer a-key"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-            assert done.returncode == 0, (words, done.stderr)
+        for words in (words for words in commands if words not in with_tools):
+            answer = answered(words, server)
             if "completions" in " ".join(words):
-                assert "226" in done.stdout, words
+                assert "226" in answer, words
+    with running(text=text_with_tools(), api_key="a-key") as server:
+        for words in with_tools:
+            (choice,) = json.loads(answered(words, server))["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            (tool,) = json.loads(words[-1])["tools"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert call["function"]["name"] == tool["function"]["name"]
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema_rs.validate(tool["function"]["parameters"], arguments)
+
+
+def answered(words: list[str], server: Running) -> str:
+    """Return what a curl command prints that asks `server` and sends its key."""
+    told = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
+    command = [*told, "-sS", "--fail", "-H", "Authorization: Bearer a-key"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
