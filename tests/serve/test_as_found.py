@@ -15,7 +15,7 @@ from serving import FEW, Running, TellingEngine, running, text_with_tools, token
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
-from quantize.runtime.prompt.chat import load_tokenizer
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.serve.calls import read_call
 from quantize.serve.server import KNOWS, say_what_it_knows, with_template
 from quantize.serve.text import NO_TOOLS
@@ -380,6 +380,12 @@ def test_tools_can_be_tried_with_the_template_that_ships(tmp_path: Path) -> None
     loaded = load_tokenizer(CHECKPOINT)
     assert "tools" not in loaded.chat_template
     assert "tools" in with_template(loaded, "tools").chat_template
+    for thinking in (False, True):  # without tools a prompt is that of the model's own template
+        prompts = [
+            encode_chat(with_template(load_tokenizer(CHECKPOINT), name), [USER], thinking=thinking)
+            for name in (None, "tools")
+        ]
+        assert prompts[0] == prompts[1]
     own = tmp_path / "own.jinja"
     own.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     assert with_template(loaded, str(own)).chat_template == own.read_text()
