@@ -32,7 +32,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.reading import errors_of, load_recipe, read_recipe, resolved, shipped_recipes
+from quantize.recipe.reading import errors_of, read_recipe, resolved
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
@@ -64,8 +64,6 @@ def started(
     refuse_several("run")
     named = recipe if isinstance(recipe, str) else recipe.name
     if isinstance(recipe, str):
-        if model is None and recipe not in shipped_recipes():
-            _warn_of_unused(recipe)
         recipe = resolved(recipe, bundled=model is None, tasks=tasks, limit=limit)
     source = bf16_model(model, revision)
     with errors_of(named):
@@ -85,14 +83,6 @@ def started(
         for sentence in cannot_pass(recipe):
             say(sentence)
         yield run
-
-
-def _warn_of_unused(recipe: str) -> None:
-    if keys := load_recipe(recipe).unused_on_bundled():
-        say(
-            f"warning: {recipe}: on the bundled model its section `bundled` holds, so these keys of "
-            f"the recipe are not used: {', '.join(keys)}; edit them under `bundled`"
-        )
 
 
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:

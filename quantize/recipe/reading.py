@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from quantize.errors import InputError, ResourceError
+from quantize.host.progress import say
 from quantize.recipe.llm_compressor import is_llm_compressor, quantization_of
 from quantize.recipe.sections import Recipe, Section, nearest
 from quantize.recovery.strict_yaml import read_yaml
@@ -55,9 +56,15 @@ def resolved(
 ) -> Recipe:
     """Return recipe `name` after `for_bundled_model`, if `bundled`, and `asking(tasks, limit)`.
 
-    Raise InputError as `load_recipe` does, or if a task is unknown or has no margin.
+    Warn of keys of a file that the bundled model does not use. Raise InputError as `load_recipe` does,
+    or if a task is unknown or has no margin.
     """
     recipe = load_recipe(name)
+    if bundled and name not in shipped_recipes() and (keys := recipe.unused_on_bundled()):
+        say(
+            f"warning: {name}: on the bundled model its section `bundled` holds, so these keys of "
+            f"the recipe are not used: {', '.join(keys)}; edit them under `bundled`"
+        )
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 
 

@@ -53,6 +53,9 @@ def test_keys_that_the_bundled_section_replaces_are_named(
     said = " ".join(capsys.readouterr().err.split())
     assert "warning:" in said
     assert "gate.max_step_inflation" in said
+    _, planned = plan("--recipe", path)  # which is looked at first
+    assert "warning:" in planned
+    assert "gate.max_step_inflation" in planned
     with started("fp8_dynamic", None, tmp_path / "shipped", resume=False):
         pass
     assert "warning" not in capsys.readouterr().err
