@@ -225,11 +225,13 @@ def _or_1(p_value: float | None) -> float:
     return 1.0 if p_value is None else p_value
 
 
-def _sign_seen(name: str, sign: Sign, _: Outcome) -> str:
+def _sign_seen(name: str, sign: Sign, outcome: Outcome) -> str:
+    # The interval is of this sign alone; its test has a part of the error, so it may exclude less.
+    shared = ", and more is not excluded: signs and looks share the error"
     return (
         f"{100 * sign.quantized:.1f} % of answers are {SIGNS[name]}, {100 * sign.base:.1f} % of "
         f"BF16's; {sign.difference_pp:+.1f} points [{sign.low:+.1f}, {sign.high:+.1f}], "
-        f"{sign.limit_pp:+g} are allowed"
+        f"{sign.limit_pp:+.3g} are allowed{shared if outcome == 'INCONCLUSIVE' else ''}"
     )
 
 

@@ -212,7 +212,8 @@ def test_sentences_of_a_sign() -> None:
     assert judge_task("t", above) == judge({"t": above}) == failed
     open_ = replace(passed, health={"cut": replace(sign, p_at_most_limit=0.9)})
     seen = judge_task("t", passed).reason
-    undecided = Verdict("INCONCLUSIVE", f"{seen}; {told}", "these_questions")
+    shared = ", and more is not excluded: signs and looks share the error"
+    undecided = Verdict("INCONCLUSIVE", f"{seen}; {told}{shared}", "these_questions")
     assert judge_task("t", open_) == judge({"t": open_}) == undecided
 
 
