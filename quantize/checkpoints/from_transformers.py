@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers.models.gemma4.image_processing_pil_gemma4 import (
         Gemma4ImageProcessorPil as Gemma4ImageProcessorPil,
     )
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size as get_aspect_ratio_preserving_size,
+    )
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel as Gemma4VisionModel
     from transformers.utils import logging as logging
 
@@ -37,6 +40,7 @@ MODULES = {  # name -> module of transformers
     "DiffusionGemmaTextRotaryEmbedding": ".models.diffusion_gemma.modeling_diffusion_gemma",
     "Gemma4ImageProcessorPil": ".models.gemma4.image_processing_pil_gemma4",
     "Gemma4VisionModel": ".models.gemma4.modeling_gemma4",
+    "get_aspect_ratio_preserving_size": ".models.gemma4.image_processing_pil_gemma4",
     "logging": ".utils",
 }
 

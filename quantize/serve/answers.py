@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from quantize.runtime.prompt.chat import HALF_CHARACTER, in_thoughts
+from quantize.runtime.prompt.chat import in_thoughts
 from quantize.serve.calls import Call
 from quantize.serve.guides import Scored
 from quantize.serve.scheduler import Draft, Job
@@ -171,9 +171,8 @@ def _of_chat(scored: Sequence[Scored], start: int, text: Text) -> Json:
 
 
 def _token(text: Text, token: int, logprob: float) -> Json:
-    piece = text.piece(token)
-    whole = HALF_CHARACTER not in piece
-    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode()) if whole else None}
+    piece, data = text.spelled(token)
+    return {"token": piece, "logprob": logprob, "bytes": data}
 
 
 def _of_text(scored: Sequence[Scored], start: int, text: Text) -> Json:

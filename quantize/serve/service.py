@@ -14,7 +14,7 @@ from quantize.errors import InputError
 from quantize.runtime import Sampler
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.prompt.chat import CLOSE
-from quantize.runtime.prompt.images import Images
+from quantize.runtime.prompt.images import Images, place
 from quantize.runtime.sampler.known_tokens import Given
 from quantize.serve import infill, pictures, unsupported
 from quantize.serve.answers import Said, Shape
@@ -32,6 +32,8 @@ from quantize.serve.scheduler import Draft, Job, Scheduler
 from quantize.serve.text import Answer, Text
 
 Body = ChatRequest | CompletionRequest
+
+MAX_ENTRIES = 1 << 17  # log-probabilities of a request: all are written at once
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +56,16 @@ class Service:
         self.max_length = min(limit for limit in limits if limit is not None)
         self.max_prompt = self.max_length - engine.canvas_length
         # Prompts must not stall the event loop; one thread keeps the tokenizer to itself. A form may
-        # take seconds: only other forms wait for it.
+        # take seconds, and so may pictures: only others of the kind wait for them.
         self.encoder = ThreadPoolExecutor(1, "encoder")
+        self.picturer = ThreadPoolExecutor(1, "pictures")
         self.former = ThreadPoolExecutor(1, "former")
         self._named: set[str] = set()  # ignored parameters that were logged
 
     def close(self) -> None:
         """End the threads and the process that prepare requests."""
         self.encoder.shutdown()
+        self.picturer.shutdown()
         self.former.shutdown()
         self.forms.close()
 
@@ -73,16 +77,15 @@ class Service:
         timer.daemon = True
         timer.start()
 
-    def _prompts(self, body: Body) -> tuple[list[list[int]], Images | None]:
-        """Return a request's prompts as token ids, and a chat's pictures or None."""
+    def _prompts(self, body: Body, counts: Sequence[int]) -> list[list[int]]:
+        """Return a request's prompts as token ids; `counts` has the tokens of each picture."""
         if isinstance(body, CompletionRequest):
             asked: Any = body.prompt
-            return [self.text.encode(p) if isinstance(p, str) else p for p in asked], None
+            return [self.text.encode(p) if isinstance(p, str) else p for p in asked]
         turns = [message.turn for message in body.messages]
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
         prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
-        prompt, images = pictures.put(self.config, prompt, body.pictures, body.image_tokens)
-        return [prompt], images
+        return [place(prompt, counts, self.config) if body.pictures else prompt]
 
     async def answer(self, body: Body) -> Said:
         """Return the answer; RequestError or InputError: refused, or failed and no stream began."""
@@ -92,7 +95,11 @@ class Service:
         exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
-            asked = await loop.run_in_executor(self.encoder, self._asked, body)
+            images = None, ()
+            if isinstance(body, ChatRequest) and body.pictures:
+                limits = body.image_tokens, self.max_prompt
+                images = await pictures.prepared(self.config, body.pictures, *limits, self.picturer)
+            asked = await loop.run_in_executor(self.encoder, self._asked, body, *images)
             thread = self.former if body.forms else self.encoder
             length = self.scheduler.engine.canvas_length
             guides = await loop.run_in_executor(thread, self._guides, body, asked)
@@ -167,19 +174,15 @@ class Service:
             message = f"model {name[:100]!r} is not served here; there is {known!r}"
             raise RequestError(404, message, param="model", code="model_not_found")
 
-    def _asked(self, body: Body) -> "_Prompts":
+    def _asked(self, body: Body, images: Images | None, counts: Sequence[int]) -> "_Prompts":
         """Return what a request asks for, in tokens; RequestError 400: it is too long, or wrong."""
-        prompts, images = self._prompts(body)
+        if sum(counts) > self.max_prompt:
+            raise self._too_long(sum(counts), "messages")
+        prompts = self._prompts(body, counts)
         length = self.scheduler.engine.canvas_length
         given, before_suffix = infill.known(body, self.text.encode_piece, length)
         if (longest := max(map(len, prompts))) > self.max_prompt:
-            message = (
-                f"the prompt has {longest} tokens; at most {self.max_prompt} are taken, because prompt "
-                f"and answer share {self.max_length}: shorten it, or start the server with more "
-                f"--max-context if the model has more"
-            )
-            param = "messages" if isinstance(body, ChatRequest) else "prompt"
-            raise RequestError(400, message, param=param, code="context_length_exceeded")
+            raise self._too_long(longest, "messages" if isinstance(body, ChatRequest) else "prompt")
         sampler = body.sampler(self.sampler)
         limit = before_suffix or body.token_limit or sampler.max_new_tokens
         canvases = [min(-(-limit // length), (self.max_length - len(p)) // length) for p in prompts]
@@ -187,7 +190,19 @@ class Service:
         if last >= (room := min(canvases) * length):
             reason = f"position {last}, and the answer has {room}; raise max_tokens"
             raise invalid("pinned", reason)
+        entries = body.n * sum(min(limit, count * length) for count in canvases)
+        if body.top is not None and (entries := entries * (1 + body.top)) > MAX_ENTRIES:
+            reason = f"{entries} of all tokens and choices; at most {MAX_ENTRIES} are given"
+            raise invalid("logprobs", f"{reason}: lower max_tokens, n, or the number at a token")
         return _Prompts(prompts, canvases, limit, sampler, images, given)
+
+    def _too_long(self, tokens: int, param: str) -> RequestError:
+        message = (
+            f"the prompt has {tokens} tokens; at most {self.max_prompt} are taken, because prompt and "
+            f"answer share {self.max_length}: shorten it, or start the server with more --max-context "
+            f"if the model has more"
+        )
+        return RequestError(400, message, param=param, code="context_length_exceeded")
 
     def _guides(self, body: Body, asked: "_Prompts") -> list[AnswerGuide | None]:
         """Return the guide of each answer; RequestError 400: no text of the form fits."""

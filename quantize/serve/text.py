@@ -33,6 +33,7 @@ class Text:
         self.encode = tokenizer.encode  # plain text, with what the tokenizer puts before it
         self.encode_piece = partial(tokenizer.encode, add_special_tokens=False)  # amid a canvas
         self.piece = lru_cache(maxsize=None)(lambda token: tokenizer.decode([token]))
+        self.spelled = lru_cache(maxsize=None)(self._spelled)
         vocabulary = tokenizer.get_vocab()
         self._markers = {vocabulary[marker] for marker in MARKERS if marker in vocabulary}
         thoughts = {
@@ -94,6 +95,11 @@ class Text:
     def split(self, tokens: Sequence[int], *, calls: bool = False) -> tuple[str, str]:
         """Return (thoughts, answer) as text; with `calls` the answer keeps call markers."""
         return split_thoughts(self.tokenizer, tokens, self._markers if calls else ())
+
+    def _spelled(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text and its bytes; None for those of half a character."""
+        piece = self.piece(token)
+        return piece, None if HALF_CHARACTER in piece else list(piece.encode())
 
     def whole(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Return ("", text): no thoughts are split off; of special tokens, what marks them stays.

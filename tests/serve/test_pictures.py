@@ -1,22 +1,30 @@
 """Pictures in chats, through the official client: what is read, and what is refused and how."""
 
+import asyncio
 import random
+import threading
+import time
+import tracemalloc
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
+import torch
 from pictures import bomb, data_url, encoded, part, picture
 from PIL import Image
 from serving import SAMPLER, Running, ScriptedEngine, engine_of, model, running, text_of, tokenizer
 
+from quantize.checkpoints.from_transformers import Gemma4ImageProcessorPil
 from quantize.errors import InputError
 from quantize.runtime import Sample, generate
 from quantize.runtime.prompt.chat import encode_chat
 from quantize.runtime.prompt.images import place, prepare
-from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, read
+from quantize.serve import pictures as module
+from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, MAX_SCANS, prepared, read
 
 QUESTION = {"type": "text", "text": "What is this?"}
 PNG = data_url(encoded(picture()))
@@ -134,6 +142,90 @@ def test_pictures_that_are_refused(server: Running, url: str, says: str) -> None
     assert caught.value.param == "messages[0].content[2].image_url"
     assert caught.value.code == "invalid_image"
     assert len(caught.value.message) < 300  # it does not send the picture back
+
+
+def test_each_scan_of_a_jpeg_takes_time_so_few_are_read() -> None:
+    """64 KB of scans of one byte took the thread for seconds."""
+    file = encoded(picture(), "JPEG", progressive=True)
+    at, end = file.rindex(module.JPEG_SCAN), file.rindex(b"\xff\xd9")
+
+    def with_scans(count: int) -> str:
+        more = file[at:end] * (count - file.count(module.JPEG_SCAN))
+        return data_url(file[:end] + more + file[end:], "jpeg")
+
+    assert read(with_scans(MAX_SCANS)).size == picture().size
+    with pytest.raises(InputError, match=f"has {MAX_SCANS + 1} scans; at most {MAX_SCANS}"):
+        read(with_scans(MAX_SCANS + 1))
+
+
+@pytest.mark.parametrize("size", [(96, 64), (700, 500), (48, 48), (100, 64), (1, 1), (45, 50)])
+def test_pictures_have_the_values_that_transformers_gives_them(size: tuple[int, int]) -> None:
+    vision = model().config.vision_config
+    processor: Any = Gemma4ImageProcessorPil(
+        patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size,
+        max_soft_tokens=280,
+    )  # fmt: skip
+    images, counts = prepare([picture(2, size)], model().config, 280)
+    theirs = processor([picture(2, size)], return_tensors="pt")
+    assert torch.equal(images.pixels, theirs["pixel_values"])
+    assert torch.equal(images.positions, theirs["image_position_ids"])
+    assert counts == list(theirs["num_soft_tokens_per_image"])
+
+
+def test_a_large_picture_is_not_copied_again_and_again() -> None:
+    """One of 16 million pixels, 700 bytes as WebP, took 224 MB more than its own."""
+    large = picture(0, (1000, 1000))
+    prepare([large], model().config, 70)
+    tracemalloc.start()
+    prepare([large], model().config, 70)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000  # of 3,000,000 that a copy takes
+
+
+def test_texts_do_not_wait_for_pictures_and_pictures_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request's 16 small files of 16 million pixels each held up all others for seconds."""
+    goes_on, order = threading.Event(), list[str]()
+
+    def slow(url: str) -> Image.Image:
+        order.append(url[-6:])
+        assert goes_on.wait(30)
+        return read(url)
+
+    monkeypatch.setattr(module, "read", slow)
+    other = data_url(encoded(picture(1)))
+    engine = ScriptedEngine()
+    engine.free = True
+    with running(engine) as server:
+        asked = [[PNG, PNG, PNG], [other]]
+        threads = [
+            threading.Thread(target=ask, args=(server, [*map(part, urls), QUESTION]))
+            for urls in asked
+        ]
+        waiting = server.service.picturer._work_queue
+        threads[0].start()
+        while not order:
+            time.sleep(0.001)
+        threads[1].start()
+        while not waiting.qsize():
+            time.sleep(0.001)
+        assert ask(server, [QUESTION]).choices[0].finish_reason
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+    assert order == [PNG[-6:], other[-6:], PNG[-6:], PNG[-6:]]
+
+
+def test_pictures_that_have_no_room_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[str] = []
+    monkeypatch.setattr(module, "read", lambda url: decoded.append(url) or read(url))
+    with ThreadPoolExecutor(1) as thread:
+        many = [("x", PNG)] * MAX_PICTURES
+        _, counts = asyncio.run(prepared(model().config, many, 70, 100, thread))
+    assert len(decoded) == len(counts) == 2
+    assert sum(counts) > 100
 
 
 def test_the_number_of_pictures_is_limited(server: Running) -> None:

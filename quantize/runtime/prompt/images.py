@@ -2,7 +2,8 @@
 
 Gemma 4's own image processor resizes a picture to at most `soft_tokens` tokens (70, 140, 280, 560 or
 1120; the model's default is 280), keeps its proportions, and cuts it into patches. The processor's PIL
-version is used, which needs no torchvision. The chat template writes one placeholder per picture.
+version is used, which needs no torchvision; it is given resized pictures, of which it makes fewer
+copies. The chat template writes one placeholder per picture.
 `place` turns this placeholder into a begin token, one placeholder per soft token, and an end token.
 """
 
@@ -67,20 +68,29 @@ def prepare(
     That number is at most `soft_tokens`. `config` is transformers' configuration of the model.
     Raise InputError if `soft_tokens` is not in SOFT_TOKENS, or a picture has extreme proportions.
     """
-    from quantize.checkpoints.from_transformers import Gemma4ImageProcessorPil
+    from quantize.checkpoints.from_transformers import (
+        Gemma4ImageProcessorPil,
+        get_aspect_ratio_preserving_size,
+    )
 
     if soft_tokens not in SOFT_TOKENS:
         raise InputError(
             f"{soft_tokens} tokens a picture: one of {', '.join(map(str, SOFT_TOKENS))}"
         )
     vision = config.vision_config
+    patch, pooling = vision.patch_size, vision.pooling_kernel_size
     processor: Any = Gemma4ImageProcessorPil(
-        patch_size=vision.patch_size,
-        pooling_kernel_size=vision.pooling_kernel_size,
-        max_soft_tokens=soft_tokens,
+        patch_size=patch, pooling_kernel_size=pooling, max_soft_tokens=soft_tokens
     )
+
+    def resized(picture: Image.Image) -> Image.Image:
+        height, width = get_aspect_ratio_preserving_size(
+            picture.height, picture.width, patch, soft_tokens * pooling**2, pooling
+        )
+        return picture.resize((width, height), processor.resample)
+
     try:
-        prepared = processor(list(pictures), return_tensors="pt")
+        prepared = processor([*map(resized, pictures)], do_resize=False, return_tensors="pt")
     except ValueError as error:
         raise InputError(f"a picture does not fit {soft_tokens} tokens: {error}") from error
     side = int(prepared["image_position_ids"].max()) + 1
