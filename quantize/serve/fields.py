@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from itertools import chain
+from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -32,11 +33,16 @@ def _utf8(text: str) -> str:
 
 
 def _check(value: Any, depth: int) -> Any:
-    """Return JSON of any shape whose strings are text, not nested too deeply, or raise a ValueError."""
+    """Return JSON of any shape whose strings are text, not nested too deeply, or raise a ValueError.
+
+    NaN and infinities are refused too: what a response echoes must be JSON, and Python reads more.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, str):
         _utf8(value)
+    elif isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
     elif isinstance(value, (dict, list)):
         for part in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
             _check(part, depth + 1)

@@ -14,7 +14,7 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import InputError
 from quantize.recipe.sections import Calibration
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
-from quantize.runtime.prompt.markup import GUARDS, markup_of
+from quantize.runtime.prompt.markup import GUARDS, markup_of, with_guards
 from quantize.serve.app import STATIC
 from quantize.stages.evaluate.local_model import _encode
 from quantize.stages.prompts import load_prompts
@@ -126,6 +126,39 @@ def test_markup_that_the_tokenizer_does_not_call_special_is_guarded_too() -> Non
     ids = encode_chat(loaded, user("an <|odd|> one"), thinking=False)
     assert odd not in ids
     assert "an <|odd|> one" in loaded.decode(ids)
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_the_beginning_of_markup_at_a_texts_end_is_guarded(marker: str) -> None:
+    markup = markup_of(tokenizer())
+    for size in range(1, len(marker)):
+        assert markup.in_text(marker[:size])
+        assert markup.guarded(marker[:size], "?") == f"{marker[:size]}?"
+    assert not markup.in_text("")
+    assert not markup.in_text(marker[:-1] + " ")
+
+
+class Letters:
+    """A tokenizer of letters, whose added tokens are of all kinds."""
+
+    def __init__(self) -> None:
+        kinds = ("<", True), ("ab", True), ("cde", False), ("<|x|>", False)
+        self.added_tokens_decoder = {
+            n: AddedToken(text, special=special) for n, (text, special) in enumerate(kinds)
+        }
+
+    def __call__(self, text: str, **asked: Any) -> dict[str, list[int]]:
+        assert asked == {"add_special_tokens": False, "split_special_tokens": True}
+        return {"input_ids": list(map(ord, text))}
+
+
+def test_control_tokens_are_special_or_look_like_markup_and_have_several_letters() -> None:
+    markup = markup_of(Letters())
+    assert markup.ids == {"ab": 1, "<|x|>": 3}
+    assert markup.encode("qabc<|x|>d", "?") == [ord("q"), 1, ord("c"), 3, ord("d")]
+    assert with_guards({"ab": [1, None, True, "<|x|>c"]}, markup, "?") == {
+        "a?b": [1, None, True, "<?|x|>c"]
+    }
 
 
 def test_a_text_with_all_guards_beside_markup_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import text_with_tools
 
-from quantize.serve.calls import MARKERS, Call, read_call, read_calls
+from quantize.serve.calls import DEEPEST, MARKERS, Call, read_call, read_calls
 
 NAMES = ("weather", "a.b-c")
 WORDS = st.text("aZ0_é", min_size=1, max_size=4)
@@ -94,6 +94,15 @@ def test_calls_that_stay_text(body: str) -> None:
     assert read_call(body, NAMES) is None
     text = f"<|tool_call>{body}<tool_call|>."
     assert read_calls(text, NAMES, whole=True) == (text, [])
+
+
+def test_arguments_are_read_to_a_depth() -> None:
+    def call(levels: int) -> Call | None:
+        return read_call(f"call:weather{{a:{'[' * levels}{']' * levels}}}", NAMES)
+
+    assert call(DEEPEST) == Call("weather", f'{{"a": {"[" * DEEPEST}{"]" * DEEPEST}}}')
+    assert call(DEEPEST + 1) is None
+    assert DEEPEST == 32
 
 
 def spelled(value: Any) -> Any:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile_requests import CHAT, CHATS, OPENS, bodies
+from hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies
 from pydantic import ValidationError
 from serving import Running, ScriptedEngine, running, text_with_tools
 
@@ -218,6 +218,22 @@ def test_the_log_probabilities_of_a_request_are_limited(server: Running, stream:
     assert f"{16 * 21 * (room + 1)} of all tokens and choices" in error["message"]
     body = ChatRequest.model_validate(asked | {"max_tokens": room})
     assert server.service._asked(body, None, ()).limit == room
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_echoed_has_only_numbers_of_json(
+    server: Running, number: str, stream: bool
+) -> None:
+    """Python reads and writes NaN; a response that echoed one ended in a 500, or was no JSON."""
+    function = {"name": "f", "parameters": {"properties": {"a": {"default": ["?"]}}}}
+    body = {"model": "bundled", "input": "x", "stream": stream, "max_output_tokens": 8}
+    form = {"type": "json_schema", "name": "x", "schema": {"default": ["?"]}}
+    for fields in ({"tools": [function | {"type": "function"}]}, {"text": {"format": form}}):
+        data = json.dumps(body | fields).replace('"?"', number).encode()
+        reply = server.http.post(RESPONSES, content=data, headers=JSON)
+        assert reply.status_code == 400
+        assert "no number of JSON" in (said(reply) or "")
 
 
 def _few(value: Any) -> Any:
