@@ -71,7 +71,7 @@ class Asked(Strict):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Ignored
     store: bool | None = Ignored
     user: str | None = Unused
-    metadata: Annotated[dict[str, str], values_of((str,), "must be a string")] | None = Unused
+    metadata: Annotated[dict[String, String], values_of((str,), "must be a string")] | None = Unused
     safety_identifier: str | None = Unused
     prompt_cache_key: str | None = Unused
     prompt_cache_retention: str | None = Unused

@@ -222,13 +222,16 @@ def test_the_log_probabilities_of_a_request_are_limited(server: Running, stream:
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_is_echoed_has_only_numbers_of_json(
-    server: Running, number: str, stream: bool
-) -> None:
-    """Python reads and writes NaN; a response that echoed one ended in a 500, or was no JSON."""
+def test_what_is_echoed_can_be_written_as_json(server: Running, number: str, stream: bool) -> None:
+    """Python reads NaN, and halves of surrogate pairs; a response that echoed one ended in a 500."""
     function = {"name": "f", "parameters": {"properties": {"a": {"default": ["?"]}}}}
     body = {"model": "bundled", "input": "x", "stream": stream, "max_output_tokens": 8}
     form = {"type": "json_schema", "name": "x", "schema": {"default": ["?"]}}
+    for fields in ({"metadata": {"a": "\ud800"}}, {"metadata": {"\ud800": "a"}}):
+        reply = server.http.post(
+            RESPONSES, content=json.dumps(body | fields).encode(), headers=JSON
+        )
+        assert "metadata" in (said(reply) or "")
     for fields in ({"tools": [function | {"type": "function"}]}, {"text": {"format": form}}):
         data = json.dumps(body | fields).replace('"?"', number).encode()
         reply = server.http.post(RESPONSES, content=data, headers=JSON)
