@@ -222,6 +222,22 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
         assert judge_task("t", alone).reason.endswith(", on questions like these)")
 
 
+def test_what_no_look_decided_is_told_by_all_answers() -> None:
+    difference = np.zeros((100, 1))
+    difference[Plan("such_questions", 100, 1, 3).order[95:]] = -1
+    base, quantized = stored(difference)
+    found = compare_at_looks(
+        base, quantized, Plan("such_questions", 100, 1, 0).looks, order=list(base),
+        estimand="such_questions", margin_pp=5,
+    )  # fmt: skip
+    verdict = judge_task("t", found)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert verdict.reason.startswith(
+        "t: answers 5.0 points fewer correctly; at 95% the loss is below"
+    )
+    assert "(100 questions x 1, on questions like these, 5 looks); " in verdict.reason
+
+
 def test_looks_over_questions_take_them_in_random_order() -> None:
     difference = np.zeros((100, 2))
     order = Plan("such_questions", 100, 1, 3).order

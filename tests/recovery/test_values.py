@@ -15,6 +15,7 @@ from quantize.recovery.estimands import (
     margin_p_values,
     needed,
     total,
+    unseen_loss_p,
 )
 from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
 from quantize.recovery.sequential import Plan, out_of_reach
@@ -78,6 +79,35 @@ def test_two_answers_a_question_have_a_variance_of_their_own() -> None:
     values = np.array([[0.0, -1.0]] * 10)
     assert total(values, "these_questions").variance == pytest.approx(10 * 2 * 0.5)
     assert total(values, "such_questions").variance == 0
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+def test_many_rounds_give_what_each_gives_alone(estimand: Estimand, repeats: int) -> None:
+    """Simulations pass all rounds at once: what they show must hold for a run, which is one."""
+    drawn = np.random.default_rng(5).choice([-1.0, 0.0, 0.0, 1.0], (4, 7, repeats))
+    together = total(drawn, estimand)
+    for index, values in enumerate(drawn):
+        alone = total(values, estimand)
+        assert (alone.units, alone.freedom) == (together.units, together.freedom)
+        for name in ("value", "variance", "jump"):
+            of_round = np.broadcast_to(getattr(together, name), 4)[index]
+            assert getattr(alone, name) == pytest.approx(of_round, abs=1e-12), name
+
+
+def test_a_spread_that_is_rounding_alone_is_none() -> None:
+    """Means that differ in their last bit are equal: the size of an event is one, not 1e-17."""
+    values = np.array([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]] * 10)
+    assert 0 < values.mean(axis=1).var() < 1e-30
+    with np.errstate(all="raise"):
+        spread, same = (total(each, "such_questions") for each in (values, np.zeros((20, 3))))
+    assert (spread.variance, spread.jump) == (same.variance, same.jump) == (0, 1)
+
+
+@pytest.mark.parametrize("share_pp", [0.0, 0.01, 0.5, 1.0, 3.0])
+def test_a_loss_is_unseen_by_all_units_as_the_exponential_says(share_pp: float) -> None:
+    assert unseen_loss_p(100, share_pp) == pytest.approx(math.exp(-share_pp))
+    assert unseen_loss_p(100, -share_pp) == 1
 
 
 @pytest.mark.parametrize(("base", "quantized"), [(1.0, 0.0), (0.0, 1.0)])
@@ -161,6 +191,9 @@ def test_sentences_of_one_task() -> None:
         )
         assert verdict.reason.startswith(seen)
         assert verdict.reason == seen or outcome == "INCONCLUSIVE"
+    for won, much in ((4, "1.0 points more correctly"), (0, "as many correctly")):
+        reason = judge_task("t", one_answer(0, won, 400 - won)).reason
+        assert reason.startswith(f"t: answers {much}; at 95% the loss is below ")
 
 
 def test_it_is_said_what_would_decide() -> None:
@@ -244,6 +277,13 @@ def test_steps_are_told_by_the_look_that_decided() -> None:
     ):
         run = replace(passed, looks=seen, step_inflation=steps(1.5, 0.01), max_step_inflation=0.1)
         assert judge({"t": run}) == Verdict("FAIL", told.format(*words), "these_questions")
+    undecided = replace(
+        run, p_at_least_margin=0.5
+    )  # by steps a run fails, and never one task of it
+    assert (judge_task("t", undecided).outcome, judge({"t": undecided}).outcome) == (
+        "INCONCLUSIVE",
+        "FAIL",
+    )
 
 
 def test_reach_at_its_border() -> None:

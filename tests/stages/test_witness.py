@@ -206,6 +206,24 @@ def test_a_writer_s_fault_has_another_digest(fault: Fault, run: Run) -> None:
     assert "not the bytes that were encoded" in found.checks["as encoded"].faults[0]
 
 
+def test_a_fault_names_the_rows_and_one_reason(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness_module, "SHARE", 1)
+    path, made = run.folder.checkpoint / SHARD, Checkpoint.open(run.folder.checkpoint)
+    data = bytearray(path.read_bytes())
+    codes = made.tensors[
+        f"{EXPERT}down_proj.weight_packed"
+    ]  # the expert is dead, and far from BF16's
+    data[codes.begin : codes.end] = bytes(codes.nbytes)
+    path.write_bytes(data)
+    run.blame_the_writer()
+    whole, found = run.verify(full=True), run.verify()
+    faults = [fault for check in whole.checks.values() for fault in check.faults]
+    assert len(faults) > 1
+    where = f"{LAYER}experts.down_proj, rows 0 to {EXPERTS - 1}: "
+    assert found.checks["as encoded"].faults == [f"{where}not the bytes that were encoded"]
+    assert found.checks["read back"].faults == [where + faults[0]]
+
+
 def test_a_file_that_changed_after_convert(run: Run) -> None:
     path = run.folder.checkpoint / SHARD
     data = bytearray(path.read_bytes())
