@@ -33,6 +33,11 @@ is at least L, and exceeds the observed loss by at least L. `limits` demands onl
 such_questions, 30 questions can exclude a loss of 10 points; for these_questions, 30 x 64 answers
 can exclude 0.16 points.
 
+Units that were not seen may also be gains that make up for the losses that were: 20 questions that
+each lose a fifth of their answers show little variance, and hold no question of a kind that is one in
+25 and wins all. A loss "at most the margin" is excluded only if a share of gains so large that the
+true loss is the margin, (loss - margin) / (1 + loss) of all units, would hardly be missing among N.
+
 Measured coverage and error rates: docs/evaluation.md. Arrays [..., n, k] of many simulated rounds
 are accepted too, and give results [...], one per round (tests/recovery/test_simulation.py).
 Bootstraps are left out, since they give an unseen loss no width.
@@ -124,12 +129,18 @@ def margin_p_values(
     """
     gap = difference.value + difference.units * margin_pp / 100
     allowed = margin_pp if allowed_pp is None else allowed_pp
-    unseen = unseen_loss_p(difference.units, np.minimum(allowed, 100 * gap / difference.units))
-    return np.maximum(difference.p(gap), unseen), difference.p(-gap)
+    no_loss = unseen_p(difference.units, np.minimum(allowed, 100 * gap / difference.units))
+    no_gain = unseen_p(difference.units, -100 * gap / _room(difference))
+    return np.maximum(difference.p(gap), no_loss), np.maximum(difference.p(-gap), no_gain)
 
 
-def unseen_loss_p(units: int, share_pp: Number) -> Number:
-    """Return the probability that `units` units show no loss if `share_pp` % are lost outright."""
+def _room(difference: Total) -> Number:
+    """Return by how much the sum would rise, in units, were every unit a gain (at most 2 each)."""
+    return np.clip(difference.units - difference.value, 1.0, 2.0 * difference.units)
+
+
+def unseen_p(units: int, share_pp: Number) -> Number:
+    """Return the probability that `units` units hold none of a kind that `share_pp` % of all are."""
     return np.exp(-units * np.maximum(0.0, share_pp) / 100)
 
 
@@ -151,10 +162,14 @@ def needed(difference: Total, margin_pp: float, confidence: float) -> float | No
 
 
 def limits(difference: Total, level: float) -> tuple[Number, Number]:
-    """Return the mean's one-sided limits (low, high) at `level`; `low` allows for unseen losses."""
+    """Return the mean's one-sided limits (low, high) at `level`; they allow for unseen units."""
     reach, unseen = difference.reach(level), -math.log(1 - level)
-    low = (difference.value - np.maximum(reach, unseen)) / difference.units
-    return low, (difference.value + reach) / difference.units
+    gained = unseen * _room(difference) / difference.units
+    low, high = (
+        difference.value - np.maximum(reach, unseen),
+        difference.value + np.maximum(reach, gained),
+    )
+    return low / difference.units, high / difference.units
 
 
 def ratio_limits(

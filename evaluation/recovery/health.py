@@ -38,7 +38,7 @@ from quantize.recovery.estimands import (
     limits,
     margin_p_values,
     total,
-    unseen_loss_p,
+    unseen_p,
 )
 from quantize.recovery.terms import Sign, Terms
 
@@ -109,8 +109,8 @@ def sign_p_values(
     absolute = margin_p_values(total(base - quantized, estimand), limit_pp)
     ratio = total((1 + MORE) * base - quantized, estimand)  # BF16's own frequency is noisy, too
     below, above = margin_p_values(ratio, 0.0, allowed_pp=relative_pp)
-    # Questions not seen, in which BF16 shows the sign always, would offset an excess: each by MORE.
-    unseen = unseen_loss_p(ratio.units, 100 * -ratio.mean / MORE)
+    # Questions not seen, in which only BF16 shows the sign, would offset an excess: each by 1 + MORE.
+    unseen = unseen_p(ratio.units, 100 * -ratio.mean / (1 + MORE - ratio.mean))
     at_least = np.where(relative_pp > limit_pp, below, absolute[0])[()]
     # BF16's share may be seen too low by chance: only an excess above both limits is above the larger.
     at_most = np.maximum(np.maximum(above, unseen), absolute[1])

@@ -42,7 +42,7 @@ from quantize.recovery.estimands import (
     Estimand,
     Floats,
     units,
-    unseen_loss_p,
+    unseen_p,
 )
 from quantize.recovery.gate import judge, passes
 from quantize.recovery.health import limits_of
@@ -199,7 +199,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
     fractions, level = tuple(look.fraction for look in plan.looks), 1 - terms.confidence
     if len(fractions) > 1:  # the last look has the most lenient level
         level = nominal_levels(fractions, level)[-1]
-    if unseen_loss_p(plan.units, least) <= level + ROUNDING:
+    if unseen_p(plan.units, least) <= level + ROUNDING:
         return None
     what = "questions" if plan.estimand == "such_questions" else "answers"
     return (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from quantize.recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_loss_p
+from quantize.recovery.estimands import ESTIMANDS, Estimand, Total, limits, total, unseen_p
 from quantize.recovery.gate import judge, judge_task, not_comparable
 from quantize.recovery.sequential import Plan, at_looks, out_of_reach
 from quantize.recovery.statistics import compare, holm, mcnemar
@@ -282,7 +282,7 @@ def test_unseen_losses_make_up_the_rest_of_the_margin() -> None:
     """All of 100 questions lose 1.5 points: 1.5 % of them lost outright is all that is missing."""
     table = [[-0.014] * 4, [-0.016] * 4] * 50
     found = both(table)["such_questions"]
-    assert found.p_at_least_margin == pytest.approx(unseen_loss_p(100, 1.5))
+    assert found.p_at_least_margin == pytest.approx(unseen_p(100, 1.5))
     assert judge_task("t", found).outcome == "INCONCLUSIVE"
 
 

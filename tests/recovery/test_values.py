@@ -15,9 +15,10 @@ from quantize.recovery.estimands import (
     margin_p_values,
     needed,
     total,
-    unseen_loss_p,
+    unseen_p,
 )
 from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
+from quantize.recovery.health import sign_p_values
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Comparison, Sign, StepInflation, Terms
@@ -106,8 +107,8 @@ def test_a_spread_that_is_rounding_alone_is_none() -> None:
 
 @pytest.mark.parametrize("share_pp", [0.0, 0.01, 0.5, 1.0, 3.0])
 def test_a_loss_is_unseen_by_all_units_as_the_exponential_says(share_pp: float) -> None:
-    assert unseen_loss_p(100, share_pp) == pytest.approx(math.exp(-share_pp))
-    assert unseen_loss_p(100, -share_pp) == 1
+    assert unseen_p(100, share_pp) == pytest.approx(math.exp(-share_pp))
+    assert unseen_p(100, -share_pp) == 1
 
 
 @pytest.mark.parametrize(("base", "quantized"), [(1.0, 0.0), (0.0, 1.0)])
@@ -141,8 +142,25 @@ def test_an_interval_leaves_room_for_questions_that_were_not_among_these() -> No
     values = np.zeros((200, 10))
     values[::2, 0], values[1::2, 0] = 0.1, -0.1
     low, high = limits(total(values, "such_questions"), 0.95)
-    assert low == pytest.approx(math.log(0.05) / 200)
-    assert high < 0.005
+    assert (low, high) == pytest.approx((math.log(0.05) / 200, -math.log(0.05) / 200))
+
+
+def test_losses_of_all_that_was_seen_may_be_offset_by_gains_that_were_not() -> None:
+    """20 questions lose a fifth each: were one in 25 of its kind all won, 20 hold none in 44 %."""
+    values = np.full((20, 5), 0.0)
+    values[:, 0] = -1
+    lost = total(values, "such_questions")
+    assert margin_p_values(lost, 15.2)[1] == pytest.approx(math.exp(-20 * 0.04))
+    assert margin_p_values(lost, 0.5)[1] == pytest.approx(math.exp(-20 * 0.195 / 1.2))
+    assert limits(lost, 1 - math.exp(-20 * 0.04))[1] == pytest.approx(-0.152)
+    nothing = np.zeros_like(values)
+    assert sign_p_values(nothing, -values, "such_questions", 15.2)[2] == pytest.approx(
+        math.exp(-0.8)
+    )
+    often = values.copy()
+    often[:, 1] = -1  # 0.4 of answers where BF16 has 0.2: an excess of 0.1 over the half more
+    unseen = math.exp(-20 * 0.1 / 1.6)
+    assert sign_p_values(-values, -often, "such_questions", 5)[2] == pytest.approx(unseen)
 
 
 @pytest.mark.parametrize("estimand", ESTIMANDS)
