@@ -33,10 +33,10 @@ is at least L, and exceeds the observed loss by at least L. `limits` demands onl
 such_questions, 30 questions can exclude a loss of 10 points; for these_questions, 30 x 64 answers
 can exclude 0.16 points.
 
-Units that were not seen may also be gains that make up for the losses that were: 20 questions that
-each lose a fifth of their answers show little variance, and hold no question of a kind that is one in
-25 and wins all. A loss "at most the margin" is excluded only if a share of gains so large that the
-true loss is the margin, (loss - margin) / (1 + loss) of all units, would hardly be missing among N.
+Units not seen may also be gains that make up for the losses that were seen. If 20 questions each lose
+a fifth of their answers, they show no variance, and a kind of question that is one in 25 and wins all
+may be missing. A true loss of at most the margin needs a share of such gains of at least
+(loss - margin) / (1 + loss). FAIL needs the probability that N units hold none of them to be small.
 
 Measured coverage and error rates: docs/evaluation.md. Arrays [..., n, k] of many simulated rounds
 are accepted too, and give results [...], one per round (tests/recovery/test_simulation.py).

@@ -123,6 +123,23 @@ def test_what_cannot_be_adopted_is_said_in_one_line(
     assert says in done.last
 
 
+def test_a_point_is_adopted_by_rows_of_its_own(quick: Quick) -> None:
+    """Another point's rows, and those of a mode that is not judged, say nothing about it."""
+    path = quick.folder.report_json
+    report = read_json(path)
+    rows = {row["activations"]: row for row in report["tasks"]}
+    rows["at t20"]["made_with"]["model"]["weights"] = "ab" * 32
+    made_with = rows["at t10"]["made_with"]
+    mode = made_with | {"model": made_with["model"] | {"activations": "fp8"}}
+    first = rows["at t10"] | {"activations": "fp8", "gated": False, "made_with": mode}
+    write_json(path, report | {"tasks": [first, *report["tasks"]]})
+    quick.monkeypatch.setattr("quantize.pipeline.adopt.check_fresh", lambda *_: None)
+    quick.monkeypatch.setattr("quantize.pipeline.adopt.advance", lambda _: 0)
+    refused = quick("adopt", quick.folder.path, "t20")
+    assert (refused.code, "t20: scored on other weights" in refused.last) == (2, True)
+    assert quick("adopt", quick.folder.path, "t10").code == 0
+
+
 def wider_ranges(source: Path, recipe: Recipe, out: Path, *more: Any, **named: Any) -> None:
     """Stand in for a calibration that found other ranges."""
     made_up_ranges(source, recipe, out, *more, **named)
