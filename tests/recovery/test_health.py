@@ -146,13 +146,13 @@ def test_the_signs_of_a_task_share_the_error_of_one_hypothesis(p: float, outcome
 def test_a_sign_fails_only_where_unseen_questions_could_not_explain_it() -> None:
     """20 questions without the sign in BF16; the candidate shows it in 2 or 4 of 32 answers to each.
 
-    Were it always in BF16's answers to twice the excess of the questions, 20 might hold none of them.
+    Each question that only BF16 always answers with the sign offsets one and a half answers with it.
     """
     base, quantized = np.zeros((20, 32)), np.zeros((20, 32))
     quantized[:, :2] = quantized[::2, 2:4] = 1
     for limit in (0.5, 1.0):
         judged = sign_p_values(base, quantized, "such_questions", limit)
-        assert judged[::2] == (limit, pytest.approx(np.exp(-20 * 3 / 32 / 0.5)))
+        assert judged[::2] == (limit, pytest.approx(np.exp(-20 * 3 / 32 / (1.5 + 3 / 32))))
 
 
 def p_by_formula(values: Floats, gap: float, event: float = 1) -> float:
