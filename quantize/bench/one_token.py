@@ -57,7 +57,7 @@ class Continuation:
         """Run one pass without a CUDA graph; return how many experts it reaches in each layer."""
         self._model.routed = []
         self._pass()
-        reached = [int(ids.unique().numel()) for ids in self._model.routed]
+        reached = [int(ids.unique().numel()) for ids, _ in self._model.routed]
         self._model.routed = None
         return reached
 

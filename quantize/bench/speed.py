@@ -220,7 +220,7 @@ def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
     probe.denoise([0])
     layers = len(probe.model.weights.layers)
     step = probe.model.routed[-layers:]  # without a short prompt's encoding
-    return [int(ids.unique().numel()) for ids in step]
+    return [int(ids.unique().numel()) for ids, _ in step]
 
 
 def _measure(

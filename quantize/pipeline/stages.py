@@ -236,6 +236,7 @@ def _fidelity(run: Run) -> None:
         run.folder.fidelity_json,
         activations=run.recipe.evaluation.activations,
         limits=run.recipe.gate.max_kl_nats,
+        overlaps=run.recipe.gate.min_routing_overlap,
         more=run.options.get("modes", ()),
         place=run.machine.place,
     )

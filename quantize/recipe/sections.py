@@ -61,6 +61,7 @@ FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser(
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # fewest questions of a task: a comparison needs the variance of differences
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 # Optional keys that digests cover even at their defaults: all keys of an earlier version. A later key
 # is covered only if a recipe sets it, so that its addition renames no run and repeats no answer.
 FIRST_KEYS = {
@@ -306,8 +307,10 @@ class Gate(Section):
     `margin_pp` maps a task to the allowed loss of accuracy in percentage points; every task that ships,
     except SVAMP, has a default in its file (`recovery/tasks`). `max_kl_nats` maps an activation mode to
     the largest mean KL from BF16 allowed on replayed trajectories; a mode without a limit is not
-    judged. `max_step_inflation` is the share by which denoising steps per token may exceed BF16's (0.1
-    is 10 %); a run that is shown to exceed this share fails. Null turns the limit off. A run with
+    judged. `min_routing_overlap` maps a mode to the smallest mean share of BF16's experts that the
+    routers of any layer may choose on these trajectories. `max_step_inflation` is the share by which
+    denoising steps per token may exceed BF16's (0.1 is 10 %); a run that is shown to exceed this share
+    fails. Null turns the limit off. A run with
     served models needs null, since servers report no steps. `health_pp` maps a sign of ill health to
     the points by which it may be more frequent than in BF16's answers. `recovery.health` lists
     signs and defaults; null turns a sign off. `confidence` is the level of all intervals and tests.
@@ -316,9 +319,15 @@ class Gate(Section):
     estimand: Estimand
     margin_pp: dict[str, Limit] = {}
     max_kl_nats: dict[ActivationMode, Limit] = {}
+    min_routing_overlap: dict[ActivationMode, Share] = {}
     max_step_inflation: Limit | None = None
     health_pp: dict[SignName, Limit | None] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
+
+    @property
+    def replayed(self) -> set[ActivationMode]:
+        """The activation modes that a limit of the replay names."""
+        return {*self.max_kl_nats, *self.min_routing_overlap}
 
     def terms(self, task: str) -> Terms:
         """Return the terms on which a task is judged."""
@@ -360,7 +369,8 @@ class Recipe(Section):
         for where, part in {"": self, "bundled.": self.bundled}.items():
             evaluation, gate = part.evaluation or self.evaluation, part.gate or self.gate
             _every_task_has_a_margin(where, evaluation, gate)
-            modes = [("gate.max_kl_nats", mode) for mode in gate.max_kl_nats]
+            limited = ("max_kl_nats", "min_routing_overlap")
+            modes = [(f"gate.{key}", mode) for key in limited for mode in getattr(gate, key)]
             for key, mode in [*modes, ("evaluation.activations", evaluation.activations)]:
                 if why := refusal(mode, kernels):
                     raise ValueError(f"{where}{key}: {why}")

@@ -129,6 +129,11 @@ def _figures(run: RunDir) -> dict[str, float]:
     if run.fidelity_json.exists():
         for mode, replayed in read_json(run.fidelity_json, "activations")["activations"].items():
             figures[f"KL from BF16, nats, activations {mode}"] = replayed["kl_nats"]["mean"]
+            if shares := replayed["routing_overlap"]:
+                figures[f"BF16's experts, worst layer, activations {mode}"] = min(shares)
+        if cost := read_json(run.fidelity_json).get("routing_cost"):
+            name = f"KL that choosing otherwise adds, nats, activations {cost['activations']}"
+            figures[name] = cost["choices_add"]["mean"]
     return figures
 
 

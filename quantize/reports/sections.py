@@ -223,12 +223,8 @@ def fidelity_section(fidelity: Content) -> ReportSection:
         for name, figures, _ in replays
         if (kinds := kinds_text(figures.get("by_kind", [])))
     ]
-    notes += [
-        f"{name}, share of BF16's experts that the router chooses too, by layer: "
-        f"{', '.join(f'{share:.3f}' for share in figures['routing_overlap'])}."
-        for name, figures, _ in replays
-        if figures.get("routing_overlap")
-    ]
+    notes += [line for name, figures, _ in replays for line in _routing_lines(name, figures)]
+    notes += routing_cost_lines(fidelity)
     notes += [
         "In the row of own self-conditioning the quantized model reads its own logits of the step "
         "before, so its errors add up over a canvas, as while serving. The row has no limit, because "
@@ -241,6 +237,38 @@ def fidelity_section(fidelity: Content) -> ReportSection:
     lines = ["BF16's own trajectories, replayed: both models read the same canvas at every step."]
     title = "Fidelity on replayed trajectories"
     return ReportSection(title, columns, rows, lines, notes, ("kl", "routing"))
+
+
+def _routing_lines(name: str, replay: Content) -> list[str]:
+    """Return sentences on the experts that a replay's routers chose; [] without any."""
+    if not (shares := replay.get("routing_overlap")):
+        return []
+    listed = ", ".join(f"{share:.3f}" for share in shares)
+    lines = [f"{name}, share of BF16's experts that the router chooses too, by layer: {listed}."]
+    if figures := replay.get("routing"):  # a run from before has none
+        hit, moved = figures["experts_hit"], max(figures["moved"])
+        lines.append(
+            f"{name}, worst layers: a tenth of the tokens keep at most {min(figures['p10']):.0%} of "
+            f"their experts, and {moved:.1%} of the routing weight moved. Experts hit in a layer by a "
+            f"canvas, BF16 and quantized: {hit['bf16']['step']:.1f} and {hit['quantized']['step']:.1f} "
+            f"at a step, {hit['bf16']['canvas']:.1f} and {hit['quantized']['canvas']:.1f} in all steps."
+        )
+    return lines
+
+
+def routing_cost_lines(fidelity: Content) -> list[str]:
+    """Return a sentence, in a list, on what other choices of experts cost; [] if not measured."""
+    if not (cost := fidelity.get("routing_cost")):
+        return []
+    names = ("as_it_is", "with_bf16_choices", "bf16_with_its_choices")
+    plain, held, swapped = (cost[name]["mean"] for name in names)
+    added, (low, high) = cost["choices_add"]["mean"], cost["choices_add"]["interval"]
+    share = f", {added / plain:.0%} of it" if plain > 0 else ""
+    return [
+        f"Of the KL of {plain:.4f} nats ({cost['activations']}), choosing other experts, or other "
+        f"weights for them, adds {added:.4f} [{low:.4f}, {high:.4f}]{share}: with BF16's choices it is "
+        f"{held:.4f}. BF16 itself, made to take the quantized model's choices, is {swapped:.4f} away."
+    ]
 
 
 def _largest_lines(replays: Sequence[Any], count: int | None) -> list[str]:

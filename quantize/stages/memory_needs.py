@@ -59,7 +59,7 @@ def needs(
     vocabulary = tensors[EMBEDDING].nbytes  # of BF16; its layers are freed before the next model
     listed.append(Need("fidelity BF16", bf16, REPLAYED, replayed, True))
     scored = recipe.evaluation.activations
-    modes: set[ActivationMode] = {"none", scored, *recipe.gate.max_kl_nats}
+    modes: set[ActivationMode] = {"none", scored, *recipe.gate.replayed}
     engines = len(modes - {"fp8"})  # that share weights; `fp8` has weights of its own, later
     name = f"fidelity {recipe.name}"
     listed.append(Need(name, quantized(*modes), REPLAYED, replayed, True, engines, vocabulary))
@@ -109,6 +109,12 @@ def _rounding(bf16: Stack, targets: Sequence[Target], batch: int, length: int) -
         rounding = max(rounding, least, min(ROUNDING_BYTES, most))
     beside = max(hessians.values(), default=0) + WAITING_BYTES + rounding + SHUTTLE_BYTES
     return Need("round", in_turns, batch, length, beside=beside, fixed_batch=True, one_layer=True)
+
+
+def choice_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes of one token's experts (int32) and their weights (float32) in all layers."""
+    text = config["text_config"]
+    return 8 * text["num_hidden_layers"] * text["top_k_experts"]
 
 
 def rounding_bytes(experts: int, out: int, inputs: int) -> int:

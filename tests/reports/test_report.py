@@ -288,6 +288,22 @@ def test_a_fidelity_fault_fails_whatever_the_scores(full: RunDir, targets: list[
     assert ElementTree.parse(full.junit_xml).getroot().get("failures") == "2"
 
 
+def test_report_and_comparison_say_what_other_experts_cost(full: RunDir) -> None:
+    cost = (
+        "Of the KL of 0.0100 nats (none), choosing other experts, or other weights for them, adds "
+        "0.0030 [0.0010, 0.0050], 30% of it: with BF16's choices it is 0.0070. BF16 itself, made to "
+        "take the quantized model's choices, is 0.0020 away."
+    )
+    hit = "at most 75% of their experts, and 2.6% of the routing weight moved"
+    for text in (full.report_md.read_text(), Page(full.report_html.read_text()).text):
+        assert cost in text
+        assert hit in text
+        assert "7.5 and 7.2 at a step, 8.5 and 8.2 in all steps." in text
+    facts = compare_runs(full, full).facts
+    assert facts["BF16's experts, worst layer, activations none"] == (0.9, 0.9)
+    assert facts["KL that choosing otherwise adds, nats, activations none"] == (0.003, 0.003)
+
+
 def change_rows(run: RunDir, side: str, task: str, **fields: Any) -> None:
     scoring = read_scoring(run.evaluation / side, task)
     rows = [replace(row, **fields) for row in scoring.rows]

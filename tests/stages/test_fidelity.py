@@ -27,12 +27,15 @@ from quantize.stages.fidelity.fidelity import (
     summarize,
 )
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
+from quantize.stages.fidelity.routing import RoutingDistance
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(
     max_denoising_steps=5, eos_token_ids=(1, 50), pad_token_id=0,
     stability_threshold=0, confidence_threshold=4.9, entropy_bound=4.0,
 )  # fmt: skip
+
+ROUTED = RoutingDistance(torch.tensor([[0, 1, 1]]), torch.tensor([0.1]), torch.ones(2, 1, 3) > 0)
 
 
 @pytest.fixture(scope="module")
@@ -157,13 +160,20 @@ def test_kl_is_that_of_torch(
     assert first.kl.mean() > 0.001
 
 
+def values(distance: StepDistance) -> list[Any]:
+    """All values of a distance, those of routing too."""
+    held = vars(distance) | vars(distance.routing)
+    del held["routing"]
+    return list(held.values())
+
+
 def equal(found: list[list[StepDistance]], wanted: list[list[StepDistance]]) -> bool:
     """Whether all values are the same to the bit."""
     pairs = [
         pair
         for own, other in zip(found, wanted, strict=True)
         for a, b in zip(own, other, strict=True)
-        for pair in zip(vars(a).values(), vars(b).values(), strict=True)
+        for pair in zip(values(a), values(b), strict=True)
     ]
     assert len(pairs) > 100
     return all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
@@ -210,7 +220,8 @@ def test_processes_share_the_batches_and_find_what_one_finds(
         for a, b in zip(ours, theirs, strict=True):
             assert (a.trajectory, a.canvas, a.step) == (b.trajectory, b.canvas, b.step)
             assert torch.equal(a.kl, b.kl)
-            assert torch.equal(a.routing, b.routing)
+            assert torch.equal(a.routing.equal, b.routing.equal)
+            assert torch.equal(a.routing.moved, b.routing.moved)
 
 
 def test_trajectories_survive_the_disk(trajectories: list[Trajectory], tmp_path: Path) -> None:
@@ -235,9 +246,9 @@ def test_bootstrap_interval_covers_the_mean_of_its_trajectories() -> None:
     assert 180 <= hits <= 198
     one = torch.ones(2)
     distances = [
-        StepDistance(0, 0, 1, False, one, one > 0, one, 1.0, one),
-        StepDistance(0, 0, 2, True, 3 * one, one > 0, one, 1.0, one),
-        StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, one),
+        StepDistance(0, 0, 1, False, one, one > 0, one, 1.0, ROUTED),
+        StepDistance(0, 0, 2, True, 3 * one, one > 0, one, 1.0, ROUTED),
+        StepDistance(7, 0, 1, True, 5 * one, one > 0, one, 1.0, ROUTED),
     ]
     assert by_trajectory(distances, lambda d: d.kl.mean().item()) == {0: 2.0, 7: 5.0}
 
@@ -247,7 +258,7 @@ def test_a_report_says_how_much_of_a_mean_two_trajectories_make() -> None:
     one = torch.ones(2)
     replays = {
         mode: summarize([
-            StepDistance(at, 0, 1, True, kl * one, one > 0, one, 1.0, one)
+            StepDistance(at, 0, 1, True, kl * one, one > 0, one, 1.0, ROUTED)
             for at, kl in enumerate([far, *[1.0] * 15])
         ])
         for mode, far in (("none", 1.0), ("per_layer", 115.0))
@@ -299,9 +310,9 @@ def test_own_conditioning_reads_the_models_own_logits(
 
 def test_a_mean_just_above_its_limit_is_a_fault() -> None:
     results = {"none": {"kl_nats": {"mean": 0.0201}}, "per_layer": {"kl_nats": {"mean": 0.05}}}
-    assert find_faults(results, {"none": 0.0202, "per_layer": 0.05, "per_expert": 1e-9}) == []
-    (fault,) = find_faults(results, {"none": 0.02, "per_layer": 0.05})
+    assert find_faults(results, {"none": 0.0202, "per_layer": 0.05, "per_expert": 1e-9}, {}) == []
+    (fault,) = find_faults(results, {"none": 0.02, "per_layer": 0.05}, {})
     assert "0.0201" in fault
     assert "activations none" in fault
     assert "0.02" in fault.split("above")[1]
-    assert len(find_faults({"none": {"kl_nats": {"mean": float("nan")}}}, {"none": 1e9})) == 1
+    assert len(find_faults({"none": {"kl_nats": {"mean": float("nan")}}}, {"none": 1e9}, {})) == 1

@@ -121,10 +121,14 @@ def add_optional_parts(run: RunDir) -> None:
     write_json(run.calibration / "coverage.json", coverage | {"fallbacks": ["layers.0.experts.1"]})
     value = {"mean": 0.01, "interval": [0.0, 0.02]}
     names = ("kl_nats", "top1_agreement", "acceptance_jaccard", "commit_agreement")
-    step = {"step": 1, "canvases": 2, "kl_nats": 0.1, "top1_agreement": 1.0}
+    hit = {"bf16": 7.5, "quantized": 7.25}
+    step = {"step": 1, "canvases": 2, "kl_nats": 0.1, "top1_agreement": 1.0, "experts_hit": hit}
+    step |= {"routing_overlap": 0.9, "routing_p10": 0.75, "routing_moved": 0.02}
     bin_ = {"nats_from": 0.0, "positions": 9, "kl_nats": 0.1, "top1_agreement": 1.0}
     replay = dict.fromkeys(names, value) | {"routing_overlap": [1.0, 0.9]}
+    counts = {name: {"step": number, "canvas": number + 1} for name, number in hit.items()}
     replay |= {"by_step": [step], "by_entropy": [bin_]}
+    replay["routing"] = {"p10": [1.0, 0.75], "moved": [0.0, 0.026], "experts_hit": counts}
     own = replay | {"activations": "none"}
     write_json(
         run.fidelity_json,
@@ -134,6 +138,14 @@ def add_optional_parts(run: RunDir) -> None:
             "faults": [],
             "activations": {"none": replay},
             "own_conditioning": own,
+            "min_routing_overlap": {"none": 0.5},
+            "routing_cost": {
+                "activations": "none",
+                "as_it_is": value,
+                "with_bf16_choices": value | {"mean": 0.007},
+                "bf16_with_its_choices": value | {"mean": 0.002},
+                "choices_add": {"mean": 0.003, "interval": [0.001, 0.005]},
+            },
         },
     )
     for side, second in (("bf16", "1 1"), ("quantized", "0 1")):

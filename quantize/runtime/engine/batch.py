@@ -19,6 +19,7 @@ from torch import Tensor
 from quantize.runtime.engine.graphs import Pool, Replayed
 from quantize.runtime.engine.interface import Decoded, joined
 from quantize.runtime.gpu.cores import WholeDevice
+from quantize.runtime.model.choices import Choices
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
 
@@ -73,30 +74,34 @@ class FusedPasses:
         context = self._integers([self._context[row] for row in rows])
         given = canvas, self._integers(rows), context
         if conditioning is None:
-            _, h, experts = self._decoded(*given, None)
-        elif self._pool is None or model.inputs is None or not model.inputs.replayable:
-            _, h, experts = self._decoded(*given, conditioning.flatten(0, 1))
+            _, h, *chosen = self._decoded(*given, None)
+        elif (
+            self._pool is None or model.inputs is None or not model.inputs.replayable
+            or model.given is not None
+        ):  # fmt: skip
+            _, h, *chosen = self._decoded(*given, conditioning.flatten(0, 1))
         else:
             replayed = B in self._steps  # the first call launches each kernel, and calls `on_pass`
             step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
             entered, *results = step(*given, conditioning.flatten(0, 1))
-            h, experts = (
+            h, *chosen = (
                 result.clone() for result in results
             )  # or the next step would overwrite them
             if replayed:
                 model.on_pass(entered)
         head = partial(_logits, model.compute, model.weights.embedding, model.softcap)
-        return Decoded((B, L, self.vocabulary), experts, h, head)
+        return Decoded((B, L, self.vocabulary), Choices(*chosen), h, head)
 
     def _decoded(
         self, canvas: Tensor, slots: Tensor, context: Tensor, signal: Tensor | None
-    ) -> tuple[Pass, Tensor, Tensor]:
-        """Return a pass as it enters the first layer, its rows after the last, and its experts."""
+    ) -> tuple[Pass, Tensor, Tensor, Tensor]:
+        """Return a pass as it enters the first layer, its rows after the last, and its `Choices`."""
         (B, L), model = canvas.shape, self._model
         entering = model.decoding(canvas, model.behind(slots, context, L), signal)
         entering.routed, entering.lane = [], self._lane
         entered, h = replace(entering), self._run(entering).view(B, L, -1)
-        return entered, h, torch.stack([ids.view(B, L, -1) for ids in entering.routed], 1)
+        chosen = Choices.of(entering.routed, B)
+        return entered, h, chosen.experts, chosen.weights
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
         """Draw as in `DrawingPasses.draw`, from the bf16 logits of a few canvases at a time."""

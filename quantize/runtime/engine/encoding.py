@@ -103,8 +103,9 @@ class Encoder:
             if self._model.compute.whole:
                 length = min(-(-length // SHORT) * SHORT, self.chunk)
             run = slot, start, prompt[start:end]
-            # Observers are shown no padding, nor a graph's rows.
-            watched = self._model.inputs is not self._inputs
+            # Observers are shown no padding, nor a graph's rows; and no graph takes given choices.
+            model = self._model
+            watched = model.inputs is not self._inputs or bool(model.noted or model.given)
             if not watched and soft is None and start + length <= self._max_length:
                 self.encode([run], length)
                 if self._prefixes and images is None and end - start == self.chunk:

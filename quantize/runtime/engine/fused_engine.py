@@ -37,6 +37,7 @@ from quantize.runtime.engine.slots import Slots, SlotSequence
 from quantize.runtime.engine.step import Step
 from quantize.runtime.gpu.memory import DEFAULT_CONTEXT, SHORT, chunk_of
 from quantize.runtime.model.cells import Cache, HostCells
+from quantize.runtime.model.choices import RoutingLog
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
@@ -243,6 +244,24 @@ class FusedEngine:
                 yield
         finally:
             model.inputs, model.on_pass, model.on_logits = inputs, nothing, nothing
+
+    @contextmanager
+    def routing(
+        self, *, noted: RoutingLog | None = None, given: RoutingLog | None = None
+    ) -> Generator[None]:
+        """Note the choices of encoder passes in `noted`, or make all passes take those in `given`.
+
+        Raises:
+            RuntimeError: the passes differ from those that made `given`.
+        """
+        waiting = given and RoutingLog(list(given.encoded), list(given.decoded))
+        self.model.noted, self.model.given = noted, waiting
+        try:
+            yield
+        finally:
+            self.model.noted = self.model.given = None
+        if waiting and (waiting.encoded or waiting.decoded):
+            raise RuntimeError("some choices were not taken: the models ran other passes")
 
     def close(self) -> None:
         """Wait until no streamed layer is being copied."""

@@ -17,6 +17,7 @@ import torch
 from fused_dequant import CanvasState, Draw
 from torch import Tensor
 
+from quantize.runtime.model.choices import Choices, RoutingLog
 from quantize.runtime.model.watching import Observer, OnLogits
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.prompt.prefixes import PrefixCache
@@ -39,7 +40,7 @@ class Decoded:
     """The result of one decoder pass over B canvases of L tokens."""
 
     shape: Sequence[int]  # (B, L, V) of the logits
-    experts: Tensor  # int [B, layers, L, k], the experts that the routers chose, in any order
+    choices: Choices  # what the layers' routers chose, of L tokens a sequence
     rows: Tensor  # [B, ...], from which `head` computes the logits
     # Returns the logits float32 [b, L, V] of some `rows`, soft-capped, not divided by the
     # temperature. It holds no weights of the model except the vocabulary's.
@@ -51,7 +52,8 @@ class Decoded:
 
     def to(self, device: torch.device | str) -> "Decoded":
         """Return a copy with its tensors on `device`; `head` still needs rows on the model's device."""
-        return replace(self, experts=self.experts.to(device), rows=self.rows.to(device))
+        choices = self.choices.on_host if device == "cpu" else self.choices.to(device)
+        return replace(self, choices=choices, rows=self.rows.to(device))
 
     def pieces(self) -> Iterator[slice]:
         """Yield slices of the B canvases, each of one canvas or of several with up to PIECE logits."""
@@ -180,6 +182,11 @@ class Engine(BatchEngine, Protocol):
 
         If weights are streamed, several functions can run side by side and share each copied layer.
         """
+
+    def routing(
+        self, *, noted: RoutingLog | None = None, given: RoutingLog | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context in which encoder passes add to `noted`, or all passes take from `given`."""
 
     def close(self) -> None:
         """Wait for streamed layers that are being copied; memory is freed with the engine object."""

@@ -7,6 +7,7 @@ import torch
 from fused_dequant import Activation
 from torch import Tensor
 
+from quantize.runtime.model.choices import Choice, Choices
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.prompt.pieces import SoftTokens
 
@@ -88,8 +89,10 @@ class Pass:
     inputs: ProductInputs | None  # what rounds or shows the rows that enter products
     whole: bool = False  # whether the encoder's rows are needed after the last layer
     real: Tensor | None = None  # int64, the rows that are no padding; None for all
-    # None, or a list that gets the expert ids [M, topk] of each layer.
-    routed: list[Tensor] | None = None
+    routed: list[Choice] | None = (
+        None  # None, or a list that gets the choice of each layer's router
+    )
+    given: Choices | None = None  # what the layers take in place of their routers' choices
     lane: int = 0  # the lane of the slots; slots count from the lane's first slot
     added: Sequence[Added] = ()  # new tokens that stay in the cache
     cells: tuple[Tensor, Tensor] | None = None  # keys and values of the lane's slots at this layer
@@ -109,4 +112,5 @@ class Pass:
             self, h=self.h[rows], x=(x[rows], None if scale is None else scale[rows]),
             rows=self.rows.of(sequences), decoded=decoded, real=None,
             routed=None if self.routed is None else [],
+            given=None if self.given is None else self.given.of_sequences(sequences),
         )  # fmt: skip

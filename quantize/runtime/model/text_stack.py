@@ -55,6 +55,7 @@ from torch.profiler import record_function as part
 
 from quantize.runtime.gpu.cores import compute_of
 from quantize.runtime.model.cells import Cache, HostCells
+from quantize.runtime.model.choices import Choice, Choices, RoutingLog
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Added, Pass, PassRows
 from quantize.runtime.model.watching import OnLogits
@@ -86,7 +87,9 @@ class FusedModel:
     """The text stack: encoder and decoder over one cache of keys and values.
 
     Attributes:
-        routed: None, or a list to which every pass appends the expert ids [M, topk] of each layer.
+        routed: None, or a list to which every pass appends the choice of each layer's router.
+        noted: None, or a log to which every encoder pass appends its choices.
+        given: None, or a log from which every pass takes its choices.
         inputs: rounds the rows that enter products, or shows them to observers; None for neither.
         on_pass: called with every pass as it entered the first layer.
         on_logits: called with the logits [m, V] of a draw, and each row's 1 / T [m] and step [m].
@@ -100,7 +103,9 @@ class FusedModel:
         *, sparse: bool = False,
     ) -> None:  # fmt: skip
         self.weights, self.cache, self.inputs, self.sparse = weights, cache, inputs, sparse
-        self.routed: list[Tensor] | None = None
+        self.routed: list[Choice] | None = None
+        self.noted: RoutingLog | None = None
+        self.given: RoutingLog | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
         self.on_logits: OnLogits = lambda *_: None
         self.compute = compute_of(weights.device)
@@ -180,7 +185,11 @@ class FusedModel:
         self, h: Tensor, x: Activation, rows: PassRows, decoded: int, *, whole: bool = False,
         real: Tensor | None = None,
     ) -> Pass:  # fmt: skip
-        made = Pass(h, x, rows, decoded, self.inputs, whole, real, self.routed)
+        routed = self.routed if self.noted is None else []
+        made = Pass(h, x, rows, decoded, self.inputs, whole, real, routed)
+        if self.given is not None:
+            next_choices = self.given.next_of(decoded, len(rows.slots), rows.rows_each)
+            made.given = next_choices.to(h.device)
         if not (h.is_cuda and torch.cuda.is_current_stream_capturing()):  # nothing is in it yet
             self.on_pass(made)
         return made
@@ -205,7 +214,12 @@ class FusedModel:
                 for turn in turns:
                     self._take(index, layer, turn, cells)
         next(visits, None)  # the last one's cells go back
-        return [_last_rows(entering, of) for entering, of in zip(passes, parts, strict=True)]
+        last = [_last_rows(entering, of) for entering, of in zip(passes, parts, strict=True)]
+        for entering in passes:
+            if self.noted is not None and not entering.decoded:
+                noted = Choices.of(entering.routed or [], len(entering.rows.slots))
+                self.noted.encoded.append(noted.on_host)
+        return last
 
     def _take(self, index: int, layer: LayerWeights, parts: list[Pass], cells: Cells) -> None:
         """Take passes through a layer side by side, each with a copy of this model."""
@@ -250,7 +264,9 @@ class FusedModel:
             )
         o = self._attended(index, layer, q, entering.rows, entering.cells)
         with sequences_of(entering.rows.rows_each):
-            entering.h, entering.x = self._rest(index, layer, entering.h, o, entering.decoded)
+            entering.h, entering.x = self._rest(
+                index, layer, entering.h, o, entering.decoded, entering.given
+            )
 
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the soft-capped logits bf16 [m, V] of rows bf16 [m, H] that `run` returned."""
@@ -312,8 +328,9 @@ class FusedModel:
                 return self._product(index, "o", o, (layer.o,))
 
     def _rest(
-        self, index: int, layer: LayerWeights, h: Tensor, o: Tensor, decoded: int
-    ) -> tuple[Tensor, Activation]:
+        self, index: int, layer: LayerWeights, h: Tensor, o: Tensor, decoded: int,
+        given: Choices | None,
+    ) -> tuple[Tensor, Activation]:  # fmt: skip
         """Run the dense and the routed branch; return h and the next layer's input."""
         n = layer.norms
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
@@ -324,9 +341,12 @@ class FusedModel:
         )
         with self._beside(), part("dense"):
             dense = self._down(index, self._product(index, "gate_up", x, layer.gate_up), layer.down)
-        ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
+        if given is not None:
+            ids, routing = given.of_layer(index)
+        else:
+            ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
         if self.routed is not None:
-            self.routed.append(ids)
+            self.routed.append((ids, routing))
         with part("experts"):
             both = layer.experts_gate_up, layer.experts_down
             if self.inputs is None or x_experts[1] is not None:
@@ -421,7 +441,10 @@ def _last_rows(entering: Pass, parts: list[Pass]) -> Tensor:
     """Join the results of a pass' parts; return its rows after the last layer, as `run` does."""
     if entering.routed is not None and parts != [entering]:
         routed = [part.routed or [] for part in parts]
-        entering.routed += [torch.cat(ids) for ids in zip(*routed, strict=True)]
+        entering.routed += [
+            (torch.cat([ids for ids, _ in layer]), torch.cat([weights for _, weights in layer]))
+            for layer in zip(*routed, strict=True)
+        ]
     last = [part.x[0] if part.whole else part.x[0][: part.decoded] for part in parts]
     return last[0] if len(last) == 1 else torch.cat(last)
 

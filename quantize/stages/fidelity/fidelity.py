@@ -9,26 +9,30 @@ itself. So a step's distance has no sampling noise and no errors of earlier step
     top-1    share of positions with equal argmax
     Jaccard  |A and B| / |A or B|; A, B are the positions that the entropy bound accepts, per model
     commit   share of equal argmax at the last step of a canvas: tokens that would be committed
-    routing  share of the top-k experts that both routers choose, by layer
+    routing  share of the top-k experts that both routers choose, by layer; see `routing`
 
 `linear_checks` also compares every quantized Linear by itself, on the inputs that BF16 gives it,
-and compares every router's tensors bit for bit. Routing has no limit, since no limit would tell
-sound models from damaged ones. In the bundled model's worst layer, routing's share is 0.90 for
-sound NVFP4 (0.93 with BF16 activations), 0.92 with two experts swapped, and 0.90 with two rows of a
-router swapped.
+and compares every router's tensors bit for bit. Routing has a limit only if a recipe states one
+(`gate.min_routing_overlap`), since no limit would tell sound models from damaged ones. In the bundled
+model's worst layer, routing's share is 0.90 for sound NVFP4 (0.93 with BF16 activations), 0.92 with two
+experts swapped, and 0.90 with two rows of a router swapped.
 
 The activation mode that the gate judges is replayed once more, conditioned on the quantized model's
-own logits: errors then add up over the steps of a canvas, as they do while serving.
+own logits: errors then add up over the steps of a canvas, as they do while serving. Two more replays
+find what other choices of experts cost in that mode: the model with BF16's choices, and BF16 with the
+model's. So BF16 is opened a second time, at the end.
 
 BF16 runs first, by itself, and its results stay on the host (`reference_cache`), so the models need
 not fit a GPU together. Modes that share weights are replayed side by side, other modes one by one.
 
 Intervals are percentile bootstraps with a fixed seed. They resample trajectories, since positions
 and steps of one sample are not independent. A run with faults ends before anything is scored.
-Faults are a mean KL above a mode's `gate.max_kl_nats`, and all that `linear_checks` finds.
+Faults are a mean KL above a mode's `gate.max_kl_nats`, an overlap below its `gate.min_routing_overlap`,
+and all that `linear_checks` finds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +52,7 @@ from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.memory import EMBEDDING
 from quantize.runtime.gpu.placement import CPU, free_unused
 from quantize.runtime.gpu.trust import has_own_weights
+from quantize.runtime.model.choices import RoutingLog
 from quantize.runtime.record.trajectory import (
     Trajectory,
     context_of,
@@ -59,6 +64,7 @@ from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.fidelity.linear_checks import check_linears
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
+from quantize.stages.fidelity.routing import routing_at_step, routing_figures
 from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.prompts import BUNDLED, load_prompts
 
@@ -77,20 +83,23 @@ def fidelity(
     *,
     activations: ActivationMode,
     limits: Mapping[ActivationMode, float],
+    overlaps: Mapping[ActivationMode, float] | None = None,
     more: Sequence[ActivationMode] = (),
     place: Placement = CPU,
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
     The folder `calibration` has recorded trajectories; without it, new ones are recorded. The
-    replayed activation modes are `none`, the gated mode `activations`, and those of `limits` and
-    `more`. `limits` is mode -> largest mean KL allowed, in nats. A batch has REPLAYED trajectories,
-    or fewer if memory is short. `out` is the path of fidelity.json.
+    replayed activation modes are `none`, the gated mode `activations`, and those of `limits`,
+    `overlaps` and `more`. `limits` is mode -> largest mean KL allowed, in nats. `overlaps` is mode ->
+    smallest mean share of BF16's experts allowed in any layer. A batch has REPLAYED trajectories, or
+    fewer if memory is short. `out` is the path of fidelity.json.
 
     Raises:
         InputError: the checkpoint cannot run in a mode. ResourceError: a model does not fit.
     """
-    named: tuple[ActivationMode, ...] = ("none", activations, *limits, *more)
+    overlaps = overlaps or {}
+    named: tuple[ActivationMode, ...] = ("none", activations, *limits, *overlaps, *more)
     modes = list(dict.fromkeys(named))
     for mode in modes:
         check_mode(Checkpoint.open(checkpoint), mode)
@@ -103,21 +112,41 @@ def fidelity(
         batch = min(REPLAYED, engine.capacity)
         if processes.rank == 0:
             linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
-        reference = remember(engine, trajectories, sampler, batch_size=batch, processes=processes)
+        ours, theirs = RoutingLog(), RoutingLog()
+        how: dict[str, Any] = {"batch_size": batch, "processes": processes}
+        with engine.routing(noted=ours):
+            reference = remember(engine, trajectories, sampler, **how)
+        ours.decoded = reference.decoded
         engine.close()
         del engine  # or its weights would stay on the GPU
         free_unused(place.device)
         replayed: dict[ActivationMode, list[StepDistance]] = {}
         conditioned: list[StepDistance] = []
+        given = {}  # name -> the replay with the other model's choices
         for group, candidate in places.items():
-            compared = _compared(checkpoint, group, candidate, activations)
-            distances = replay(
-                reference, compared, trajectories, sampler, batch_size=batch, processes=processes
-            )
+            engines = _opened(checkpoint, group, candidate)
+            compared = [Compared(engine) for engine in engines.values()]
+            if gated := engines.get(activations):
+                compared[group.index(activations)] = Compared(gated, decoded=theirs.decoded)
+                compared.append(Compared(gated, own_conditioning=True))
+            with gated.routing(noted=theirs) if gated else nullcontext():
+                distances = replay(reference, compared, trajectories, sampler, **how)
             replayed |= zip(group, distances, strict=False)
-            conditioned = distances[-1] if activations in group else conditioned
-            del compared  # or its weights would stay on the GPU
+            if gated:
+                conditioned = distances[-1]
+                with gated.routing(given=ours):
+                    given["with_bf16_choices"] = replay(
+                        reference, [Compared(gated)], trajectories, sampler, **how
+                    )[0]
+            del engines, compared, gated  # or its weights would stay on the GPU
             free_unused(place.device)
+        reference.forget_heads()  # or the vocabulary would be on the GPU twice
+        engine = open(source, baseline)
+        with engine.routing(given=theirs):
+            given["bf16_with_its_choices"] = replay(
+                reference, [Compared(engine, lends_head=True)], trajectories, sampler, **how
+            )[0]
+        engine.close()
     if processes.rank > 0:
         return
     window: int = Checkpoint.open(source).config["text_config"]["sliding_window"]
@@ -126,23 +155,52 @@ def fidelity(
     content = {
         "trajectories": len(trajectories),
         "max_kl_nats": dict(limits),
-        "faults": [*find_faults(results, limits), *linear_faults],
+        "min_routing_overlap": dict(overlaps),
+        "faults": [*find_faults(results, limits, overlaps), *linear_faults],
         "linears": linears,
         "activations": results,
         "own_conditioning": {"activations": activations} | summarize(conditioned, kinds),
+        "routing_cost": {"activations": activations} | attributed(replayed[activations], given),
     }
     write_json(out, content)
 
 
 def find_faults(
-    results: Mapping[ActivationMode, Mapping[str, Any]], limits: Mapping[ActivationMode, float]
+    results: Mapping[ActivationMode, Mapping[str, Any]],
+    limits: Mapping[ActivationMode, float],
+    overlaps: Mapping[ActivationMode, float],
 ) -> list[str]:
-    """Return one sentence for each activation mode whose mean KL exceeds the mode's limit."""
-    return [
+    """Return one sentence for each activation mode with a mean KL or an overlap beyond its limit."""
+    far = [
         f"KL from BF16 is {kl:.4g} nats (activations {mode}), above max_kl_nats {limit:g}"
         for mode, limit in limits.items()
         if mode in results and not (kl := results[mode]["kl_nats"]["mean"]) <= limit
     ]
+    return far + [
+        f"routers of layer {shares.index(least)} choose {least:.4g} of BF16's experts (activations "
+        f"{mode}), below min_routing_overlap {limit:g}"
+        for mode, limit in overlaps.items()
+        for shares in [results[mode]["routing_overlap"]]
+        if not (least := min(shares)) >= limit
+    ]
+
+
+def attributed(
+    as_it_is: Sequence[StepDistance], given: Mapping[str, Sequence[StepDistance]]
+) -> dict[str, Any]:
+    """Return fidelity.json's entry on what the choices of experts cost (`routing`), in nats of KL.
+
+    `given` has the replays of the model `with_bf16_choices` and of `bf16_with_its_choices`.
+    `choices_add` is by how much the first is below `as_it_is`, paired by trajectory.
+    """
+    plain, held = (by_trajectory(d, _kl) for d in (as_it_is, given["with_bf16_choices"]))
+    differences = [kl - held[at] for at, kl in plain.items()]
+    low, high = bootstrap_interval(differences)
+    mean = digits(sum(differences) / len(differences))
+    kls = {name: _with_interval(distances, _kl) for name, distances in given.items()}
+    return {"as_it_is": _with_interval(as_it_is, _kl), **kls} | {
+        "choices_add": {"mean": mean, "interval": [digits(low), digits(high)]}
+    }
 
 
 Group = tuple[ActivationMode, ...]  # modes that are replayed side by side
@@ -168,18 +226,13 @@ def _placed(
     return replace(placement, capacity=least), placements
 
 
-def _compared(
-    checkpoint: Path, group: Group, place: Placement, activations: ActivationMode
-) -> list[Compared]:
-    """Open the quantized model in each mode; the gated mode comes again, with own conditioning."""
+def _opened(checkpoint: Path, group: Group, place: Placement) -> dict[ActivationMode, Engine]:
+    """Open the quantized model in each mode of a group; the engines share its weights."""
     engines: dict[ActivationMode, Engine] = {}
     beside: Engine | None = None
     for mode in group:
         engines[mode] = beside = open(checkpoint, replace(place, activations=mode), beside=beside)
-    conditioned = (
-        [Compared(engines[activations], own_conditioning=True)] if activations in group else []
-    )
-    return [*(Compared(engine) for engine in engines.values()), *conditioned]
+    return engines
 
 
 def held_out_trajectories(
@@ -213,14 +266,17 @@ def summarize(
         "acceptance_jaccard": _with_interval(distances, lambda d: d.jaccard),
         "commit_agreement": _with_interval([d for d in distances if d.is_last], _agreement),
         "routing_overlap": [
-            digits(share) for share in torch.stack([d.routing for d in distances]).mean(0).tolist()
+            digits(share)
+            for share in torch.stack([d.routing.overlap for d in distances]).mean(0).tolist()
         ],
+        "routing": routing_figures([((d.trajectory, d.canvas), d.routing) for d in distances]),
         "by_step": [
             {
                 "step": step,
                 "canvases": len(here),
                 "kl_nats": digits(sum(map(_kl, here)) / len(here)),
                 "top1_agreement": digits(sum(map(_agreement, here)) / len(here)),
+                **routing_at_step([d.routing for d in here]),
             }
             for step in sorted({d.step for d in distances})
             for here in [[d for d in distances if d.step == step]]

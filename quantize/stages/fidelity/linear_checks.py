@@ -67,13 +67,28 @@ def check_linears(
     with reference.watching(ranges.see, errors.see):
         passes.decode(list(range(len(trajectories))), canvas.to(passes.device), None)
     routers = [
-        f"{name}: differs from BF16's, so other experts are chosen"
+        f"{name}: {fault}"
         for name in errors.source.tensors
         if module_class(name) == "router"
-        and not torch.equal(errors.source.read(name), errors.artifact.read(name))
+        and (fault := router_fault(errors.source.read(name), errors.artifact.read(name)))
     ]
     summaries = {"error": errors.summary(), "ranges": ranges.summary()}
     return summaries, [*errors.faults(), *ranges.faults(), *routers]
+
+
+def router_fault(ours: Tensor, theirs: Tensor) -> str | None:
+    """Return how a router's tensor differs from BF16's (`ours`); None if it is equal."""
+    if torch.equal(ours, theirs):
+        return None
+    if ours.shape == theirs.shape and ours.dim() == 2:
+        places = (theirs[:, None] == ours).all(-1)  # [E, E], BF16's rows that each row equals
+        if places.any(1).all() and places.any(0).all():
+            moved = int((~places.diagonal()).sum())
+            return (
+                f"{moved} of its {len(ours)} rows are BF16's in another order; overlap compares "
+                "experts by index, so experts that moved with their rows count as others"
+            )
+    return "differs from BF16's, so other experts are chosen"
 
 
 class Errors:

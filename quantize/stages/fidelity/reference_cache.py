@@ -1,8 +1,8 @@
 """Keeps a model's results for trajectories on the host, so that its weights can leave the GPU.
 
-The last hidden states (1.4 MB for the 26B model) and the chosen experts (0.25 MB) of each step of a
-canvas are kept. One lm_head, kept for all steps, turns the hidden states into logits. `Remembered`
-then takes the model's place in a replay, with the same logits, bit for bit.
+The last hidden states (1.4 MB for the 26B model), the chosen experts and their weights (0.25 MB each)
+of each step of a canvas are kept. One lm_head, kept for all steps, turns the hidden states into
+logits. `Remembered` then takes the model's place in a replay, with the same logits, bit for bit.
 """
 
 from collections import deque
@@ -39,10 +39,14 @@ class Noted:
 
 
 class Remembered:
-    """Takes a model's place in replays; each call of `passes` returns the next batch, in a cycle."""
+    """Takes a model's place in replays; each call of `passes` returns the next batch, in a cycle.
+
+    `decoded` has the choices of the model's routers in all steps, in order.
+    """
 
     def __init__(self, batches: Sequence[Noted]) -> None:
-        self._batches = cycle(batches)
+        self._noted, self._batches = batches, cycle(batches)
+        self.decoded = [step.choices for batch in batches for step in batch.noted]
 
     def passes(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images | None] | None = None
@@ -50,3 +54,14 @@ class Remembered:
         """Return the passes of the next batch; the arguments are not read."""
         batch = next(self._batches)
         return replace(batch, noted=batch.noted.copy())
+
+    def forget_heads(self) -> None:
+        """Free the vocabulary; afterwards a compared model must lend its head (`replay.Compared`)."""
+        for batch in self._noted:
+            batch.noted = deque(replace(step, head=_forgotten) for step in batch.noted)
+
+
+def _forgotten(rows: Tensor) -> Tensor:
+    raise RuntimeError(
+        f"no head for {len(rows)} canvases: the recorded model's vocabulary is freed"
+    )

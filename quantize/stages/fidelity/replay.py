@@ -8,7 +8,7 @@ not be streamed.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch import Tensor
 from quantize.host.processes import ALONE, Processes
 from quantize.host.progress import Meter, metered
 from quantize.runtime.engine.interface import BatchEngine, joined
+from quantize.runtime.model.choices import Choices
 from quantize.runtime.record.trajectory import Trajectory
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.stages.fidelity.reference_cache import Noted, Remembered
+from quantize.stages.fidelity.routing import RoutingDistance, routing_distances
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,21 @@ class StepDistance:
     agrees: Tensor  # [L] whether both models have the same argmax
     entropy: Tensor  # [L] BF16's entropy in nats
     jaccard: float  # Jaccard index of the two models' accepted positions
-    routing: Tensor  # [layers] share of equal experts among a position's top k, mean over positions
+    routing: RoutingDistance  # how otherwise the routers chose
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A model to compare; with `own_conditioning` it reads its own earlier logits, else BF16's."""
+    """A model to compare; with `own_conditioning` it reads its own earlier logits, else BF16's.
+
+    `decoded`, if not None, gets what its routers chose at every step. With `lends_head` it is BF16, and
+    the reference's logits are made by its head too.
+    """
 
     engine: BatchEngine
     own_conditioning: bool = False
+    decoded: list[Choices] | None = None
+    lends_head: bool = False
 
 
 def replay(
@@ -122,7 +130,7 @@ class _Batch:
         }
         self._passes = {key: engine.passes(prompts, images) for key, engine in engines.items()}
         self._runs = [self._passes[id(item.engine)] for item in compared]
-        self._conditioned = [item.own_conditioning for item in compared]
+        self._compared = compared
         passes = self._reference = self._passes[id(reference)]
         self._meter, self.noted = (
             meter,
@@ -153,13 +161,13 @@ class _Batch:
                 given = [None if rows is None else rows[keep] for rows in given]
             read = torch.stack([recorded[row][step - 1] for row in rows])
             given, measured = self._step(rows, read, given, sampler.temperature(step), sampler)
-            for index, columns in enumerate(measured):
+            for index, (columns, routing) in enumerate(measured):
                 for at, row in enumerate(rows):
-                    kl, agrees, entropy, jaccard, routing = (column[at] for column in columns)
+                    kl, agrees, entropy, jaccard = (column[at] for column in columns)
                     last = step == len(recorded[row])
                     yield index, StepDistance(
                         self._names[row], canvas, step, last, kl, agrees, entropy, jaccard.item(),
-                        routing,
+                        routing[at],
                     )  # fmt: skip
 
     def _step(
@@ -169,13 +177,18 @@ class _Batch:
         given: list[Tensor | None],
         temperature: Tensor,
         sampler: Sampler,
-    ) -> tuple[list[Tensor | None], list[tuple[Tensor, ...]]]:
+    ) -> tuple[list[Tensor | None], list[tuple[list[Tensor], list[RoutingDistance]]]]:
         """Run one step of all models; return the next step's conditioning, and the distances."""
         runs = [self._reference, *self._runs]
         decoded = [
             passes.decode(rows, canvas.to(passes.device), conditioning)
             for passes, conditioning in zip(runs, given, strict=True)
         ]
+        for item, result in zip(self._compared, decoded[1:], strict=True):
+            if item.decoded is not None:
+                item.decoded.append(result.choices.on_host)
+            if item.lends_head:
+                decoded[0] = replace(decoded[0], head=result.head)
         if self._meter is not None:
             self.noted.noted.append(decoded[0].to("cpu"))
             self._meter.add(len(rows))
@@ -192,13 +205,14 @@ class _Batch:
                 theirs = decoded[i + 1].logits(piece)
                 by_run[i].append(_distance(certain, theirs / T, sampler))
                 following[i + 1].append(
-                    passes.condition(theirs if self._conditioned[i] else ours, T)
+                    passes.condition(theirs if self._compared[i].own_conditioning else ours, T)
                 )
-        equal = (decoded[0].experts[..., None] == d.experts[..., None, :] for d in decoded[1:])
-        routing = ([same.any(-1).float().mean((-1, -2))] for same in equal)  # [B, layers]
         measured = [
-            tuple(joined(column).cpu() for column in (*zip(*of_run, strict=True), overlap))
-            for of_run, overlap in zip(by_run, routing, strict=True)
+            (
+                [joined(column).cpu() for column in zip(*of_run, strict=True)],
+                routing_distances(decoded[0].choices, result.choices),
+            )
+            for of_run, result in zip(by_run, decoded[1:], strict=True)
         ]
         return [joined(rows) for rows in following], measured
 

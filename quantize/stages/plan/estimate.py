@@ -18,7 +18,7 @@ from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.runtime.gpu.memory import Need, cache_bytes, plan
-from quantize.stages.memory_needs import HELD_OUT, REPLAYED, needs
+from quantize.stages.memory_needs import HELD_OUT, REPLAYED, choice_bytes, needs
 from quantize.stages.plan.gpu_support import CONTEXT, forward_seconds
 
 if TYPE_CHECKING:
@@ -154,10 +154,12 @@ class _Stages:
         settings = self._recipe.calibration if self._recipe.needs_calibration else None
         canvases = settings.canvases if settings else 2
         passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
-        modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.max_kl_nats}
-        # BF16 records first where nothing was calibrated.
-        needed = {bf16: passes * (1 if settings else 3), quantized: passes * (len(modes) + 1)}
-        return self._both(needed, CHECKING_SECONDS)
+        modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.replayed}
+        # Each model also takes the other's choices. BF16 records first where nothing was calibrated.
+        needed = {bf16: passes * (2 if settings else 4), quantized: passes * (len(modes) + 2)}
+        row = self._later(self._both(needed, CHECKING_SECONDS), LOADING_SECONDS, self._before)
+        tokens = HELD_OUT * canvases * STEPS * self._config["canvas_length"]
+        return replace(row, host=row.host + 2 * tokens * choice_bytes(self._config))
 
     def _evaluate(self, bf16: Need, quantized: Need) -> StageRow:
         tokens = sum(tokens_by_task(self._recipe).values())

@@ -20,6 +20,7 @@ from modules_oracle.passes import (
     text_config,
 )
 from quantize.runtime.engine.interface import Decoded
+from quantize.runtime.model.choices import Choices
 from quantize.runtime.prompt.images import Images
 
 
@@ -56,8 +57,8 @@ class ModulePasses:
         self._decoding = held.select(rows)
         with _chosen_experts(self._model) as chosen:
             logits = decode_canvas(self._model, self._decoding.prefix, canvas, conditioning)
-        experts = torch.stack([ids.view(*canvas.shape, -1) for ids in chosen], dim=1)
-        return Decoded(logits.shape, experts, logits, lambda rows: rows)
+        choices = Choices.of([(ids.int(), weights) for weights, ids in chosen], len(canvas))
+        return Decoded(logits.shape, choices, logits, lambda rows: rows)
 
     def draw(self, decoded: Decoded, state: CanvasState, schedule: Tensor) -> tuple[Draw, Tensor]:
         """Draw from the logits, with transformers' random numbers where there are any."""
@@ -88,12 +89,12 @@ class _Rows:
 
 
 @contextmanager
-def _chosen_experts(model: DiffusionGemmaForBlockDiffusion) -> Generator[list[Tensor]]:
-    """Yield a list that every router of the decoder adds its choice [tokens, k] to."""
-    chosen: list[Tensor] = []
+def _chosen_experts(model: DiffusionGemmaForBlockDiffusion) -> Generator[list[tuple[Tensor, ...]]]:
+    """Yield a list that every router of the decoder adds its weights and experts [tokens, k] to."""
+    chosen: list[tuple[Tensor, ...]] = []
 
     def note(_: nn.Module, __: object, output: tuple[Tensor, ...]) -> None:
-        chosen.append(output[-1])
+        chosen.append(output[-2:])
 
     layers = cast(Sequence[nn.Module], model.model.decoder.layers)
     hooks = [layer.get_submodule("router").register_forward_hook(note) for layer in layers]
