@@ -183,17 +183,21 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """BF16 runs first, and its layers are gone when the other is opened."""
+    """BF16 runs first, and its layers are gone when the other is opened; it comes again at the end."""
     (tmp_path / "calibration").mkdir()
     save_trajectories(tmp_path / "calibration", short[:1], SAMPLER)
     made: list[weakref.ref[TextWeights]] = []
     there: list[int] = []  # weights, when a model is opened
+    vocabularies: list[weakref.ref[torch.Tensor]] = []
+    kept: list[bool] = []  # whether BF16's first vocabulary is there, when a model is opened
 
     def opening(folder: Path, place: Placement, **settings: Any) -> Engine:
         gc.collect()
         there.append(sum(weights() is not None for weights in made))
+        kept.extend(vocabulary() is not None for vocabulary in vocabularies[:1])
         engine = open(folder, place, **settings)
         made.append(weakref.ref(engine.model.weights))
+        vocabularies.append(weakref.ref(engine.model.weights.embedding))
         return engine
 
     monkeypatch.setattr(fidelity, "open", opening)
@@ -202,13 +206,18 @@ def test_fidelity_without_bf16_beside_the_quantized_model(
         CHECKPOINT, quantized["nvfp4_w4a4"], tmp_path / "calibration", out,
         activations="per_layer", limits={"none": 1.0, "per_expert": 1.0}, more=("fp8",),
     )  # fmt: skip
-    # Weights at once: BF16's, then those that modes share, then those of the mode that does not.
-    assert there == [0, 0, 1, 2, 0]
+    # Weights at once: BF16's, those that modes share, those of the mode that does not, BF16's.
+    assert there == [0, 0, 1, 2, 0, 0]
+    assert kept == [True, True, True, True, False]
     content = json.loads(out.read_text())
     assert list(content["activations"]) == ["none", "per_layer", "per_expert", "fp8"]
     kl = {mode: each["kl_nats"]["mean"] for mode, each in content["activations"].items()}
     assert len(set(kl.values())) == 4
     assert content["own_conditioning"]["activations"] == "per_layer"
+    cost = content["routing_cost"]
+    assert cost["as_it_is"]["mean"] == kl["per_layer"]
+    assert 0 < cost["with_bf16_choices"]["mean"] != kl["per_layer"]
+    assert cost["bf16_with_its_choices"]["mean"] > 0
 
 
 def test_pieces_change_nothing_and_both_ways_to_generate_agree(
