@@ -30,12 +30,15 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
 from quantize.runtime.engine.interface import Canvas
 from quantize.runtime.model.cells import Cache
+from quantize.runtime.model.choices import RoutingLog
 from quantize.runtime.model.inputs import DENSE, EXPERTS, ProductInputs
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.images import place, prepare
+from quantize.runtime.record.trajectory import Prompt, record
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
+from quantize.stages.fidelity.replay import Compared, remember, replay
 
 pytestmark = pytest.mark.gpu
 VOCABULARY, CANVAS = 32_768, 256
@@ -501,3 +504,21 @@ def test_one_token_a_pass(artifact: tuple[str, Path]) -> None:
         texts.rewind()
         found.append(texts.run(20))
     assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_a_model_given_its_own_choices_computes_the_same_bits(source: Path) -> None:
+    engine = FusedEngine(load_packed(source, "cuda"), capacity=2, max_context=2048)
+    prompts = [Prompt(tuple(range(5, 5 + length)), False) for length in (40, 300)]
+    how = {"sampler": SAMPLER, "canvases": 2, "held_out": True}
+    trajectories, log = record(engine, prompts, [1, 2], **how), RoutingLog()
+    with engine.routing(noted=log):
+        reference = remember(engine, trajectories, SAMPLER, batch_size=2)
+    log.decoded = reference.decoded
+    with engine.routing(given=log):
+        (distances,) = replay(reference, [Compared(engine)], trajectories, SAMPLER, batch_size=2)
+    for distance in distances:
+        assert distance.kl.eq(0).all()
+        assert distance.routing.moved.eq(0).all()
+    shares = torch.cat([choices.weights.sum(-1).flatten() for choices in log.encoded])
+    assert len(distances) == 24
+    assert shares.gt(0).all()
