@@ -49,7 +49,7 @@ class Constraint:
         self.allowance = Allowance() if allowance is None else allowance
         self._grammars, self._matcher = grammars, matcher.deep_copy()
         self._room, self._closes, self._rounds = room, closes, 0
-        meter = WorkMeter(UNITS_OF_A_FORM, PREPARING, "a text of the answer's form")
+        meter = WorkMeter(UNITS_OF_A_FORM, lambda: PREPARING, "a text of the answer's form")
         try:
             way = grammars.way_out(self._matcher, room - (closes is not None), meter)
         except OverBudgetError as error:

@@ -4,6 +4,10 @@
         drop cancelled jobs -> admit waiting jobs to free slots -> denoise until a canvas is finished,
         and meanwhile send what the previous canvas added -> release the slots of finished jobs
 
+A free slot goes to the waiting job whose request has the fewest slots, and no request has all slots:
+however many choices it wants, and however often a form has a canvas denoised again, another request
+begins with the next canvas.
+
 This thread also makes the text of answers, because a stop string must free a slot before the next
 canvas begins. Without stop strings, only EOS and length end an answer. Its text is made and sent
 while the engine denoises the next canvas, so the GPU never waits for text. If the engine fails,
@@ -13,7 +17,7 @@ only the jobs in its slots fail. If the text of a job cannot be made, only that 
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,6 +67,7 @@ class Job:
     given: Given | None = None  # the known tokens
     guide: AnswerGuide | None = None  # the one in `given`; its error ends the job
     param: str = "messages"  # the request's parameter that `prompt` comes from
+    request: object = None  # what the jobs of one request have in common
     cancelled: bool = False
     started: float = 0.0
     began: float = 0.0  # its canvas under way
@@ -117,11 +122,16 @@ class Scheduler:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs in reserved places; in a shutdown, free the places, raise RequestError 503."""
+        request = object()
+        for job in jobs:
+            job.request = request
         with self._changed:
             self._reserved -= len(jobs)
             if self._draining:
                 raise _shutting_down()
             self._waiting.extend(jobs)
+            for allowance in filter(None, map(_allowance, tuple(self._running.values()))):
+                allowance.another_came()
             self._changed.notify()
 
     def cancel(self, jobs: Sequence[Job], reserved: int = 0) -> None:
@@ -182,9 +192,7 @@ class Scheduler:
         for slot in range(self.engine.capacity):
             if slot in self._running:
                 continue
-            with self._changed:
-                job = self._waiting.popleft() if self._waiting else None
-            if job is None:
+            if (job := self._next()) is None:
                 return
             job.started = job.began = time.monotonic()
             try:
@@ -196,6 +204,16 @@ class Scheduler:
                 self.engine.release(slot)
             else:
                 self._running[slot] = job
+
+    def _next(self) -> Job | None:
+        """Take the waiting job whose request has the fewest slots, unless it has all but one."""
+        slots = Counter(job.request for job in self._running.values())
+        with self._changed:
+            job = min(self._waiting, key=lambda job: slots[job.request], default=None)
+            if job is None or slots[job.request] >= max(1, self.engine.capacity - 1):
+                return None
+            self._waiting.remove(job)
+            return job
 
     def _step(self) -> None:
         slots = sorted(self._running)
@@ -237,10 +255,10 @@ class Scheduler:
 
     def _note_canvases(self) -> None:
         """Tell each request's allowance since when the oldest canvas of another request runs."""
-        allowances = {slot: _allowance(job) for slot, job in self._running.items()}
-        for allowance in {id(a): a for a in allowances.values() if a is not None}.values():
-            others = (s for s, other in allowances.items() if other is not allowance)
-            allowance.note(min((self._running[slot].began for slot in others), default=None))
+        for job in self._running.values():
+            if (allowance := _allowance(job)) is not None:
+                others = (o.began for o in self._running.values() if o.request is not job.request)
+                allowance.note(min(others, default=time.monotonic() if self._waiting else None))
 
     def _speak(self) -> None:
         while self._unsaid:

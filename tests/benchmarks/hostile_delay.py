@@ -3,13 +3,14 @@
     PYTHONPATH=tests/support:tests/serve python tests/benchmarks/hostile_delay.py [--each 2]
 
 `quantize serve bundled` runs as a user starts it. A victim streams the same answer again and again, and
-the time between two of its canvases is measured: alone, beside another good client, and beside each
-hostile request in turn. On a busy machine the server waits for a core, so what counts is the smaller
-of two times: by the clock, and of the server's own work. Hostile are the tools and the regular
-expression that stalled a server, forms drawn as `test_hostile_forms` draws them, and
-`hostile_requests.bodies`. What a canvas waits longer than it ever does beside a good client is that
-request's delay. The load is printed. The first canvas of an answer is left out: until a slot takes the
-answer, it waits for the end of a canvas of others, which a form may have denoised again up to 8 times.
+the time between two of its canvases is measured; a newcomer asks for answers of one canvas, and the
+time until each comes is: alone, beside another good client, and beside each hostile request in turn. On
+a busy machine the server waits for a core, so what counts is the smaller of two times: by the clock,
+and of the server's own work. Hostile are the tools and the regular expression that stalled a server,
+forms drawn as `test_hostile_forms` draws them, and `hostile_requests.bodies`. What a canvas waits
+longer than it ever does beside a good client is that request's delay. The load is printed. Of the
+victim the first canvas of an answer is left out: until a slot takes the answer, it waits for the end of
+a canvas of others. The newcomer has nothing else.
 """
 
 import argparse
@@ -33,6 +34,7 @@ STEPS = {"num_inference_steps": 8}
 # Words that no model ends after one canvas.
 VICTIM = CHAT | {"max_tokens": 512, "seed": 1, "stream": True, **STEPS}
 VICTIM |= {"guided_regex": "([a-z]{3,9} ){40}"}
+NEWCOMER = CHAT | {"max_tokens": 64, "seed": 2, "stream": True, **STEPS}
 SMALL = 64 << 10
 DELAY, LEAST = 0.5, 5e-3  # seconds
 
@@ -55,8 +57,14 @@ def drawn(count: int) -> list[dict[str, Any]]:
 class Victim:
     """A client that streams one answer after another, and notes when each canvas arrives."""
 
-    def __init__(self, client: httpx.Client, server: psutil.Process) -> None:
-        self.client, self.server = client, server
+    def __init__(
+        self,
+        client: httpx.Client,
+        server: psutil.Process,
+        body: dict[str, Any],
+        first: bool = False,
+    ) -> None:
+        self.client, self.server, self.body, self.first = client, server, body, first
         self.on, self.gaps = True, list[tuple[float, float]]()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -67,13 +75,13 @@ class Victim:
     def _run(self) -> None:
         while self.on:
             before, under_way = self._now(), False
-            with self.client.stream("POST", CHATS, json=VICTIM) as reply:
+            with self.client.stream("POST", CHATS, json=self.body) as reply:
                 assert reply.status_code == 200
                 for line in reply.iter_lines():
                     if line:
                         now = self._now()
                         gap = min(now[0] - before[0], now[1] - before[1])
-                        self.gaps.append((now[0], gap if under_way else 0))
+                        self.gaps.append((now[0], gap if under_way or self.first else 0))
                         under_way |= gap > LEAST
                         before = now
 
@@ -128,19 +136,27 @@ def main() -> None:
     with (
         process() as (url, server),
         httpx.Client(base_url=url, headers=headers, timeout=None) as client,
+        httpx.Client(base_url=url, headers=headers, timeout=None) as third,
         httpx.Client(base_url=url, headers=headers, timeout=None) as other,
     ):
-        victim = Victim(client, server)
+        victim, newcomer = Victim(client, server, VICTIM), Victim(third, server, NEWCOMER, True)
+        victims = {"victim": victim, "newcomer": newcomer}
+
+        def rows(name: str, since: float) -> None:
+            for who, client in victims.items():
+                print(client.row(f"{who} {name}", since), flush=True)
+
         victim.longest(0)
+        newcomer.longest(0)
         begun = time.monotonic()
         time.sleep(asked.quiet)
-        print(victim.row("alone", begun), flush=True)
+        rows("alone", begun)
         good = json.dumps(CHAT | {"max_tokens": 256, **STEPS})
         begun = time.monotonic()
         with beside(lambda: other.post(CHATS, content=good)):
             time.sleep(asked.quiet)
-        usual = victim.longest(begun)
-        print(victim.row("beside a good client", begun), flush=True)
+        usual = {who: client.longest(begun) for who, client in victims.items()}
+        rows("beside a good client", begun)
         before, first = server.memory_info().rss / 1e6, time.monotonic()
         sizes = {True: list[float](), False: list[float]()}
         for name, path, body in requests * asked.each:
@@ -148,29 +164,32 @@ def main() -> None:
             reply = other.post(path, content=body)
             assert reply.status_code < 500, (name, reply.text)
             took = time.monotonic() - begun
-            delay = max(victim.longest(begun) - usual, 0)
+            delays = {who: max(c.longest(begun) - usual[who], 0) for who, c in victims.items()}
+            delay = max(delays.values())
             sizes[len(body) <= SMALL].append(delay)
             if sum(map(len, sizes.values())) % 20 == 0:
-                print(victim.row("  so far", first), flush=True)
+                rows("so far", first)
             grown = server.memory_info().rss / 1e6 - memory
             if delay > DELAY / 4 or took > 5 or grown > 64:
                 print(
-                    f"  {reply.status_code} {len(body):,} bytes, {took:.1f} s, delay {delay:.2f} s, "
+                    f"  {reply.status_code} {len(body):,} bytes, {took:.1f} s, delay "
+                    f"{delays['victim']:.2f} and {delays['newcomer']:.2f} s, "
                     f"{grown:+.0f} MB: {name}", flush=True,
                 )  # fmt: skip
-        print(victim.row("beside hostile requests", first), flush=True)
-        for small, delays in sizes.items():
-            if not delays:
+        rows("beside hostile requests", first)
+        for small, largest in sizes.items():
+            if not largest:
                 continue
             print(
-                f"{len(delays)} requests {'of at most' if small else 'above'} {SMALL >> 10} KB: "
-                f"largest delay {max(delays):.2f} s, {sum(d > DELAY for d in delays)} above {DELAY} s"
+                f"{len(largest)} requests {'of at most' if small else 'above'} {SMALL >> 10} KB: "
+                f"largest delay {max(largest):.2f} s, {sum(d > DELAY for d in largest)} above {DELAY} s"
             )
         time.sleep(5)
         after = server.memory_info().rss / 1e6
         print(f"memory before {before:.0f} MB, after {after:.0f} MB")
-        victim.on = False
-        victim.thread.join()
+        for client in victims.values():
+            client.on = False
+            client.thread.join()
 
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ def test_what_lm_head_leaves_is_read(
     monkeypatch.setattr(step_of_canvases, "look", look)
     monkeypatch.setattr(text_stack, "soft_embedding_of", soft_embedding_of)
     monkeypatch.setattr(
-        text_stack, "looks", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
+        text_stack, "look_runs", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
     )
     assert denoised() == expected
     rows = weights.config.canvas_length * min(4, canvases_a_piece)

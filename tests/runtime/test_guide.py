@@ -109,3 +109,16 @@ def test_a_canvas_is_denoised_again_behind_what_stands(engine: Engine) -> None:
     assert [canvas.tokens for canvas in beside] == [
         canvas.tokens for canvas in answer(engine, None, None)[1]
     ]
+
+
+def test_between_two_tries_another_may_come(engine: Engine) -> None:
+    """Else whoever waits for a slot would wait for up to nine canvases of another's form."""
+    ((alone,),) = answer(engine, Watching(again=2), canvases=1)
+    engine.admit(0, PROMPT, 0, SAMPLER, given=Given(guide=Watching(again=2)))
+    assert engine.denoise([0]) == [None]
+    engine.admit(1, PROMPT, 1, SAMPLER)
+    tries = [engine.denoise([0, 1]) for _ in range(2)]
+    assert [first for first, _ in tries] == [None, alone]
+    for slot in (0, 1):
+        engine.release(slot)
+    assert tries[0][1] == answer(engine, None, None, canvases=1)[1][0]

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Generator
 from contextlib import nullcontext
 from typing import Any
@@ -231,7 +232,7 @@ class Counting(Allowance):
         pass
 
     def meter(self, units: int) -> Any:
-        self.last = WorkMeter(units, 60, "x")
+        self.last = WorkMeter(units, lambda: 60.0, "x")
         return nullcontext(self.last)
 
 
@@ -313,6 +314,15 @@ def test_an_allowance_counts_what_delays_the_oldest_canvas_of_others() -> None:
         work(budget.DELAY * 0.6)
     allowance.note(time.monotonic())  # the other's next canvas
     work(budget.DELAY * 0.6)
+    allowance.note(None)
+    with allowance.meter(10) as meter:
+        meter.step()
+        allowance.another_came()  # while it is worked on
+        until = time.thread_time() + budget.DELAY
+        while time.thread_time() < until:
+            pass
+        with pytest.raises(OverBudgetError):
+            meter.step()
 
 
 def test_a_scheduler_notes_the_canvases_of_other_requests() -> None:
@@ -328,7 +338,7 @@ def test_a_scheduler_notes_the_canvases_of_other_requests() -> None:
 
     def job(began: float, allowance: Allowance | None) -> Job:
         made = object.__new__(Job)
-        made.began, made.guide = began, None
+        made.began, made.guide, made.request = began, None, allowance
         if allowance is not None:
             held = object.__new__(Constraint)
             held.allowance = allowance
@@ -337,12 +347,16 @@ def test_a_scheduler_notes_the_canvases_of_other_requests() -> None:
 
     scheduler = object.__new__(Scheduler)
     first, second = Noting("first"), Noting("second")
+    scheduler._waiting = deque()
     scheduler._running = {0: job(1, first), 1: job(2, first)}
     scheduler._note_canvases()
     assert notes == {"first": None}  # its own choices do not count
     scheduler._running |= {2: job(5, second), 3: job(4, None)}
     scheduler._note_canvases()
     assert notes == {"first": 4, "second": 1}
+    scheduler._running, scheduler._waiting = {0: job(1, first)}, deque([job(0, None)])
+    scheduler._note_canvases()
+    assert notes["first"] > time.monotonic() - 60  # of another that waits for a slot
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from quantize.serve.text import Answer, Delta, Text
 class Case:
     """A scheduler and the events of its jobs."""
 
-    def __init__(self, max_queue: int = 8) -> None:
-        self.engine = ScriptedEngine(2)
+    def __init__(self, max_queue: int = 8, engine: ScriptedEngine | None = None) -> None:
+        self.engine = engine or ScriptedEngine(2)
         self.scheduler = Scheduler(self.engine, max_queue=max_queue, metrics=Metrics())
         self.scheduler.start()
 
@@ -74,6 +74,49 @@ def test_jobs_join_and_leave_at_canvas_boundaries(case: Case) -> None:
     assert finished(second).startswith("c1 ")
     assert finished(third).startswith("c1 ")
     assert case.engine.batches == [[0], [0, 1], [0, 1]]
+
+
+def test_no_request_has_all_slots_and_the_fewest_come_first(case: Case) -> None:
+    """A request of three choices came first; two others begin with the next canvas each."""
+    choices = [case.job(2) for _ in range(3)]
+    case.queue([job for job, _ in choices])
+    assert case.engine.entered.acquire(timeout=20)
+    _, second = case.submit(1)
+    _, third = case.submit(1)
+    case.engine.allowed.release()
+    case.canvas()
+    assert finished(second).startswith("c1 ")
+    case.canvas()
+    assert finished(third).startswith("c1 ")
+    case.engine.allowed.release(100)
+    for _, events in choices:
+        assert finished(events).startswith("c1 ")
+    assert case.engine.batches == [[0], [0, 1], [0, 1], [0], [0], [0]]
+
+
+def test_a_canvas_that_is_denoised_again_lets_others_in() -> None:
+    """As a form may have it, up to eight times: the engine returns no canvas in between."""
+
+    class Again(ScriptedEngine):
+        tries = 0
+
+        def denoise(self, slots: Sequence[int], *arguments: Any) -> list[Canvas | None]:
+            canvases = super().denoise(slots, *arguments)
+            self.tries += 1
+            return [
+                None if slot == 0 and self.tries < 4 else c
+                for slot, c in zip(slots, canvases, strict=True)
+            ]
+
+    case = Case(engine=Again(2))
+    _, first = case.submit(1)
+    assert case.engine.entered.acquire(timeout=20)
+    _, second = case.submit(1)
+    case.engine.allowed.release(100)
+    assert finished(second)
+    assert finished(first)
+    case.scheduler.stop()
+    assert case.engine.batches == [[0], [0, 1], [0], [0]]
 
 
 def test_jobs_that_come_together_begin_together(
@@ -184,9 +227,9 @@ def test_text_that_cannot_be_made_fails_its_job_and_no_one_else(
         raise ValueError("no such token")
 
     monkeypatch.setattr(broken.answer, step, failing)
-    case.queue([job for job, _ in jobs])
-    for _ in range(3):
-        case.canvas()
+    for job, _ in jobs:
+        case.queue([job])
+    case.engine.allowed.release(100)
     assert finished(beside).startswith("c1 ")
     failure = events.get(timeout=20)
     assert isinstance(failure, RequestError)

@@ -62,7 +62,7 @@ class Denoiser:
     def denoise(
         self, slots: Sequence[int], on_draft: OnDraft | None, meanwhile: Meanwhile
     ) -> list[Canvas | None]:
-        """Denoise until a canvas is finished; return each slot's finished canvas, or None.
+        """Denoise until a canvas is finished or is to be denoised again; return the finished, or None.
 
         Raise InputError if a slot has no room for a canvas.
         """
@@ -72,10 +72,7 @@ class Denoiser:
         entering = self._encoder.waiting_passes(
             [slot for slot in slots if not (self.joins and slot in first)]
         )
-        done: dict[int, Canvas] = {}
-        while not done:  # runs once, unless guides have all canvases denoised again
-            done = self._until_one_is_done(self._kinds(slots), entering, meanwhile, on_draft)
-            entering, meanwhile = [], nothing
+        done = self._until_one_is_done(self._kinds(slots), entering, meanwhile, on_draft)
         return [done.get(slot) for slot in slots]
 
     def _kinds(self, slots: Sequence[int]) -> dict[Kind, list[int]]:

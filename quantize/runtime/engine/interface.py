@@ -172,7 +172,10 @@ class Engine(BatchEngine, Protocol):
         on_draft: OnDraft | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> Sequence[Canvas | None]:
-        """Denoise until at least one slot's canvas is finished; return each slot's canvas or None."""
+        """Denoise until at least one slot's canvas is finished; return each slot's canvas or None.
+
+        All are None if guides have what was finished denoised again: between two tries others may come.
+        """
 
     def release(self, slot: int) -> None:
         """Free a slot."""
