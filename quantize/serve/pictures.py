@@ -24,7 +24,7 @@ from quantize.serve.failures import RequestError, invalid
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PICTURES = 16
-MAX_PIXELS = 16_000_000  # pixels of one picture, 48 MB once decoded
+MAX_PIXELS = 14_000_000  # pixels of one picture: decoders take up to 16 bytes for each
 MAX_BYTES = 4 << 20  # bytes of one encoded picture
 JPEG_SCAN, MAX_SCANS = b"\xff\xda\x00", 32  # progressive files have about 10
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.IGNORECASE)
