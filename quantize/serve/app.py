@@ -88,7 +88,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def respond(body: ResponsesRequest) -> Response:
         """Answer a chat in the format of OpenAI's Responses API; nothing is stored."""
         try:
-            return GrowingResponse(body).of(await service.answer(body.chat))
+            return GrowingResponse(body).of(await service.answer(body.chat, body.echoes))
         except RequestError as refusal:
             raise body.as_written(refusal) from refusal
 

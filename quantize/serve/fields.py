@@ -13,15 +13,16 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from quantize.serve import unsupported
+
 MAX_DEPTH = 64
 Unused = Field(None, description="Accepted, but neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; refused with --strict."
-
-
 ECHOED = f"What another server sent, echoed. {IGNORED}"
 Echoed = Field(None, exclude=True, description=ECHOED)
 
@@ -104,6 +105,12 @@ class Strict(BaseModel):
         for unknown in [name for name in given if name not in _names(cls)][1:]:
             del given[unknown]  # a refusal names one
         return given
+
+
+_echoes: Any = dict.fromkeys(unsupported.ECHOED, (Any, Echoed))
+_echoes_of_answers: Any = dict.fromkeys(unsupported.ECHOED_ANSWER, (Any, Echoed))
+Echoing = create_model("Echoing", __base__=Strict, **_echoes)
+EchoingAnswer = create_model("EchoingAnswer", __base__=Echoing, **_echoes_of_answers)
 
 
 @cache

@@ -18,6 +18,8 @@ from quantize.serve.fields import (
     ECHOED,
     IGNORED,
     Echoed,
+    Echoing,
+    EchoingAnswer,
     Items,
     Json,
     Strict,
@@ -33,12 +35,11 @@ NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
 Detail = Annotated[Literal["auto", "low", "high"] | None, Field(description=IGNORED)]
 
 
-class TextPart(Strict):
-    """A part of a message that is text."""
+class TextPart(Echoing):
+    """A part of a message that is text, by any of its names."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text", "input_text", "output_text"], AfterValidator(lambda _: "text")]
     text: String
-    cache_control: Any = Echoed
 
 
 class ImageUrl(Strict):
@@ -48,22 +49,75 @@ class ImageUrl(Strict):
     detail: Detail = None
 
 
-class ImagePart(Strict):
+class ImagePart(Echoing):
     """A part of a message that is a picture."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
-    cache_control: Any = Echoed
 
     @model_serializer
     def _placeholder(self) -> dict[str, str]:
         return {"type": "image"}
 
 
+class RefusalPart(Echoing):
+    """A part of an earlier answer that says why the model refused; it is read as text."""
+
+    type: Literal["refusal"]
+    refusal: String
+
+    @model_serializer
+    def _text(self) -> dict[str, str]:
+        return {"type": "text", "text": self.refusal}
+
+
+class ThoughtPart(EchoingAnswer):
+    """A part of an earlier answer that is a thought; it is ignored, unless it led to a call."""
+
+    type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_content"]
+    text: Any = Echoed
+    data: Any = Echoed
+    summary: Any = Echoed
+    reasoning_content: Any = Echoed
+    closed: Any = Echoed
+
+    @model_serializer
+    def _no_text(self) -> dict[str, str]:
+        return {"type": "text", "text": ""}
+
+
 def _joined(content: Any) -> Any:  # content without pictures becomes one text
     if not isinstance(content, list) or any(part["type"] == "image" for part in content):
         return content
     return "".join(part["text"] for part in content)
+
+
+def _thought(part: Any) -> str:
+    """Return the text of a part of content that is a thought, or "" of another part."""
+    if not isinstance(part, dict) or part.get("type") not in ("thinking", "reasoning"):
+        return ""
+    said = part.get("thinking") or part.get("text") or part.get("reasoning")
+    if isinstance(said, list):  # as Mistral writes thoughts
+        said = "".join(
+            map(str, (piece.get("text", "") for piece in said if isinstance(piece, dict)))
+        )
+    return said if isinstance(said, str) else ""
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return an assistant's message with its thoughts in `reasoning_content`, wherever they were."""
+    for name in ("reasoning", "reasoning_text", "thinking"):
+        if isinstance(text := message.get(name), str) and text:
+            kept = {key: value for key, value in message.items() if key != name}
+            return kept | {"reasoning_content": text}
+    content = message.get("content")
+    parts: list[Any] = content if isinstance(content, list) else []
+    thoughts = [_thought(part) for part in parts]
+    if not any(thoughts):
+        return message
+    none = {"type": "text", "text": ""}
+    rest = [none if thought else part for part, thought in zip(parts, thoughts, strict=True)]
+    return message | {"content": rest, "reasoning_content": "".join(thoughts)}
 
 
 Parts = Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
@@ -77,30 +131,44 @@ TextContent = Annotated[
 ]
 
 
-class CalledFunction(Strict):
-    """The function that an earlier answer called; `arguments` is parsed from text."""
+AnswerContent = Annotated[
+    Annotated[String, Tag("text")]
+    | Annotated[
+        Items[Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]],
+        Tag("parts"),
+    ],
+    by_type("text", list="parts"),
+]
+
+
+class CalledFunction(Echoing):
+    """The function that an earlier answer called; `arguments` is a JSON object, or its text."""
 
     name: String = Field(pattern=NAME)
-    arguments: Annotated[pydantic.Json[Json], BeforeValidator(lambda v: "{}" if v == "" else v)]
+    arguments: Annotated[
+        Annotated[
+            pydantic.Json[Json],
+            BeforeValidator(lambda v: "{}" if v in ("", "null") else v),
+            Tag("text of arguments"),
+        ]
+        | Annotated[Json, Tag("arguments")],
+        by_type("text of arguments", dict="arguments"),
+    ] = Field(default_factory=dict[str, Any])
+    parsed_arguments: Any = Echoed
 
 
-class ToolCall(Strict):
+class ToolCall(Echoing):
     """A function call that an earlier answer made."""
 
     id: String = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Any = Echoed
-    cache_control: Any = Echoed
-    provider_specific_fields: Any = Echoed
-    extra_content: Any = Echoed
 
 
-class _Turn(Strict):
+class _Turn(Echoing):
     name: String | None = Field(None, exclude=True, description=IGNORED)
-    id: Any = Echoed
-    cache_control: Any = Echoed
-    provider_specific_fields: Any = Echoed
+    prefix: Literal[False] | None = Echoed  # true: the answer begins with this message
+    partial: Literal[False] | None = Echoed
 
     @property
     def turn(self) -> dict[str, Any]:
@@ -123,31 +191,26 @@ class Question(_Turn):
     content: Content
 
 
-class Reply(_Turn):
+class Reply(_Turn, EchoingAnswer):
     """A message of the model, with its calls; thoughts of a message without calls are dropped."""
 
     role: Literal["assistant"]
-    content: TextContent | None = None
+    content: AnswerContent | None = None
     reasoning_content: String | None = None
     annotations: list[Any] | None = Unused
-    reasoning: Any = Echoed
-    reasoning_details: Any = Echoed
-    thinking_blocks: Any = Echoed
-    extra_content: Any = Echoed
-    finish_reason: Any = Echoed
-    stop_reason: Any = Echoed
-    images: Any = Echoed
     tool_calls: Items[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
 
     @model_validator(mode="before")
     @classmethod
-    def _takes_thoughts(cls, value: Any) -> Any:
-        """Take the thoughts that led to calls from the field that another server put them into."""
-        if not isinstance(value, dict) or not value.get("tool_calls"):
+    def _takes_what_was_said(cls, value: Any) -> Any:
+        """Take thoughts that led to calls, and a refusal, from where another server put them."""
+        if not isinstance(value, dict):
             return value
-        if isinstance(text := value.get("reasoning"), str) and not value.get("reasoning_content"):
-            kept = {name: field for name, field in value.items() if name != "reasoning"}
-            return kept | {"reasoning_content": text}
+        if value.get("tool_calls"):
+            return value if value.get("reasoning_content") else _with_thoughts(value)
+        if not value.get("content") and isinstance(text := value.get("refusal"), str) and text:
+            kept = {name: field for name, field in value.items() if name != "refusal"}
+            return kept | {"content": text}
         return value
 
     @model_validator(mode="after")
@@ -192,6 +255,8 @@ def echoed(
     if isinstance(value, list):
         for index, part in enumerate(value):
             yield from echoed(part, (*path, index))
+    elif isinstance(value, ThoughtPart):
+        yield value.type, path
     elif isinstance(value, Strict):
         for name, field in type(value).model_fields.items():
             inner = getattr(value, name)
@@ -212,14 +277,13 @@ def stray_results(messages: Sequence[Message]) -> Iterator[str]:
             yield f"messages[{index}].tool_call_id: the assistant's message before it has no such call"
 
 
-class Function(Strict):
+class Function(Echoing):
     """A function that the model may call; `strict` is accepted and has no effect."""
 
     name: String = Field(pattern=NAME)
     description: String = ""
     parameters: Json = Field(default_factory=dict[str, Any])
     strict: bool = False
-    cache_control: Any = Echoed
 
     @field_validator("parameters")
     @classmethod
@@ -232,12 +296,11 @@ class Function(Strict):
         return schema
 
 
-class Tool(Strict):
+class Tool(Echoing):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
-    cache_control: Any = Echoed
 
 
 class ChosenFunction(Strict):

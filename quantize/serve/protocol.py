@@ -17,7 +17,7 @@ from pydantic import Field, create_model, field_validator, model_validator
 from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
-from quantize.serve.failures import invalid
+from quantize.serve.failures import invalid, written
 from quantize.serve.fields import IGNORED, Items, Json, Strict, String, Unused, values_of
 from quantize.serve.messages import (
     MAX_MESSAGES,
@@ -28,6 +28,7 @@ from quantize.serve.messages import (
     Message,
     Tool,
     ToolChoice,
+    echoed,
     stray_results,
 )
 from quantize.serve.unsupported import FOREIGN
@@ -59,7 +60,12 @@ class PinnedText(Strict):
     text: String = Field(min_length=1)
 
 
-class Asked(Strict):
+_FOREIGN: Any = dict.fromkeys(FOREIGN, (Any, Refused))
+_CONTROLS: Any = optional(CONTROLS, "asked")
+
+
+# pyrefly: ignore[invalid-inheritance]
+class Asked(create_model("Foreign", __base__=Strict, **_FOREIGN)):
     """The fields that all requests for an answer share: chats, plain completions, responses."""
 
     model: String
@@ -76,13 +82,18 @@ class Asked(Strict):
     prompt_cache_key: str | None = Unused
     prompt_cache_retention: str | None = Unused
 
-
-_FOREIGN: Any = dict.fromkeys(FOREIGN, (Any, Refused))
-_CONTROLS: Any = optional(CONTROLS, "asked")
+    @property
+    def echoes(self) -> dict[str, str]:
+        """Return name -> path of the first place of each field that a client echoes."""
+        places: dict[str, str] = {}
+        for part in ("messages", "input", "tools"):
+            for name, path in echoed(getattr(self, part, None), (part,)):
+                places.setdefault(name, written(path))
+        return places
 
 
 # pyrefly: ignore[invalid-inheritance]
-class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS, **_FOREIGN)):
+class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS)):
     """The fields that chats and plain completions share."""
 
     max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
@@ -261,7 +272,7 @@ class ChatRequest(_Generation):
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def thinking(self) -> bool:
+    def thinks(self) -> bool:
         """Return whether the model thinks before it answers."""
         if (said := self.chat_template_kwargs.enable_thinking) is not None:
             return said

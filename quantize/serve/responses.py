@@ -13,8 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import RequestError, from_validation
-from quantize.serve.fields import Items, Json, Strict, String, Unused, by_type
-from quantize.serve.messages import MAX_MESSAGES, MAX_TOOLS, NAME, ChosenFunction, Detail, Function
+from quantize.serve.fields import Echoed, Echoing, Items, Json, Strict, String, Unused, by_type
+from quantize.serve.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    NAME,
+    ChosenFunction,
+    Detail,
+    Function,
+    RefusalPart,
+)
 from quantize.serve.protocol import INT64, Asked, ChatRequest
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
@@ -22,21 +30,21 @@ Text = Annotated[String, Tag("text")]
 ByShape = by_type("text", list="items", dict="object", NamedTool="object")
 
 
-class _Kept(Strict):
+class _Kept(Echoing):
     id: String | None = Unused
     status: String | None = Unused
 
 
-class InputText(Strict):
+class InputText(Echoing):
     """A part of a message that is text."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "text"]
     text: String
     annotations: list[Any] | None = Unused
     logprobs: list[Any] | None = Unused
 
 
-class InputImage(Strict):
+class InputImage(Echoing):
     """A picture as a data URL."""
 
     type: Literal["input_image"]
@@ -44,7 +52,7 @@ class InputImage(Strict):
     detail: Detail = None
 
 
-Part = Annotated[InputText | InputImage, Field(discriminator="type")]
+Part = Annotated[InputText | RefusalPart | InputImage, Field(discriminator="type")]
 
 
 class MessageItem(_Kept):
@@ -73,7 +81,7 @@ class OutputItem(_Kept):
     output: Annotated[Text | Annotated[Items[InputText], Tag("items")], ByShape]
 
 
-class ReasoningText(Strict):
+class ReasoningText(Echoing):
     """A text of the model's thoughts."""
 
     type: Literal["reasoning_text", "summary_text"]
@@ -86,6 +94,7 @@ class ReasoningItem(_Kept):
     type: Literal["reasoning"]
     summary: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
     content: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
+    encrypted_content: Any = Echoed
 
 
 def _kind(item: Any) -> str:
@@ -281,8 +290,10 @@ def _turn(item: Item) -> dict[str, Any]:
             return {"role": "assistant", "reasoning_content": thoughts or None}
 
 
-def _content(content: str | Sequence[InputText | InputImage]) -> str | list[dict[str, Any]]:
-    def of_chat(part: InputText | InputImage) -> dict[str, Any]:
+def _content(content: str | Sequence[Part]) -> str | list[dict[str, Any]]:
+    def of_chat(part: Part) -> dict[str, Any]:
+        if isinstance(part, RefusalPart):
+            return part.model_dump()
         if isinstance(part, InputText):
             return {"type": "text", "text": part.text}
         return {"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}}

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,10 +21,10 @@ from quantize.serve.answers import Said, Shape
 from quantize.serve.budget import Allowance
 from quantize.serve.constraint import Constraint
 from quantize.serve.exchange import Exchange
-from quantize.serve.failures import RequestError, invalid, written
+from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
-from quantize.serve.messages import echoed, hints
+from quantize.serve.messages import hints
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
@@ -84,14 +84,17 @@ class Service:
             return [self.text.encode(p) if isinstance(p, str) else p for p in asked]
         turns = [message.turn for message in body.messages]
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
-        prompt = self.text.encode_chat(turns, thinking=body.thinking, tools=tools)
+        prompt = self.text.encode_chat(turns, thinking=body.thinks, tools=tools)
         return [place(prompt, counts, self.config) if body.pictures else prompt]
 
-    async def answer(self, body: Body) -> Said:
-        """Return the answer; RequestError or InputError: refused, or failed and no stream began."""
+    async def answer(self, body: Body, echoes: Mapping[str, str] | None = None) -> Said:
+        """Return the answer; RequestError or InputError: refused, or failed and no stream began.
+
+        `echoes` are those of the request (name -> path) if `body` was made from another one.
+        """
         prompts = 1 if isinstance(body, ChatRequest) else len(body.prompt)
         self.check_model(body.model)
-        ignored = self._ignored(body)
+        ignored = self._ignored(body, body.echoes if echoes is None else echoes)
         exchange = Exchange(self.scheduler, self.options.request_timeout, prompts * body.n)
         async with exchange.in_time():
             loop = asyncio.get_running_loop()
@@ -137,22 +140,19 @@ class Service:
         except RequestError as refusal:
             yield refusal.body
 
-    def _ignored(self, body: Body) -> list[str]:
+    def _ignored(self, body: Body, echoes: Mapping[str, str]) -> list[str]:
         """Count, log and return the parameters that are ignored; RequestError 400: one is refused."""
         ignored: list[str] = []
         tables = unsupported.NEUTRAL_ONLY, unsupported.IGNORABLE, unsupported.FOREIGN
         given = body.model_dump(include={name for table in tables for name in table})
-        places: dict[str, str] = {}
         if isinstance(body, ChatRequest):
-            for field in ("messages", "tools"):
-                for name, path in echoed(getattr(body, field), (field,)):
-                    places.setdefault(name, written(path))
-            given |= hints(body.messages) | places
-        for name, message, refused in unsupported.asked(given, strict=self.options.strict):
+            given |= hints(body.messages)
+        for name, message, refused in unsupported.asked(given, echoes, strict=self.options.strict):
             if refused:
-                raise RequestError(
-                    400, message, param=places.get(name, name), code="unsupported_parameter"
-                )
+                param = name if given.get(name) is not None else echoes.get(name, name)
+                raise RequestError(400, message, param=param, code="unsupported_parameter")
+            if name in ignored:
+                continue
             if name not in self._named:
                 log.warning("ignored: %s", message)
             ignored.append(name)
@@ -209,7 +209,7 @@ class Service:
         form, length = self.forms.matcher(body), self.scheduler.engine.canvas_length
         if form is None and body.top is None:
             return [None for _ in range(len(asked.prompts) * body.n)]
-        thinks = isinstance(body, ChatRequest) and body.thinking
+        thinks = isinstance(body, ChatRequest) and body.thinks
         closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
         guides: list[AnswerGuide | None] = []
         allowance = Allowance()

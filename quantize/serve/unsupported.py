@@ -4,11 +4,11 @@ IGNORABLE parameters steer token-by-token sampling, or ask for something besides
 them the question is the same. Most clients send some, so they are ignored and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
 unless the value is neutral. So are FOREIGN ones, whose neutral values are ignored by name, and not
-known with `--strict`. ECHOED fields of messages are ignored likewise. REFUSED parameters and PARTS are
-refused whatever their value.
+known with `--strict`. ECHOED fields, and ECHOED_ANSWER ones of an assistant's messages, are ignored
+likewise. REFUSED parameters and PARTS are refused whatever their value.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 SAMPLING = "canvases are denoised, not sampled token by token; set"
@@ -38,6 +38,7 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
     "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
+ANY = object()  # stands for every value: what the field asks for has no part in an answer
 # Fields of other servers, which some clients always send. A value that asks for nothing is ignored,
 # and refused with --strict, as any field that this server does not know; any other is refused.
 FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -87,11 +88,54 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "plugins": (([],), "there are none; leave it out"),
     "transforms": (([],), "a prompt is taken whole; leave it out"),
     "usage": (({}, {"include": True}), "usage is in every answer; leave it out"),
-}
-# What other servers put into messages, and clients send back: it has no part in a prompt.
+    "thinking": (({"type": "disabled"}, False), "set reasoning_effort"),
+    "enable_thinking": ((False,), "set reasoning_effort, or chat_template_kwargs.enable_thinking"),
+    "think": ((False,), "set reasoning_effort"),
+    "thinking_budget": ((0,), "the model has no such setting; set reasoning_effort or max_tokens"),
+    "reasoning_format": (("auto", "deepseek"), "thoughts come in reasoning_content; leave it out"),
+    "safe_prompt": ((False,), "no prompt is added; put it into a message"),
+    "prompt_mode": ((), "no prompt is added; put it into a message"),
+    "options": (({},), "this is another server's name; set its fields by themselves"),
+    "extra_body": (({},), "send its fields by themselves"),
+    "vllm_xargs": (({},), "there are none; leave it out"),
+    "lora_path": (("",), "one model is served; set model"),
+    "route": (("fallback",), "nothing is routed; leave it out"),
+    "do_sample": ((True, False), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    "watermark": ((False,), "the model has no such setting; leave it out"),
+    "return_full_text": ((False,), "an answer holds no prompt; put it before the text yourself"),
+    "negative_prompt": (("",), "the model has no such setting; ask for it in the prompt"),
+    "guidance_scale": ((1,), "the model has no such setting; leave it out"),
+    "penalty_alpha": ((0,), f"{PENALTY} leave it out"),
+    "dynatemp_range": ((0,), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    "top_n_sigma": ((-1, 0), UNCERTAINTY),
+    "typ_p": ((1,), UNCERTAINTY),
+    "min_keep": ((0,), UNCERTAINTY),
+    "id_slot": ((-1,), "samples take the slots that are free; leave it out"),
+    **dict.fromkeys(
+        ("request_id", "rid", "session_id", "trace", "trace_id", "client_metadata"),
+        ((ANY,), "nothing is kept by such a name; leave it out"),
+    ),
+    "keep_alive": ((ANY,), "the model stays loaded; leave it out"),
+    "cache_salt": ((ANY,), "all requests share a prefix cache, if there is one; leave it out"),
+    **dict.fromkeys(
+        ("timings_per_token", "return_progress"), ((ANY,), "times are in /metrics; leave it out")
+    ),
+    "max_tool_calls": ((ANY,), "the server itself calls no tools; leave it out"),
+}  # fmt: skip
+# What other servers put into messages, their parts, calls and tools, and clients send back: it has
+# no part in a prompt.
 ECHOED = (
-    "reasoning", "reasoning_details", "thinking_blocks", "id", "index", "cache_control",
-    "provider_specific_fields", "extra_content", "finish_reason", "stop_reason", "images",
+    "id", "index", "object", "status", "created", "created_at", "timestamp", "model", "usage",
+    "metadata", "annotations", "cache_control", "provider_specific_fields", "provider_options",
+    "providerOptions", "extra_content", "additional_kwargs", "response_metadata", "usage_metadata",
+    "thought_signature", "signature", "is_error", "artifact",
+)  # fmt: skip
+# The same of an assistant's messages alone: in others it may be what the model has to read.
+ECHOED_ANSWER = (
+    "reasoning", "reasoning_text", "reasoning_details", "reasoning_signature", "reasoning_opaque",
+    "thinking", "thinking_blocks", "encrypted_content", "finish_reason", "native_finish_reason",
+    "stop_reason", "stop_sequence", "images", "logprobs", "token_ids", "citations", "refusal",
+    "parsed", "invalid_tool_calls", "executed_tools", "content_filter_results", "phase",
 )  # fmt: skip
 ECHO = "the prompt has no place for it; leave it out"
 STRICT = (
@@ -120,8 +164,13 @@ def message(name: str, reason: str) -> str:
     return f"{name}: not supported by block diffusion: {reason}"
 
 
-def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str, bool]]:
-    """Yield (name, message, whether refused) of each parameter that is ignored or refused."""
+def asked(
+    given: Mapping[str, Any], echoes: Iterable[str], *, strict: bool
+) -> Iterator[tuple[str, str, bool]]:
+    """Yield (name, message, whether refused) of each parameter that is ignored or refused.
+
+    `given` are a request's parameters and their values, `echoes` names of fields that were echoed.
+    """
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
         if given.get(name) is None or given[name] in neutral:
             continue
@@ -130,12 +179,11 @@ def asked(given: Mapping[str, Any], *, strict: bool) -> Iterator[tuple[str, str,
         yield name, message(name, why), not ignored
     for name, (neutral, reason) in FOREIGN.items():
         if (value := given.get(name)) is not None:
-            ignored = any(
+            ignored = ANY in neutral or any(
                 value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
             )
             why = f"{reason}; {STRICT.format(name)}" if ignored and strict else reason
             yield name, message(name, why), strict or not ignored
-    for name in ECHOED:
-        if given.get(name) is not None:
-            why = f"{ECHO}; {STRICT.format(name)}" if strict else ECHO
-            yield name, message(name, why), strict
+    for name in echoes:
+        why = f"{ECHO}; {STRICT.format(name)}" if strict else ECHO
+        yield name, message(name, why), strict

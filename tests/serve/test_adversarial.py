@@ -71,7 +71,7 @@ WRONG: list[dict[str, Any]] = [
     tool() | {"parallel_tool_calls": 3},
     {"tool_choice": "required"},
     *(calls(value) for value in HOSTILE), calls(),
-    *(calls(called(arguments=value)) for value in (None, 3, "[1]", "{", "nul", '"x"', {})),
+    *(calls(called(arguments=value)) for value in (2.5, 3, "[1]", "{", "nul", '"x"', [])),
     calls(called(arguments='{"a":' * 99)),
     calls(called(arguments='{"a": "\\ud800"}')), calls(called(name="a b")), calls(called(frob=1)),
     result(tool_call_id="d"), result(tool_call_id=3), result(content=None), result(content=[3]),

@@ -16,10 +16,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import distributions
+from importlib.metadata import version as version_here
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -47,8 +50,13 @@ def save(version: str, built: Path) -> Path:
     if out.exists():
         return out
     if not package.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(package)]
-        subprocess.run([*pip, f"transformers=={version}"], check=True)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(package)]
+        subprocess.run([*pip, "--no-deps", f"transformers=={version}"], check=True)
+        (stated,) = distributions(name="transformers", path=[str(package)])
+        ranges = {need.name: need.specifier for need in map(Requirement, stated.requires or ())}
+        names = ("tokenizers", "huggingface-hub", "kernels")  # each version has its own ranges
+        if not all(ranges[name].contains(version_here(name)) for name in names):
+            subprocess.run([*pip, *(f"{name}{ranges[name]}" for name in names)], check=True)
     program = [sys.executable, str(Path(__file__).with_name("saved_by.py")), str(out)]
     subprocess.run(program, check=True, env=os.environ | {"PYTHONPATH": str(package)})
     return out

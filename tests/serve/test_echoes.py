@@ -1,0 +1,216 @@
+"""What other servers sent and clients send back: it is ignored by name, or read, or refused."""
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+from serving import Running, TellingEngine, running, text_with_tools, tokenizer
+
+from quantize.serve.unsupported import ECHOED, ECHOED_ANSWER
+
+USER: Any = {"role": "user", "content": "Tom has 9 pens."}
+FUNCTION: Any = {"name": "f", "arguments": '{"a": [1, {"b": "x"}]}'}
+CALL: Any = {"id": "c", "type": "function", "function": FUNCTION}
+CALLS: Any = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT: Any = {"role": "tool", "tool_call_id": "c", "content": "1"}
+TEXT: Any = {"type": "text", "text": "5"}
+THINKING: Any = {"type": "thinking", "thinking": "I look", "signature": "x"}
+HEADER = "X-Ignored-Parameters"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+
+
+class Repeating(TellingEngine):
+    """Answers every prompt with one text."""
+
+    def admit(self, *args: Any, **kwargs: Any) -> None:
+        self.texts.append("hello")
+        super().admit(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def strict() -> Generator[Running]:
+    with running(Repeating(), text_with_tools(), strict=True) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def telling() -> Generator[tuple[Running, TellingEngine]]:
+    engine = Repeating()
+    with running(engine, text_with_tools()) as found:
+        yield found, engine
+
+
+def post(server: Running, body: dict[str, Any], path: str = CHAT) -> Any:
+    given = {} if path == RESPONSES else {"max_tokens": 64}
+    return server.http.post(path, json={"model": "bundled"} | given | body)
+
+
+def said(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", "content": content} | fields, USER]}
+
+
+def called(call: Any = CALL, **fields: Any) -> dict[str, Any]:
+    return {"messages": [USER, CALLS | {"tool_calls": [call]} | fields, RESULT]}
+
+
+def deep(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def tool(of_function: Any = (), **fields: Any) -> dict[str, Any]:
+    function = {"name": "f"} | dict(of_function)
+    return {"messages": [USER], "tools": [{"type": "function", "function": function} | fields]}
+
+
+def test_every_echoed_name_is_taken_wherever_servers_put_it(
+    telling: tuple[Running, TellingEngine], strict: Running
+) -> None:
+    """One request holds them all, at all places; it changes no token of the prompt."""
+    echo = {name: {"x": [1]} for name in ECHOED}
+    kept = {name: value for name, value in echo.items() if name not in ("id", "annotations")}
+    of_answer = kept | {name: {"x": [1]} for name in ECHOED_ANSWER} | {"id": "m"}
+    function = echo | FUNCTION | {"parsed_arguments": {"a": 1}}
+    chat = [
+        echo | {"role": "system", "content": "s"},
+        echo | {"role": "user", "content": [echo | TEXT]},
+        of_answer | CALLS | {"tool_calls": [kept | CALL | {"function": function}]},
+        echo | RESULT,
+    ]
+    tools = tool(echo, **echo)["tools"]
+    bare = [{"role": "system", "content": "s"}, USER | {"content": [TEXT]}, CALLS, RESULT]
+    server, engine = telling
+    for messages, used in ((chat, tools), (bare, tool()["tools"])):
+        reply = post(server, {"messages": messages, "tools": used})
+        assert reply.status_code == 200, reply.text
+    assert engine.prompts[-1] == engine.prompts[-2]
+    reply = post(server, {"messages": chat, "tools": tools})
+    named = set(reply.headers[HEADER].split(", "))
+    assert named == {*ECHOED, *ECHOED_ANSWER, "parsed_arguments"}
+    assert reply.json()["usage"]["ignored_parameters"] == reply.headers[HEADER].split(", ")
+    refused = post(strict, {"messages": chat[1:2]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"].startswith("messages[0].")
+    status = FUNCTION | {"status": 1}
+    for place, body in {
+        "messages[1].tool_calls[0].function.status": called(CALL | {"function": status}),
+        "messages[1].content[0].id": said([TEXT | {"id": "x"}]),
+        "tools[0].function.status": tool({"status": 1}),
+        "messages[1].refusal": said("5", refusal="no"),
+    }.items():  # fmt: skip
+        assert post(strict, body).json()["error"]["param"] == place
+        assert post(server, body).headers[HEADER] == place.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "bare", "named"),
+    [
+        (said([THINKING, TEXT]), said("5"), "thinking"),
+        (said([{"type": "thinking", "thinking": [TEXT], "closed": True}, TEXT]),
+         said("5"), "thinking"),
+        (said([{"type": "redacted_thinking", "data": "x"}, TEXT]), said("5"), "redacted_thinking"),
+        (said([{"type": "reasoning", "text": "x", "metadata": {}}, TEXT]), said("5"), "reasoning"),
+        (said([THINKING]), said(""), "thinking"),
+        (said([{"type": "refusal", "refusal": "I will not"}]), said("I will not"), ""),
+        (said(None, refusal="I will not"), said("I will not"), ""),
+        (said([{"type": "output_text", "text": "5", "annotations": []}]), said("5"), "annotations"),
+        (said("5", refusal=None, audio=None, function_call=None, annotations=[]), said("5"), ""),
+        (said("5", prefix=False, thinking="hm"), said("5"), "thinking, prefix"),
+        (called(content=[THINKING]), called(reasoning_content="I look"), ""),
+        (called(content=[THINKING, TEXT]), called(reasoning_content="I look", content="5"), ""),
+        (called(thinking="I look"), called(reasoning_content="I look"), ""),
+        (called(content=[THINKING], reasoning_content="I"), called(reasoning_content="I"), "thinking"),
+        *((called(CALL | {"function": {"name": "f", "arguments": given}}),
+           called(CALL | {"function": {"name": "f", "arguments": same}}), "")
+          for given, same in (({"a": [1, {"b": "x"}]}, FUNCTION["arguments"]), (None, "{}"),
+                              ("null", "{}"), ({}, "{}"), ({"text": '<|"|>'}, '{"text": "<|\\"|>"}'))),
+        (called(CALL | {"function": {"name": "f"}}),
+         called(CALL | {"function": FUNCTION | {"arguments": ""}}), ""),
+        (called(is_error=True), called(), "is_error"),
+        (tool({"strict": True, "cache_control": {}}), tool(), "cache_control"),
+    ],
+)  # fmt: skip
+def test_what_was_said_is_read_and_the_rest_is_ignored(
+    telling: tuple[Running, TellingEngine], strict: Running,
+    body: dict[str, Any], bare: dict[str, Any], named: str,
+) -> None:  # fmt: skip
+    server, engine = telling
+    replies = [post(server, chat) for chat in (body, bare)]
+    assert [reply.status_code for reply in replies] == [200, 200], replies[0].text
+    assert engine.prompts[-1] == engine.prompts[-2]
+    assert replies[0].headers.get(HEADER, "") == named
+    assert post(strict, body).status_code == (400 if named else 200)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (said([{"type": "tool_use", "id": "c", "name": "f", "input": {}}]), "messages[1].content[0]"),
+        (said("5", prefix=True), "messages[1].prefix"),
+        (said("5", audio={"id": "a"}), "messages[1].audio"),
+        (said("5", function_call={"name": "f", "arguments": "{}"}), "messages[1].function_call"),
+        ({"messages": [USER | {"images": ["aGk="]}]}, "messages[0].images"),
+        ({"messages": [USER | {"content": [THINKING]}]}, "messages[0].content[0]"),
+        (called(CALL | {"function": {"name": "f", "arguments": [1]}}),
+         "messages[1].tool_calls[0].function.arguments"),
+        (called(CALL | {"function": {"name": "f", "arguments": deep(70)}}),
+         "messages[1].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_answer_is_refused_at_its_place(
+    telling: tuple[Running, TellingEngine], body: dict[str, Any], param: str
+) -> None:
+    reply = post(telling[0], body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+IDLE: dict[str, Any] = {
+    "keep_alive": "5m", "request_id": "r", "rid": "r", "cache_salt": "s", "session_id": "x",
+    "trace": {"a": 1}, "timings_per_token": True, "thinking": {"type": "disabled"}, "think": False,
+    "enable_thinking": False, "reasoning_format": "auto", "options": {}, "extra_body": {},
+    "safe_prompt": False, "do_sample": True, "max_tool_calls": 3, "top_n_sigma": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", RESPONSES])
+def test_idle_parameters_are_ignored_on_every_path(
+    telling: tuple[Running, TellingEngine], strict: Running, name: str, path: str
+) -> None:
+    fields = {CHAT: {"messages": [USER]}, RESPONSES: {"input": "x"}}.get(path, {"prompt": "x"})
+    reply = post(telling[0], fields | {name: IDLE[name]}, path)
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, name), reply.text
+    refused = post(strict, fields | {name: IDLE[name]}, path)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+def test_items_of_responses_hold_what_servers_sent(
+    telling: tuple[Running, TellingEngine], strict: Running
+) -> None:
+    part = {"type": "output_text", "text": "5", "annotations": [], "logprobs": []}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "cache_control": {}}]},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "status": None},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "m",
+            "status": "completed",
+            "content": [part],
+        },
+        {"role": "user", "content": "y", "metadata": {"a": 1}},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "No."}],
+        },
+        {"role": "user", "content": "z"},
+    ]
+    server, engine = telling
+    reply = post(server, {"input": items}, RESPONSES)
+    assert reply.headers.get(HEADER) == "cache_control, encrypted_content, metadata", reply.text
+    assert "No." in tokenizer().decode(engine.prompts[-1])
+    refused = post(strict, {"input": items}, RESPONSES).json()["error"]
+    assert refused["param"] == "input[0].content[0].cache_control"
