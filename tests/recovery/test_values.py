@@ -209,7 +209,7 @@ def test_sentences_of_one_task() -> None:
         )
         assert verdict.reason.startswith(seen)
         assert verdict.reason == seen or outcome == "INCONCLUSIVE"
-    for won, much in ((4, "1.0 points more correctly"), (0, "as many correctly")):
+    for won, much in ((2, "0.5 points more correctly"), (0, "as many correctly")):
         reason = judge_task("t", one_answer(0, won, 400 - won)).reason
         assert reason.startswith(f"t: answers {much}; at 95% the loss is below ")
 
