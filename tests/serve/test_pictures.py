@@ -185,8 +185,9 @@ def test_a_large_picture_is_not_copied_again_and_again() -> None:
 
 def test_what_is_decoded_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """A WebP of 700 bytes and 16 million pixels took 317 MB; two of its images were copies."""
+    url = data_url(encoded(picture(3), "WEBP"))
     monkeypatch.setattr(Image.Image, "copy", None)
-    assert read(data_url(encoded(picture(3), "WEBP"))).mode == "RGB"
+    assert read(url).mode == "RGB"
 
 
 def test_texts_do_not_wait_for_pictures_and_pictures_take_turns(
