@@ -50,6 +50,7 @@ def status(run: Path) -> None:
     from quantize.errors import InputError
     from quantize.host.files import read_json
     from quantize.host.locks import holder
+    from quantize.pipeline.run import failed_check
 
     folder = RunDir(run)
     if not folder.lock.is_file():
@@ -59,7 +60,10 @@ def status(run: Path) -> None:
     process, done = holder(folder.lock), [s.name for s in STAGES if (run / s.result).exists()]
     click.echo(f"{run}: {f'process {process} is' if process else 'no process is'} at work")
     click.echo(f"results there: {', '.join(done) or 'none'}")
-    if not process and (commands := _going_on(folder)):
+    if folder.report_json.exists():
+        verdict = read_json(folder.report_json, "verdict.outcome", "verdict.reason")["verdict"]
+        click.echo(f"last reported: {verdict['outcome']}, {verdict['reason']}")
+    if not process and not failed_check(folder) and (commands := _going_on(folder)):
         click.echo(f"go on with {commands}")
     if process and folder.progress_json.exists():
         progress = read_json(folder.progress_json, "under_way", "said")

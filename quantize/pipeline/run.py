@@ -290,15 +290,29 @@ def _end_at_a_failed_check(run: Run) -> None:
             raise
 
 
+def failed_check(folder: RunDir) -> str | None:
+    """Return the reason of a run that ended at a failed check before any score; else None."""
+    if not folder.report_json.exists():
+        return None
+    content = read_json(folder.report_json, "verdict.reason")
+    return content["verdict"]["reason"] if content.get("not_reached") else None
+
+
 @contextmanager
 def reported(path: Path) -> Generator[tuple[RunDir, Recipe]]:
     """Lock a run for publication, check its stages and report, and yield its folder and recipe.
 
     Raises:
+        GateError: the run ended at a failed check, so it has no scores.
         InputError: a stage is stale or missing, or the report differs from what the scores give.
     """
     from quantize.stages.report.report import check_report
 
+    if failed := failed_check(existing_run(path)):
+        raise GateError(
+            f"{path}: the verdict is FAIL: {failed}. The run ended there: without scores it is neither "
+            f"described nor published, with --no-gate either"
+        )
     with _ours(path, STAGES) as held:
         check_report(*held)
         yield held

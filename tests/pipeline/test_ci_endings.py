@@ -182,6 +182,14 @@ def test_a_report_of_a_run_that_a_check_ended_says_so_again(quick: Quick) -> Non
     assert "above max_kl_nats" in done.last
     report = read_json(quick.folder.report_json)
     assert (report["not_reached"], report["tasks"]) == (["evaluate"], [])
+    for words in (("card",), ("push", "--repo", "acme/mine", "--dry-run", "--no-gate")):
+        refused = quick(words[0], quick.folder.path, *words[1:])
+        assert refused.code == 1
+        assert "the verdict is FAIL: " in refused.last
+        assert "with --no-gate either" in refused.last
+    shown = quick("status", quick.folder.path).out
+    assert "last reported: FAIL, " in shown
+    assert "go on" not in shown
     assert report["not_asked"] == [TASK]
     quick.monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", made_up_replay)
     quick.folder.fidelity_json.unlink()
