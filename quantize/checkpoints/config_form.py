@@ -38,6 +38,12 @@ COMPUTED = {  # key of the text -> the only value that the kernels compute
     "rope_parameters.sliding_attention.rope_type": "default",
     "rope_parameters.full_attention.rope_type": "proportional",
 }
+INERT = {  # key of other models -> the values with which transformers builds this one, beside null
+    "num_kv_shared_layers": (0,),
+    "rope_scaling": ({},),
+    "attention_k_eq_v": (True,),
+}
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 ROPES = ("rope_parameters.sliding_attention.rope_theta", "rope_parameters.full_attention.rope_theta",
          "rope_parameters.full_attention.partial_rotary_factor")  # fmt: skip
 KINDS = ("sliding_attention", "full_attention")
@@ -51,7 +57,8 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     type, contradicts another, or describes a model that this package does not compute.
     """
     form = {key: value for key, value in config.items() if key != "quantization_config"}
-    if (quantization := config.get("quantization_config")) is not None:  # null says: not quantized
+    quantization = config.get("quantization_config")
+    if quantization not in (None, {}):  # transformers reads both as: not quantized
         form["quantization_config"] = _object(quantization, where, "quantization_config")
     text = dict(_object(config.get("text_config"), where, "text_config"))
     if config.get("vision_config") is None:
@@ -67,6 +74,8 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
                 f"{where}: {section}.quantization_config is there: only one of the whole model is "
                 f"read; move it to the top if the weights are quantized, or remove it"
             )
+    for section in ("", "text_config", "vision_config"):
+        _check_inert(form[section] if section else form, where, section)
     _name_full_layers(text, where)
     for section, keys in SIZES.items():
         _check_sizes(form[section] if section else form, keys, where, section)
@@ -87,6 +96,21 @@ def _object(value: Any, where: str, key: str) -> Mapping[str, Any]:
 def _refuse(where: str, key: str, value: Any, wanted: str) -> NoReturn:
     what = "is missing" if value is None else f"is {str(value)[:60]!r}"
     raise InputError(f"{where}: {key} {what}, and {wanted} is needed; {FIX}")
+
+
+def _check_inert(section: Mapping[str, Any], where: str, name: str) -> None:
+    """Check keys with which transformers fails to build the model, or builds another one."""
+    for key, values in INERT.items():
+        value = section.get(key)
+        if value is not None and not any(value == v and type(value) is type(v) for v in values):
+            raise InputError(
+                f"{where}: {f'{name}.{key}'.lstrip('.')} is {str(value)[:60]!r}, which is not "
+                f"DiffusionGemma's; remove it if the weights do not need it"
+            )
+    for key in ("dtype", "torch_dtype"):
+        value = section.get(key)
+        if value is not None and str(value).removeprefix("torch.") not in FLOATS:
+            _refuse(where, f"{name}.{key}".lstrip("."), value, f"one of {', '.join(FLOATS)}")
 
 
 def _check_sizes(section: Mapping[str, Any], keys: Iterable[str], where: str, name: str) -> None:

@@ -316,7 +316,10 @@ def _shard_path(folder: Path, name: str) -> Path:
     # The Hub's cache keeps snapshots/<commit>/ as links into blobs/ two folders up.
     allowed = {root, root.parent.parent / "blobs"} if root.parent.name == "snapshots" else {root}
     if path.resolve().parent not in allowed:
-        raise InputError(f"{path}: a link that leads out of the checkpoint folder; {FIX}")
+        raise InputError(
+            f"{path}: a link that leads out of the checkpoint folder, to {path.resolve().parent}; "
+            f"only links of the Hub's cache are followed: name that folder, or copy the file here"
+        )
     return path
 
 
@@ -376,6 +379,8 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
             return folder / "checkpoint"
         read_config(folder)  # else an error of the tokenizer would hide that there is no model
         return folder
+    if folder.is_file():
+        raise InputError(f"{model}: a file; name the folder that holds it and its config.json")
     name, at, own_revision = model.partition("@")
     if (
         not re.fullmatch(r"[\w.-]+/[\w.-]+", name)

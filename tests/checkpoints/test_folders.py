@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from saved_by import SINGLE, VARIANTS, logits
 from transformers import DiffusionGemmaForBlockDiffusion
 
+from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.inspect import inspect
-from quantize.checkpoints.reader import Checkpoint, known_config
+from quantize.checkpoints.reader import Checkpoint, known_config, read_config
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
@@ -270,6 +271,13 @@ FULL = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in (5, 11, 17,
         ("text_config.attention_bias", 0, "only False is computed here"),
         ("vision_config.rope_parameters.rope_type", "yarn", "'default'"),
         ("text_config.quantization_config", {"quant_method": "fp8"}, "only one of the whole model"),
+        ("text_config.rope_scaling", {"factor": 8}, "^config.json: text_config.rope_scaling is"),
+        ("text_config.num_kv_shared_layers", 2, "text_config.num_kv_shared_layers is '2'"),
+        ("text_config.num_kv_shared_layers", False, "text_config.num_kv_shared_layers is 'False'"),
+        ("text_config.attention_k_eq_v", False, "text_config.attention_k_eq_v is 'False'"),
+        ("dtype", "auto", "^config.json: dtype is 'auto', and one of bfloat16"),
+        ("text_config.torch_dtype", "int8", "text_config.torch_dtype is 'int8'"),
+        ("vision_config.dtype", 16, "vision_config.dtype is '16'"),
         ("quantization_config", [], "quantization_config is '\\[\\]', and an object"),
     ],
 )
@@ -278,6 +286,28 @@ def test_a_config_that_contradicts_itself_is_refused(key: str, value: Any, messa
     changed(key, value)(config)
     with pytest.raises(InputError, match=message):
         google_form(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("text_config.rope_scaling", None), ("text_config.num_kv_shared_layers", 0),
+        ("dtype", None), ("torch_dtype", "torch.bfloat16"), ("vision_config.dtype", "float32"),
+    ],
+)  # fmt: skip
+def test_keys_that_change_nothing_are_taken(key: str, value: object) -> None:
+    config = json.loads(json.dumps(REAL))
+    changed(key, value)(config)
+    assert google_form(config)
+
+
+def test_an_empty_quantization_config_is_a_plain_model(tmp_path: Path) -> None:
+    """transformers reads it so."""
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    assert inspect(folder, LOOKS).problems == []
+    assert "quantization_config" not in read_config(folder)
 
 
 def test_null_full_heads_are_as_many_as_the_others() -> None:

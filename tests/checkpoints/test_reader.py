@@ -113,8 +113,13 @@ def test_links_of_the_hubs_cache_are_followed_and_no_others(tiny_checkpoint: Pat
     shutil.copyfile(tiny_checkpoint / "model.safetensors", elsewhere)
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(elsewhere)
-    with pytest.raises(InputError, match="leads out of the checkpoint folder"):
+    with pytest.raises(InputError, match=r"leads out of .*name that folder"):
         Checkpoint.open(snapshot)
+
+
+def test_a_file_is_not_looked_for_on_the_hub(tiny_checkpoint: Path):
+    with pytest.raises(InputError, match=r"model\.safetensors: a file; name the folder"):
+        resolve(str(tiny_checkpoint / "model.safetensors"))
 
 
 def test_a_folder_stands_for_itself_and_a_runs_for_its_checkpoint(
