@@ -51,11 +51,18 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """
     from rich.console import Console
 
+    from quantize.errors import InputError
     from quantize.host.progress import say
+    from quantize.pipeline.run import failed_check
     from quantize.reports.compare import compare_runs, comparison_table, question_tables
     from quantize.runs.folder import existing_run
 
     a, b = existing_run(run_a), existing_run(run_b)
+    for run in (a, b):
+        if reason := failed_check(run):
+            raise InputError(
+                f"{run.path}: it ended at a failed check, so it has no scores: {reason}"
+            )
     comparison = compare_runs(a, b)
     Console().print(comparison_table(comparison, a, b), *question_tables(comparison, questions))
     if comparison.not_comparable:

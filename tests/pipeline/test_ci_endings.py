@@ -187,6 +187,9 @@ def test_a_report_of_a_run_that_a_check_ended_says_so_again(quick: Quick) -> Non
         assert refused.code == 1
         assert "the verdict is FAIL: " in refused.last
         assert "with --no-gate either" in refused.last
+    compared = quick("compare", quick.folder.path, quick.folder.path)
+    assert compared.code == 2
+    assert "it ended at a failed check, so it has no scores: " in compared.last
     shown = quick("status", quick.folder.path).out
     assert "last reported: FAIL, " in shown
     assert "go on" not in shown
