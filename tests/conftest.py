@@ -136,6 +136,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+THAWED: list[
+    bool
+] = []  # whether a run has taken the freeze back; to count what is frozen takes 0.05 s
+
+
+def _unfreeze() -> None:
+    gc.unfreeze()
+    THAWED.append(True)
+
+
 def pytest_collection_finish() -> None:
     """Spare every test what one process needs once.
 
@@ -147,6 +157,8 @@ def pytest_collection_finish() -> None:
         utils.env.from_string = functools.lru_cache(utils.env.from_string)
     if placement := sys.modules.get("quantize.runtime.gpu.placement"):
         placement.gc = SimpleNamespace(unfreeze=lambda: None, collect=gc.collect)  # type: ignore[attr-defined]
+    if run := sys.modules.get("quantize.pipeline.run"):
+        run.gc = SimpleNamespace(freeze=gc.freeze, unfreeze=_unfreeze)  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
 
@@ -158,6 +170,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     The stages collect, and would else walk all that was imported and cached since: half a second each.
     """
     yield
-    if nextitem is None or nextitem.path != item.path or not gc.get_freeze_count():
+    if nextitem is None or nextitem.path != item.path or THAWED:
+        THAWED.clear()
         gc.collect()
         gc.freeze()
