@@ -90,9 +90,9 @@ def inspect(checkpoint: str) -> int:
     from quantize.checkpoints.inspect import inspection_table
     from quantize.checkpoints.reader import resolve
     from quantize.host.progress import say
-    from quantize.runtime.weights.beside import LOOKS
+    from quantize.runtime.weights.beside import INSPECTED
 
-    inspection = inspect_checkpoint(resolve(checkpoint), LOOKS)
+    inspection = inspect_checkpoint(resolve(checkpoint), INSPECTED)
     Console().print(inspection_table(inspection))
     for problem in inspection.problems:
         say(f"problem: {problem}")

@@ -5,6 +5,7 @@ makes them, and each version's config.json stands beside them.
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -24,12 +25,12 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.inspect import inspect
-from quantize.checkpoints.reader import Checkpoint, known_config, read_config
+from quantize.checkpoints.reader import TEMPLATE, Checkpoint, known_config, read_config
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
 from quantize.runtime.gpu.memory import cache_bytes
-from quantize.runtime.weights.beside import LOOKS, load
+from quantize.runtime.weights.beside import INSPECTED, LOOKS, load
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_configs"
 VERSIONS = ("5.11.0", "5.13.0", "5.15.0", "5.17.0", "5.20.0", "5.24.0")
@@ -53,7 +54,7 @@ REFUSED = {
     "base model": "is missing (161 in all); they are there without `model.`",
     "two sets": "two sets of weights, model.safetensors and the shards of model.safetensors.index",
     "adapter beside": "adapter_config.json is there: transformers would load this adapter",
-    "samples": "generation config: 'do_sample' is not supported here",
+    "samples": "generation_config.json: 'do_sample' is not supported here",
     "wrong total": "bytes; write this number there, or remove total_size",
 }
 
@@ -342,7 +343,9 @@ def test_one_bit_of_a_copy_counts(where: int, tmp_path: Path, monkeypatch: Any) 
         ({"eos_token_id": ["1"]}, "eos_token_id '1' is no token id"),
         ({"eos_token_id": {}}, "eos_token_id {} is no token id"),
         ({"sampler_config": 3}, "sampler_config is 3, not an object"),
-        ({"top_k": 64}, "'top_k' is not supported here"),
+        ({"top_k": 64}, "generation_config.json: 'top_k' is not supported here"),
+        ({"eos_token_id": [5000]}, "generation_config.json: eos_token_id is '5000', and the voc"),
+        ({"pad_token_id": -1}, "generation_config.json: pad_token_id is '-1'"),
         ({"cache_implementation": "static"}, "cache_implementation 'static' is not supported"),
     ],
 )
@@ -389,3 +392,76 @@ def test_a_chat_template_may_be_in_either_file(
         [] if template and "{{" in template else problems
     )
     assert bool(problems) == (template is None or "{{" not in template)
+
+
+def refused_alike(folder: Path, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_source(Checkpoint.open(folder))
+    problems = inspect(folder, LOOKS).problems
+    assert len(problems) == 1
+    assert re.search(message, problems[0])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% if x %}", r"chat_template.jinja: line 2: the chat template is not valid Jinja"),
+        ("{{ x | nothing }}", "No filter named 'nothing'"),
+        ("{% generation %}{{ m }}", "Unexpected end of template"),
+    ],
+)
+def test_a_template_that_is_no_jinja_is_found_at_the_start(
+    template: str, message: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    (folder / TEMPLATE).write_text(template)
+    refused_alike(folder, message)
+    (folder / TEMPLATE).unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    refused_alike(folder, message.replace("chat_template.jinja", "tokenizer_config.json"))
+
+
+def test_transformers_own_tags_are_taken_in_a_template(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    own = "{%- generation -%}{{ m }}{% break %}{%- endgeneration -%}"
+    (folder / TEMPLATE).write_text("{% for m in messages %}" + own + "{% endfor %}")
+    assert inspect(folder, LOOKS).problems == []
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config.json", without("image_token_id"), "config.json: image_token_id is missing"),
+        ("config.json", changed("image_token_id", 1024), "image_token_id is '1024', and the voc"),
+        ("config.json", changed("boi_token_id", "1"), "boi_token_id is '1'"),
+    ],
+)
+def test_an_id_beyond_the_vocabulary_is_found_at_the_start(
+    file: str, change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    content = json.loads((folder / file).read_text())
+    change(content)
+    (folder / file).write_text(json.dumps(content))
+    refused_alike(folder, message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t["added_tokens"].append(t["added_tokens"][-1] | {"id": 1024}),
+        changed("model.vocab", [["a", 0.0]] * 1025),
+    ],
+)
+def test_inspect_finds_a_tokenizer_with_more_ids_than_rows(
+    change: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    assert inspect(folder, INSPECTED).problems == []
+    content = json.loads((folder / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (problem,) = inspect(folder, INSPECTED).problems
+    assert "tokenizer.json: the largest id is '1024', and the vocabulary has" in problem

@@ -119,7 +119,12 @@ class Sampler(Controls):
         path = folder / "generation_config.json"
         if not path.is_file():
             return cls()
-        return cls.from_config(read_json_object(path))
+        config = read_json_object(path)
+        try:
+            return cls.from_config(config)
+        except InputError as error:
+            reason = str(error).removeprefix("generation config: ")
+            raise InputError(f"{path}: {reason}") from error
 
     def noted(self) -> dict[str, Any]:
         """Return the settings that are stored with scores.

@@ -1,30 +1,120 @@
 """Checks the files beside a model's weights for what a later stage would refuse."""
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantize.checkpoints.reader import SETTINGS, check_tokenizer, read_json_object
+from quantize.checkpoints.reader import (
+    CONFIG,
+    GENERATION,
+    SETTINGS,
+    TEMPLATE,
+    TOKENIZER,
+    check_tokenizer,
+    read_config,
+    read_json_object,
+)  # fmt: skip
+from quantize.errors import InputError
 from quantize.runtime.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
     from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion
 
+IMAGE_ENDS = ("boi_token_id", "eoi_token_id")
+GENERATION_TAG = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+
 
 def check_carried(folder: Path) -> None:
     """Raise InputError if a JSON file that every quantized checkpoint carries is damaged."""
     for file in sorted(folder.glob("*.json")):
-        if any(fnmatch(file.name, pattern) for pattern in SETTINGS):
-            read_json_object(file)
+        if file.name != TOKENIZER and any(fnmatch(file.name, pattern) for pattern in SETTINGS):
+            read_json_object(file)  # `check_tokenizer` reads the tokenizer
 
 
-LOOKS = (check_tokenizer, check_carried, Sampler.from_checkpoint)
+def check_ids(folder: Path) -> None:
+    """Raise InputError if a token id of the settings is not a row of the embedding."""
+    config = read_config(folder)
+    rows = config["text_config"]["vocab_size"]
+    ids: list[tuple[str, str, Any]] = []
+    if (folder / GENERATION).is_file():
+        sampler = Sampler.from_checkpoint(folder)
+        ids += [(GENERATION, "eos_token_id", token) for token in sampler.eos_token_ids]
+        ids += [(GENERATION, "pad_token_id", sampler.pad_token_id)]
+    if "image_token_id" not in config:  # transformers would fill in the released model's
+        raise InputError(f"{folder / CONFIG}: image_token_id is missing; write it, or null, there")
+    ids += [(CONFIG, key, config.get(key)) for key in ("image_token_id", *IMAGE_ENDS)]
+    for file, key, token in ids:
+        _check_row(folder / file, key, token, rows)
+
+
+def check_tokenizer_ids(folder: Path) -> None:
+    """Raise InputError if the tokenizer has an id that is not a row of the embedding.
+
+    A run does not ask: such a model answers as long as no text holds the token.
+    """
+    rows = read_config(folder)["text_config"]["vocab_size"]
+    _check_row(folder / TOKENIZER, "the largest id", _largest_id(folder / TOKENIZER), rows)
+
+
+def _check_row(file: Path, key: str, token: Any, rows: int) -> None:
+    if token is not None and (type(token) is not int or not 0 <= token < rows):
+        raise InputError(
+            f"{file}: {key} is {str(token)[:60]!r}, and the vocabulary has the ids 0 to "
+            f"{rows - 1:,} (text_config.vocab_size); mend it"
+        )
+
+
+def _largest_id(path: Path) -> Any:
+    """Return the largest token id of a tokenizer.json, None if it lists none."""
+    stated = (
+        read_json_object(path) if path.is_file() else {}
+    )  # `check_tokenizer` says it is missing
+    model, added = stated.get("model"), stated.get("added_tokens")
+    vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+    others = [token.get("id") for token in added or () if isinstance(token, dict)]
+    return max((token for token in (*ids, *others) if type(token) is int), default=None)
+
+
+def check_template(folder: Path) -> None:
+    """Raise InputError, which names file and line, if the chat template is not valid Jinja."""
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    path = folder / TEMPLATE
+    if path.is_file():
+        template: Any = path.read_text(encoding="utf-8", errors="replace")
+    else:
+        path = folder / "tokenizer_config.json"
+        template = read_json_object(path).get("chat_template") if path.is_file() else None
+    if not isinstance(template, str):
+        return  # `check_tokenizer` says that none is there
+    # transformers' own tag marks what the model said; here its body is parsed as a block's.
+    template = GENERATION_TAG.sub(
+        lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", template
+    )
+    extensions = ["jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    try:
+        environment.compile(template, raw=True)
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"{path}: line {error.lineno}: the chat template is not valid Jinja ({error.message}); "
+            f"mend it, or download it again"
+        ) from error
+
+
+LOOKS = (check_tokenizer, check_carried, Sampler.from_checkpoint, check_ids, check_template)
+INSPECTED = (*LOOKS, check_tokenizer_ids)
 
 
 def check_beside(folder: Path) -> None:
-    """Raise the first InputError of LOOKS: tokenizer and template, JSON files, generation settings."""
+    """Raise the first InputError of LOOKS: tokenizer and template, JSON files, settings, ids."""
     for look in LOOKS:
         look(folder)
 
