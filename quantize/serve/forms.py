@@ -1,8 +1,9 @@
 """Compiles the form that a request demands of its answer: JSON, a regular expression, or calls.
 
 Calls have Gemma 4's syntax (`calls`), with arguments sorted by name, as the template writes them.
-Only the names, types, enums of strings and required fields of a tool's schema are enforced. Their
-grammar has a few rules for each field, so that it is never larger than a few times the schema:
+Only the names, types, enums, constants and required fields of a tool's schema are enforced, through
+`$ref`, `anyOf` and `oneOf` too; where they cannot be, the schema is refused. The grammar has a few
+rules for each field, so that it is never larger than a few times the schema:
 
     o1: "{" o1_from0? "}"                           an object; its fields are field0, field1, ...
     o1_from0: o1_field0 o1_after1 | o1_from1        nothing is written before field 0
@@ -32,6 +33,13 @@ any: string | NUMBER | "true" | "false" | "null" | list | object
 list: "[" (any ("," any)*)? "]"
 object: "{" (KEY ":" any ("," KEY ":" any)*)? "}"
 """
+SCALARS = {"string": "string", "integer": "INTEGER", "number": "NUMBER", "null": '"null"'}
+SCALARS["boolean"] = '("true" | "false")'
+TYPES: dict[str, Any] = {
+    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None),
+    "array": list, "object": dict,
+}  # fmt: skip
+DECIDING = ("type", "enum", "const", "properties", "required", "items")
 DEEPEST = 8  # levels of a parameter's schema that are enforced; deeper, any value is allowed
 
 
@@ -76,8 +84,7 @@ class Forms:
         opens, closes, quote = (f"<[{vocabulary[name]}]>" for name in (OPEN, CLOSE, QUOTE))
         rules = _CallGrammar(quote)
         calls = " | ".join(
-            f'"call:{function.name}" {rules.object_of(function.parameters, 0)}'
-            for function in functions
+            f'"call:{function.name}" {rules.parameters_of(function)}' for function in functions
         )
         start = f"start: call{'+' if several else ''}\ncall: {opens} ({calls}) {closes}\n"
         texts = f"string: {quote} TEXT {quote}\n{VALUES}"
@@ -90,29 +97,47 @@ class _CallGrammar:
     def __init__(self, quote: str) -> None:
         self.lines: list[str] = []
         self._quote, self._named = quote, 0
+        self._root: dict[str, Any] = {}  # the schema that the function's references point into
+        self._references: dict[str, str] = {}  # their rules
 
-    def object_of(self, schema: dict[str, Any], depth: int) -> str:
+    def parameters_of(self, function: Function) -> str:
+        """Return the term of the function's arguments; InputError names a keyword that is not held."""
+        self._root, self._references = function.parameters, {}
+        where = f"{function.name}.parameters"
+        if held := {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"} & set(self._root):
+            raise InputError(f"{where}.{min(held)}: a demanded call cannot be held to it")
+        return self._object(self._root, 0, where)
+
+    def _object(self, schema: dict[str, Any], depth: int, where: str) -> str:
         """Return the term of an object; without `properties` any object, at the top the empty one."""
         properties = schema.get("properties")
-        if not isinstance(properties, dict) or not properties or depth > DEEPEST:
-            return '"{}"' if properties == {} or (not properties and depth == 0) else "object"
+        if depth > DEEPEST:
+            return "object"
+        needed = set(schema.get("required", []))
+        if unknown := sorted(needed - set(properties or {})):
+            raise InputError(f"{where}.required: {unknown[0][:100]!r} is not in properties")
+        if not isinstance(properties, dict) or not properties:
+            return '"{}"' if properties == {} or depth == 0 else "object"
         self._named += 1
         name = f"o{self._named}"
-        needed = set(schema.get("required", []))
         fields = [
-            (self._field(f"{name}_field{n}", key, properties[key], depth), key in needed)
+            (
+                self._field(f"{name}_field{n}", key, properties[key], depth, where),
+                key in needed,
+            )
             for n, key in enumerate(sorted(properties, key=str.lower))
         ]
         self.lines.append(f'{name}: "{{" {self._listed(name, fields)} "}}"')
         return name
 
-    def _field(self, rule: str, key: str, schema: Any, depth: int) -> str:
+    def _field(self, rule: str, key: str, schema: Any, depth: int, where: str) -> str:
         if any(marker in key for marker in MARKERS):
             raise InputError(f"no call can hold a field of the name {key[:100]!r}")
         head = json.dumps(f"{key}:")
         if not re.fullmatch(BARE_KEY, key):
             head = f'{self._quote} {json.dumps(key)} {self._quote} ":"' if key else '"\\"\\":"'
-        self.lines.append(f"{rule}: {head} {self._value(schema, depth + 1)}")
+        value = self._value(schema, depth + 1, f"{where}.properties.{key[:100]}")
+        self.lines.append(f"{rule}: {head} {value}")
         return rule
 
     def _listed(self, name: str, fields: Sequence[tuple[str, bool]]) -> str:
@@ -128,29 +153,76 @@ class _CallGrammar:
                 self.lines.append(f"{name}_from{n}: {field}{on}{later}")
         return f"{name}_from0" + ("" if fields[begins][1] else "?")
 
-    def _value(self, schema: Any, depth: int) -> str:
+    def _value(self, schema: Any, depth: int, where: str) -> str:
         if not isinstance(schema, dict) or depth > DEEPEST:
             return "any"
-        texts = [text for text in schema.get("enum", []) if isinstance(text, str)]
-        match schema.get("type"):
-            case "string" if texts:
-                quoted = (f"{self._quote} {json.dumps(text)} {self._quote}" for text in texts)
-                return "(" + " | ".join(quoted) + ")"
-            case "string":
-                return "string"
-            case "integer":
-                return "INTEGER"
-            case "number":
-                return "NUMBER"
-            case "boolean":
-                return '("true" | "false")'
-            case "array":
-                self._named += 1
-                name = f"item{self._named}"  # items may be lists: each is written once
-                item = self._value(schema.get("items"), depth + 1)
-                self.lines.append(f"{name}: {item}")
-                return f'"[" ({name} ("," {name})*)? "]"'
-            case "object":
-                return self.object_of(schema, depth)
-            case _:
-                return "any"
+        for word in ("$ref", "anyOf", "oneOf", "allOf"):
+            if word in schema:
+                if beside := {*DECIDING, "$ref", "anyOf", "oneOf", "allOf"} & set(schema) - {word}:
+                    raise InputError(f"{where}.{word}: cannot be held beside {min(beside)}")
+                return self._combined(word, schema[word], depth, f"{where}.{word}")
+        types = schema.get("type", "object" if "properties" in schema else None)
+        types = types if isinstance(types, list) else [types]
+        for word in ("const", "enum"):
+            if word in schema:
+                values = [schema[word]] if word == "const" else schema[word]
+                return self._one_of(values, types, f"{where}.{word}")
+        if not types:
+            raise InputError(f"{where}.type: no value has a type of an empty list")
+        return "(" + " | ".join(self._typed(kind, schema, depth, where) for kind in types) + ")"
+
+    def _combined(self, word: str, schemas: Any, depth: int, where: str) -> str:
+        if word == "$ref":
+            return self._referred(schemas, where)
+        if not isinstance(schemas, list) or not schemas or (word == "allOf" and len(schemas) > 1):
+            raise InputError(f"{where}: a demanded call cannot be held to it")
+        terms = (self._value(one, depth + 1, f"{where}.{n}") for n, one in enumerate(schemas))
+        return "(" + " | ".join(terms) + ")"
+
+    def _referred(self, reference: Any, where: str) -> str:
+        """Return the rule of a reference within the schema; each is written once."""
+        schema: Any = self._root
+        parts = reference.split("/") if isinstance(reference, str) else [""]
+        for part in parts[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, dict) else None
+        if parts[0] != "#" or len(parts) == 1 or not isinstance(schema, dict):
+            raise InputError(f"{where}: leads to no schema below these parameters")
+        if reference not in self._references:
+            self._named += 1
+            rule = self._references[reference] = f"ref{self._named}"
+            self.lines.append(f"{rule}: {self._value(schema, 1, where)}")
+        return self._references[reference]
+
+    def _one_of(self, values: Sequence[Any], types: Sequence[Any], where: str) -> str:
+        fitting = [one for one in values if any(_is_of(one, kind) for kind in types)]
+        if not fitting:
+            raise InputError(f"{where}: no value satisfies it")
+        if any(isinstance(one, (list, dict)) for one in fitting):
+            raise InputError(f"{where}: a demanded call cannot be held to lists or objects")
+        texts = [one for one in fitting if isinstance(one, str)]
+        if any(marker in text for text in texts for marker in MARKERS):
+            raise InputError(f"{where}: no call can hold a text with markup of calls")
+        terms = [f"{self._quote} {json.dumps(text)} {self._quote}" for text in texts]
+        terms += [json.dumps(json.dumps(one)) for one in fitting if not isinstance(one, str)]
+        return "(" + " | ".join(terms) + ")"
+
+    def _typed(self, kind: str | None, schema: dict[str, Any], depth: int, where: str) -> str:
+        if kind == "object":
+            return self._object(schema, depth, where)
+        if kind == "array":
+            self._named += 1
+            name = f"item{self._named}"  # items may be lists: each is written once
+            item = self._value(schema.get("items"), depth + 1, f"{where}.items")
+            self.lines.append(f"{name}: {item}")
+            return f'"[" ({name} ("," {name})*)? "]"'
+        return SCALARS.get(kind or "", "any")
+
+
+def _is_of(value: Any, kind: str | None) -> bool:
+    """Return whether a value of JSON has the type; unknown types and None have every value."""
+    if isinstance(value, bool):
+        return kind not in TYPES or kind == "boolean"
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, TYPES.get(kind or "", object))

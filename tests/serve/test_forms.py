@@ -23,6 +23,7 @@ from serving import (
 from quantize.errors import InputError
 from quantize.serve.calls import read_calls
 from quantize.serve.constraint import Constraint
+from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.protocol import ChatRequest
@@ -354,3 +355,58 @@ def test_thoughts_have_no_entries_and_completions_have_columns(server: Running) 
     assert "".join(columns.tokens) == found.text
     assert found.text[columns.text_offset[3] :].startswith(columns.tokens[3])
     assert [len(top) for top in columns.top_logprobs or []] == [2] * len(columns.tokens)
+
+
+TREE = {"$defs": {"node": {"type": "object", "properties": {"up": {"$ref": "#/$defs/node"}}}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "allowed"),
+    [
+        ({"const": 7}, [7]), ({"type": "integer", "enum": [7, "x", True]}, [7]),
+        ({"enum": ["a", None, 2.5, False]}, ["a", None, 2.5, False]),
+        ({"$ref": "#/$defs/seven"}, [7]), ({"type": "null"}, [None]),
+        ({"anyOf": [{"const": 1}, {"type": "null"}]}, [1, None]),
+        ({"type": ["boolean", "null"]}, [True, False, None]),
+        ({"allOf": [{"$ref": "#/$defs/seven"}]}, [7]),
+    ],
+)  # fmt: skip
+def test_a_calls_values_are_held(grammars: Grammars, field: Any, allowed: list[Any]) -> None:
+    schema = {"properties": {"a": field}, "required": ["a"], "$defs": {"seven": {"const": 7}}}
+    for seed in range(3):
+        text = tokenizer().decode(written(grammars, called(schema), 64, seed))
+        (call,) = read_calls(text, ["f"], whole=True)[1]
+        assert json.loads(call.arguments)["a"] in allowed
+
+
+def called(schema: dict[str, Any]) -> Matcher:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = {"model": "m", "messages": ASKED, "tool_choice": "required", "tools": [tool]}
+    body = ChatRequest.model_validate(asked | {"parallel_tool_calls": False})
+    matcher = Forms(tokenizer(), EOS).matcher(body)
+    assert matcher is not None
+    return matcher
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"enum": []}}}, "f.parameters.properties.a.enum: no value"),
+        ({"properties": {"a": {"type": "string", "const": 3}}}, "properties.a.const: no value"),
+        ({"properties": {"a": {}}, "required": ["zz"]}, "f.parameters.required: 'zz' is not"),
+        ({"properties": {"a": {"enum": ['<|"|>']}}}, "properties.a.enum: no call can hold"),
+        ({"properties": {"a": {"const": "<tool_call|>"}}}, "properties.a.const: no call can hold"),
+        ({"properties": {"a": {"enum": [[1]]}}}, "properties.a.enum: a demanded call cannot"),
+        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, r"properties.a.\$ref: leads to no schema"),
+        ({"properties": {"a": {"allOf": [{}, {}]}}}, "properties.a.allOf: a demanded call cannot"),
+        ({"properties": {"a": {"type": "string", "anyOf": [{}]}}}, "a.anyOf: cannot be held beside"),
+        ({"anyOf": [{"required": ["a"]}]}, "f.parameters.anyOf: a demanded call cannot"),
+    ],
+)  # fmt: skip
+def test_what_a_call_cannot_be_held_to_is_refused(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(RequestError, match=place):
+        called(schema)
+
+
+def test_a_schema_that_refers_to_itself_is_held() -> None:
+    assert called(TREE | {"properties": {"a": {"$ref": "#/$defs/node"}}})
