@@ -167,6 +167,7 @@ class ResponsesRequest(Asked):
     truncation: Literal["disabled"] | None = None
     include: Items[Literal["reasoning.encrypted_content"]] | None = Unused
     background: Literal[False] | None = Unused
+    top_logprobs: Literal[0] | None = Unused
 
     @model_validator(mode="before")
     @classmethod

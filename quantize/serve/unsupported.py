@@ -67,6 +67,7 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "stream_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
     "priority": ((0,), "there is one queue; leave it out"),
     "functions": (([],), "this is the older form; set tools"),
+    "function_call": (("none",), "this is the older form; set tool_choice"),
     "guided_choice": (([],), "this is another server's name; set guided_regex to (one|other)"),
     "guided_grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
     "grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
@@ -116,6 +117,7 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
         ((ANY,), "nothing is kept by such a name; leave it out"),
     ),
     "keep_alive": ((ANY,), "the model stays loaded; leave it out"),
+    "timeout": ((ANY,), "the server's own limit is --request-timeout; leave it out"),
     "cache_salt": ((ANY,), "all requests share a prefix cache, if there is one; leave it out"),
     **dict.fromkeys(
         ("timings_per_token", "return_progress"), ((ANY,), "times are in /metrics; leave it out")

@@ -170,6 +170,7 @@ IDLE: dict[str, Any] = {
     "keep_alive": "5m", "request_id": "r", "rid": "r", "cache_salt": "s", "session_id": "x",
     "trace": {"a": 1}, "timings_per_token": True, "thinking": {"type": "disabled"}, "think": False,
     "enable_thinking": False, "reasoning_format": "auto", "options": {}, "extra_body": {},
+    "function_call": "none", "timeout": 600,
     "safe_prompt": False, "do_sample": True, "max_tool_calls": 3, "top_n_sigma": -1,
 }  # fmt: skip
 
@@ -214,3 +215,10 @@ def test_items_of_responses_hold_what_servers_sent(
     assert "No." in tokenizer().decode(engine.prompts[-1])
     refused = post(strict, {"input": items}, RESPONSES).json()["error"]
     assert refused["param"] == "input[0].content[0].cache_control"
+
+
+def test_no_log_probabilities_may_be_asked_of_responses(
+    telling: tuple[Running, TellingEngine],
+) -> None:
+    replies = [post(telling[0], {"input": "x", "top_logprobs": n}, RESPONSES) for n in (0, 1)]
+    assert [reply.status_code for reply in replies] == [200, 400]
