@@ -16,9 +16,13 @@ from functools import cache
 
 from quantize.recovery.numerals import SEVERAL, number_name, stated_number
 
-VERSION = 3  # 1: lm-eval's filters, first or last match; 2: fewer numbers and languages
+VERSION = 4  # 1: lm-eval's filters, first or last match; 2: fewer numbers; 3: fewer signs
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3001: ",", 0x3002: "."}
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
+    0x3001: ",",
+    0x3002: ".",
+    0x2212: "-",
+}
 _THOUGHTS = re.compile(r"<(think(?:ing)?)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # How some other languages say "answer is".
@@ -60,6 +64,7 @@ _NUMBER_FIRST = re.compile(r"[\W_]{0,8}?(?:\\\w+\{?\s*)*[-+−]?[$€£]?\s*\d")
 _RELATIVE = re.compile(
     r"\W*\d[\d,.]*\W*\s(?:more|less|fewer|greater|smaller|times|out|percent more)\b"
 )
+_MINUS = re.compile(r"^[\s*_$]*(?:minus|negative)\s+(?=[$€£]?\d)", re.I)
 _ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*\\?%)?")
 
 
@@ -156,6 +161,7 @@ def _headed(text: str) -> Iterator[Found]:
 
 def _in_line(line: str) -> str | None:
     """Return the number that a marked line states; in a sentence, its only number."""
+    line = _MINUS.sub("-", line)
     if (number := stated_number(line)) is not None:
         return number
     several = [*_ANSWER.finditer(line)]
