@@ -23,6 +23,7 @@ from quantize.serve.failures import invalid
 from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.messages import Function
 from quantize.serve.protocol import ChatRequest, CompletionRequest
+from quantize.serve.tool_schemas import faults, without_nulls
 
 VALUES = r"""
 TEXT: /(.|\n)*/
@@ -176,7 +177,10 @@ class _CallGrammar:
             return self._referred(schemas, where)
         if not isinstance(schemas, list) or not schemas or (word == "allOf" and len(schemas) > 1):
             raise InputError(f"{where}: a demanded call cannot be held to it")
-        terms = (self._value(one, depth + 1, f"{where}.{n}") for n, one in enumerate(schemas))
+        terms = (
+            self._value(_checked(one, f"{where}.{n}"), depth + 1, f"{where}.{n}")
+            for n, one in enumerate(schemas)
+        )
         return "(" + " | ".join(terms) + ")"
 
     def _referred(self, reference: Any, where: str) -> str:
@@ -191,7 +195,7 @@ class _CallGrammar:
         if reference not in self._references:
             self._named += 1
             rule = self._references[reference] = f"ref{self._named}"
-            self.lines.append(f"{rule}: {self._value(schema, 1, where)}")
+            self.lines.append(f"{rule}: {self._value(_checked(schema, where), 1, where)}")
         return self._references[reference]
 
     def _one_of(self, values: Sequence[Any], types: Sequence[Any], where: str) -> str:
@@ -217,6 +221,14 @@ class _CallGrammar:
             self.lines.append(f"{name}: {item}")
             return f'"[" ({name} ("," {name})*)? "]"'
         return SCALARS.get(kind or "", "any")
+
+
+def _checked(schema: Any, where: str) -> Any:
+    """Return a schema that requests do not check, without nulls; InputError: a keyword is wrong."""
+    schema = without_nulls(schema)
+    if isinstance(schema, dict) and (fault := next(faults(schema), None)):
+        raise InputError(f"{where}.{'.'.join(map(str, fault[0]))}: {fault[1]}")
+    return schema
 
 
 def _is_of(value: Any, kind: str | None) -> bool:

@@ -368,7 +368,8 @@ TREE = {"$defs": {"node": {"type": "object", "properties": {"up": {"$ref": "#/$d
         ({"$ref": "#/$defs/seven"}, [7]), ({"type": "null"}, [None]),
         ({"anyOf": [{"const": 1}, {"type": "null"}]}, [1, None]),
         ({"type": ["boolean", "null"]}, [True, False, None]),
-        ({"allOf": [{"$ref": "#/$defs/seven"}]}, [7]),
+        ({"allOf": [{"$ref": "#/$defs/seven"}]}, [7]), ({"anyOf": [{"const": 7, "enum": None}]}, [7]),
+        ({"anyOf": [{"type": "null", "enum": None}]}, [None]),
     ],
 )  # fmt: skip
 def test_a_calls_values_are_held(grammars: Grammars, field: Any, allowed: list[Any]) -> None:
@@ -400,6 +401,7 @@ def called(schema: dict[str, Any]) -> Matcher:
         ({"properties": {"a": {"$ref": "#/$defs/b"}}}, r"properties.a.\$ref: leads to no schema"),
         ({"properties": {"a": {"allOf": [{}, {}]}}}, "properties.a.allOf: a demanded call cannot"),
         ({"properties": {"a": {"type": "string", "anyOf": [{}]}}}, "a.anyOf: cannot be held beside"),
+        ({"properties": {"a": {"anyOf": [{"enum": 5}]}}}, "a.anyOf.0.enum: must be a list"),
         ({"anyOf": [{"required": ["a"]}]}, "f.parameters.anyOf: a demanded call cannot"),
     ],
 )  # fmt: skip
