@@ -58,6 +58,7 @@ KNOWN = {
     ("quantize/reports/render.py", "Environment"): OURS,
     ("evaluation/recovery/own.py", "ImmutableSandboxedEnvironment"): SANDBOX,
     ("evaluation/recovery/own.py", "from_string"): SANDBOX,
+    ("quantize/runtime/weights/beside.py", "ImmutableSandboxedEnvironment"): "compiled, never run",
     ("quantize/runtime/prompt/chat.py", "apply_chat_template"): f"transformers, in {SANDBOX}",
     ("quantize/hub/bom.py", "safe_load"): SAFE,
     ("quantize/reports/card.py", "safe_load"): SAFE,

@@ -186,7 +186,7 @@ def test_a_run_without_checkpoint_and_a_gguf_file_are_refused(
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     line = complaint(monkeypatch, capsys, file, "--to", "gguf", tmp_path / "a.gguf")
-    assert "no such folder" in line
+    assert "a file; name the folder that holds it" in line
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "mixed"])

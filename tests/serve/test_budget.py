@@ -398,12 +398,15 @@ def test_other_requests_do_not_wait_for_a_form(
     assert replies[0].json()["error"]["message"].endswith("cannot be compiled: it takes for ever")
 
 
+UNHELD = 0  # taken where a call is free; a demanded call cannot be held to it, or no value fits
+
+
 @pytest.mark.parametrize(
     ("inner", "path", "status"),
     [
         ({"enum": None}, "", 200), ({"type": None, "enum": None, "required": None}, "", 200),
-        ({"properties": None, "items": None}, "", 200), ({"type": "string", "enum": []}, "", 200),
-        ({"type": ["string", "null"]}, "", 200), ({"enum": [1, None, {}]}, "", 200),
+        ({"properties": None, "items": None}, "", 200), ({"type": "string", "enum": []}, "", UNHELD),
+        ({"type": ["string", "null"]}, "", 200), ({"enum": [1, None, {}]}, "", UNHELD),
         ({"type": "array", "items": True}, "", 200), ({"default": None, "const": None}, "", 200),
         ({"enum": 5}, ".enum", 400), ({"enum": "ab"}, ".enum", 400), ({"enum": {}}, ".enum", 400),
         ({"type": "object", "properties": {"b": {}}, "required": 5}, ".required", 400),
@@ -424,6 +427,10 @@ def test_odd_schemas_of_tools_are_taken_or_refused_at_their_place(
     schema = {"type": "object", "properties": {"a": inner}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     reply = post(server, tools=tools, tool_choice=choice)
+    if status == UNHELD:
+        assert reply.status_code == (400 if choice == "required" else 200), reply.text
+        assert choice == "auto" or "f.parameters.properties.a.enum: " in reply.text
+        return
     assert reply.status_code == status, reply.text
     if status == 400:
         place = f"tools[0].function.parameters.properties.a{path}"

@@ -137,7 +137,7 @@ def write_checkpoint(folder: Path, shards: int, *, seed: int = 0) -> None:
         save_file({f"w{shard}": noise.random(50_000, dtype=np.float32)}, folder / name)
     known = known_config("google/diffusiongemma-26B-A4B-it")
     assert known is not None
-    config = known | {"quantization_config": {}}
+    config = known | {"quantization_config": {"quant_method": "compressed-tensors"}}
     index = {"metadata": {}, "weight_map": weight_map}
     for name, value in {
         "config.json": config,
