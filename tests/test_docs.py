@@ -173,8 +173,8 @@ def test_curl_commands_are_answered() -> None:
 
 def answered(words: list[str], server: Running) -> str:
     """Return what a curl command prints that asks `server` and sends its key."""
-    told = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
-    command = [*told, "-sS", "--fail", "-H", "Authorization: Bearer a-key"]
+    asked = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
+    command = [*asked, "-sS", "--fail", "-H", "Authorization: Bearer a-key"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, (words, done.stderr)
     return done.stdout

@@ -425,8 +425,8 @@ def test_a_template_that_is_no_jinja_is_found_at_the_start(
 
 def test_transformers_own_tags_are_taken_in_a_template(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
-    own = "{%- generation -%}{{ m }}{% break %}{%- endgeneration -%}"
-    (folder / TEMPLATE).write_text("{% for m in messages %}" + own + "{% endfor %}")
+    tags = "{%- generation -%}{{ m }}{% break %}{%- endgeneration -%}"
+    (folder / TEMPLATE).write_text("{% for m in messages %}" + tags + "{% endfor %}")
     assert inspect(folder, LOOKS).problems == []
 
 

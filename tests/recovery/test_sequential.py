@@ -226,11 +226,11 @@ def test_what_no_look_decided_is_told_by_all_answers() -> None:
     difference = np.zeros((100, 1))
     difference[Plan("such_questions", 100, 1, 3).order[95:]] = -1
     base, quantized = stored(difference)
-    found = compare_at_looks(
+    comparison = compare_at_looks(
         base, quantized, Plan("such_questions", 100, 1, 0).looks, order=list(base),
         estimand="such_questions", margin_pp=5,
     )  # fmt: skip
-    verdict = judge_task("t", found)
+    verdict = judge_task("t", comparison)
     assert verdict.outcome == "INCONCLUSIVE"
     assert verdict.reason.startswith(
         "t: answers 5.0 points fewer correctly; at 95% the loss is below"

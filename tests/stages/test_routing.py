@@ -87,14 +87,14 @@ def test_a_model_given_its_own_choices_computes_the_same_bits(
     reference = replays["reference"]
     for _ in range(2):
         with candidate.routing(given=replays["theirs"]):
-            own = replayed(reference, candidate, trajectories, None)
-        assert bits(own) == bits(replays["plain"])
+            injected = replayed(reference, candidate, trajectories, None)
+        assert bits(injected) == bits(replays["plain"])
     plain = replayed(reference, bf16, trajectories, None)
     with bf16.routing(given=replays["ours"]):
-        own = replayed(reference, bf16, trajectories, None)
-    assert bits(own) == bits(plain)
-    assert max(d.kl.abs().max() for d in own) < 1e-6
-    assert all(d.routing.moved.eq(0).all() for d in own)
+        injected = replayed(reference, bf16, trajectories, None)
+    assert bits(injected) == bits(plain)
+    assert max(d.kl.abs().max() for d in injected) < 1e-6
+    assert all(d.routing.moved.eq(0).all() for d in injected)
     assert len(replays["theirs"].decoded) == 12
     # two batches' prompts and first canvases
     assert [c.experts.shape[0] for c in replays["theirs"].encoded] == [2, 2, 1, 1]
