@@ -20,10 +20,9 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.host.processes import best_device
-from quantize.pipeline.run import begin, check_source, working_in
+from quantize.pipeline.run import begin, check_source, placed, working_in
 from quantize.pipeline.stages import Run, Task
 from quantize.recipe.reading import resolved
-from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.verify.against_source import compare
@@ -58,13 +57,14 @@ def judging(
     recipe = resolved(recipe_name, bundled=against is None, tasks=tasks, limit=limit)
     digest, judged = fingerprint(source), fingerprint(checkpoint)
     more = ["fine-tuned"] if fine_tuned else []
-    folder = RunDir(out / f"judge-{recipe.digest(digest, judged, *more)}")
+    digests, bundled = (digest, judged, *more), against is None
+    folder, recipe = placed(recipe, out / "judge", *digests, bundled=bundled)
     inspection = inspect(checkpoint.folder, LOOKS)
     targets = _targets(inspection, inspect(source.folder))
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, inspection, fine_tuned)
-    run = Run(folder, recipe, source, targets, against is None, options, instead=instead)
+    run = Run(folder, recipe, source, targets, bundled, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
         Console().print(inspection_table(inspection))

@@ -69,7 +69,7 @@ def started(
     with errors_of(named):
         targets = plan_targets(source.tensors, recipe.quantization)
     digest = fingerprint(source)
-    folder = RunDir(out / f"{recipe.name}-{recipe.digest(digest)}")
+    folder, recipe = placed(recipe, out / recipe.name, digest, bundled=model is None)
     run = Run(folder, recipe, source, targets, model is None, options)
     memory_plans(run, recipe)
     with working_in(folder):
@@ -83,6 +83,17 @@ def started(
         for sentence in cannot_pass(recipe):
             say(sentence)
         yield run
+
+
+def placed(recipe: Recipe, name: Path, *digests: str, bundled: bool) -> tuple[RunDir, Recipe]:
+    """Return the folder NAME-HASH of a run, and the recipe that it holds.
+
+    A run on the bundled model holds `repeatable_on_bundled`, unless an earlier version began it.
+    """
+    ways = [recipe, recipe.repeatable_on_bundled()] if bundled else [recipe]
+    folders = [RunDir(name.with_name(f"{name.name}-{way.digest(*digests)}")) for way in ways]
+    chosen = 0 if folders[0].manifest_json.exists() else -1
+    return folders[chosen], ways[chosen]
 
 
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:

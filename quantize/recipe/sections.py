@@ -394,6 +394,11 @@ class Recipe(Section):
             replaced.pop("calibration", None)
         return self.model_copy(update=replaced)
 
+    def repeatable_on_bundled(self) -> "Recipe":
+        """Return the recipe with its own sections in `bundled`: `for_bundled_model` changes nothing."""
+        sections = {key: getattr(self, key) or section for key, section in self.bundled if section}
+        return self.model_copy(update={"bundled": self.bundled.model_copy(update=sections)})
+
     def asking(self, tasks: Sequence[str] = (), problems: int | None = None) -> "Recipe":
         """Return the recipe with these `tasks` (if empty, its own) and `problems` questions for each.
 
