@@ -30,7 +30,6 @@ from fused_dequant.operations import (
     scaled_norm,
     soft_embedding,
     soft_embedding_of,
-    sparse_soft_embedding,
 )
 from fused_dequant.sampler.canvas import CanvasState, Draw, Probabilities, Rules
 from fused_dequant.weights.weight import Weight, require

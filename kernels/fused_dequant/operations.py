@@ -4,7 +4,6 @@
     routed_experts      the outputs of each token's experts, not yet summed
     lm_head             bf16 logits
     soft_embedding      softmax(logits / T) @ embedding
-    sparse_soft_embedding   soft_embedding over a row's likeliest tokens, if few of them suffice
     look                on Hopper: lm_head and `sample` in one; stores what `soft_embedding_of` reads
 
     begin               embeddings, and the first layer's input
@@ -181,38 +180,10 @@ def look(
 def soft_embedding_of(
     probabilities: Probabilities, embedding: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Return `soft_embedding`, bf16 [M, H], from the `probabilities` that `look` wrote.
-
-    Raise ValueError if they have room for statistics: `look` then writes no probabilities.
-    """
+    """Return `soft_embedding`, bf16 [M, H], from the `probabilities` that `look` wrote."""
     from fused_dequant.vocabulary import dense
 
-    if probabilities.statistics is not None:
-        raise ValueError(
-            "`look` wrote statistics for `sparse_soft_embedding`, and no probabilities"
-        )
     return dense.soft_embedding_of(probabilities, embedding, out)
-
-
-def sparse_soft_embedding(
-    logits: Tensor,
-    embedding: Tensor,
-    inverse_temperature: Tensor,
-    out: Tensor | None = None,
-    probabilities: Probabilities | None = None,
-) -> Tensor:
-    """Return `soft_embedding` with an error of at most 1e-3 times the largest norm of an embedding.
-
-    A row sums as few of its likeliest tokens as hold 0.999 of its probability. If these are more than
-    64, it sums all tokens. If `probabilities` has the statistics that `look` filled for these logits,
-    they are read, and the memory of its p is overwritten.
-    """
-    if kernels := kernels_of("vocabulary.sparse", logits.device):
-        return kernels.sparse_soft_embedding(
-            logits.contiguous(), embedding, inverse_temperature, out, probabilities
-        )
-    soft = reference.sparse_soft_embedding(logits, in_float32(embedding), inverse_temperature)
-    return soft.to(torch.bfloat16) if out is None else out.copy_(soft)
 
 
 @with_kernels("layer.residual")

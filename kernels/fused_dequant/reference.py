@@ -85,41 +85,6 @@ def soft_embedding(
     return torch.softmax(scaled, -1) @ embedding.to(dtype)
 
 
-LEFT_OUT, MOST = 1e-3, 64  # probability that a sparse row may leave out; tokens that it may have
-
-
-def sparse_soft_embedding(
-    logits: Tensor,
-    embedding: Tensor,
-    inverse_temperature: Tensor,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Return `soft_embedding` summed over the likeliest tokens, which hold 1 - LEFT_OUT of the mass.
-
-    A row that needs more than MOST tokens sums all tokens instead. This dense product always has
-    all M rows, so a row's bits do not depend on which other rows need it.
-    """
-    p = torch.softmax(logits.to(dtype) * inverse_temperature.to(dtype)[:, None], -1)
-    most, tokens = p.topk(min(MOST, p.shape[1]), -1)
-    before = most.cumsum(-1) - most
-    weights = torch.where(before < 1 - LEFT_OUT, most, 0)
-    sparse = most.sum(-1) >= 1 - LEFT_OUT
-    soft = torch.stack(
-        [
-            row_weights @ embedding[t].to(dtype)
-            for row_weights, t in zip(weights, tokens, strict=True)
-        ]
-    )
-    return soft if sparse.all() else torch.where(sparse[:, None], soft, p @ embedding.to(dtype))
-
-
-def tokens_needed(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Return how many tokens hold 1 - LEFT_OUT of each row's mass: int64 [M]; 129 means over 128."""
-    p = torch.softmax(logits.float() * inverse_temperature[:, None], -1)
-    held = p.topk(min(128, p.shape[1]), -1).values.cumsum(-1)
-    return (held < 1 - LEFT_OUT).sum(-1) + 1
-
-
 def attention_heads(qkv, q_weight, k_weight, cos, sin, q_heads, kv_heads, eps, dtype=torch.float32):
     """Return q [M, q_heads, D], k and v [M, kv_heads, D] of `operations.attention_heads`, in `dtype`.
 

@@ -164,7 +164,6 @@ def bench(
         torch.cuda.reset_peak_memory_stats()
     name = str(checkpoint) if checkpoint else f"random weights, {random}"
     name += f", activations {place.activations}" if place.activations else ""
-    name += ", sparse soft embedding" if place.sparse else ""
     result = Bench(
         name, torch.cuda.get_device_name(), torch.__version__, context, weights.nbytes,
         peak_bytes=0, load_seconds=loaded, experts_hit=hit, rates=rates,
@@ -184,12 +183,12 @@ def bench(
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
             times = _measure(engine, batch_prompts, sampler, canvases)
-            floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
+            floor = decoder_floor(weights, rates, *shape)
             if _below(
                 floor, times
             ):  # the gauge was the slower one: read it again, now that it is hot
                 rates = rates.or_faster(measure_rates(torch.device("cuda")))
-                floor = decoder_floor(weights, rates, *shape, sparse=place.sparse)
+                floor = decoder_floor(weights, rates, *shape)
             result.rows.append(_row(batch, name, statistics.mean(hit), floor, times, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated(), rates=rates)
 

@@ -89,14 +89,10 @@ def generate(
     help="JSON list of the numbers of steps that canvases of adaptive rows take, in turn.",
 )  # fmt: skip
 @with_options("activations", "gpu-memory")
-@click.option(
-    "--sparse-soft-embedding", "sparse", is_flag=True,
-    help="Condition each step on the tokens with 0.999 of a row's probability, if 64 suffice.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None, activations: ActivationMode | None, gpu_memory: float | None,
-    sparse: bool, as_json: bool, **options: Any,
+    as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure how fast a checkpoint denoises on this GPU, against the least time that is possible.
 
@@ -119,7 +115,7 @@ def bench(
     if (checkpoint is None) == (options["random"] is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
     folder = None if checkpoint is None else resolve(checkpoint)
-    place = Placement("cuda", gpu_memory, activations, sparse=sparse)
+    place = Placement("cuda", gpu_memory, activations)
     result = measure(folder, config=known_config(REAL_MODEL), place=place, **options)
     if as_json:
         click.echo(json.dumps(asdict(result), indent=1))

@@ -78,7 +78,7 @@ def open(
     return FusedEngine(
         weights, capacity=place.capacity, max_context=place.max_context, lanes=place.lanes,
         on_host=place.on_host, batch_invariant=batch_invariant, inputs=inputs,
-        prefix_bytes=prefix_bytes, sparse=place.sparse,
+        prefix_bytes=prefix_bytes,
     )  # fmt: skip
 
 

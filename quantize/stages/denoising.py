@@ -24,7 +24,7 @@ from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runtime import Placement, open
 from quantize.runtime.engine.interface import BatchEngine, Engine
 from quantize.runtime.gpu.gpus import launches_of
-from quantize.runtime.model.watching import Observer, OnLogits
+from quantize.runtime.model.watching import Observer
 from quantize.runtime.record.recording import PassesShape, Recorder, Recording
 from quantize.runtime.record.trajectory import Trajectory, context_of, record_all
 from quantize.runtime.sampler.sampler import Sampler
@@ -74,13 +74,12 @@ class Denoising:
         *,
         title: str,
         observers: Sequence[Observer] = (),
-        on_logits: OnLogits | None = None,
         recorder: Recorder | None = None,
         processes: Processes = ALONE,
     ) -> list[Trajectory]:
         """Denoise all prompts, in batches that `processes` share; return each prompt's trajectory.
 
-        `observers`, `on_logits` (as in `BatchEngine.watching`) and `recorder` see no held-out prompt.
+        `observers` (as in `BatchEngine.watching`) and `recorder` see no held-out prompt.
 
         Raises:
             ResourceError: a batch does not fit the GPU, or scratch is full.
@@ -90,7 +89,7 @@ class Denoising:
         @contextmanager
         def watching(engine: BatchEngine, start: int) -> Generator[None]:
             recording = nullcontext() if recorder is None else recorder.batch(start)
-            with recording as add, engine.watching(*observers, on_pass=add, on_logits=on_logits):
+            with recording as add, engine.watching(*observers, on_pass=add):
                 yield
 
         recorded = record_all(

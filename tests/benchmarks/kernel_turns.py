@@ -2,15 +2,12 @@
 
     python tests/benchmarks/kernel_turns.py
 
-Parts are `logits_read_or_not`, `small` and `experts`, which run by default, `products` and
-`soft_sparse`: the soft embedding of logits made peaked (random weights make them flat), dense and
-sparse, where no row, one of 20 and every row must be multiplied whole.
+Parts are `logits_read_or_not`, `small` and `experts`, which run by default, and `products`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them
 in lm_head's epilogue; the soft embedding by other tiles; what lies between the products by warps and
 registers; experts by other tiles than the table's; their two products each by tiles of its own.
 """
 
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -29,10 +26,9 @@ from fused_dequant.attention import attend
 from fused_dequant.launch.timing import measure
 from fused_dequant.layer import residual
 from fused_dequant.products import routing
-from fused_dequant.sampler import sampling
 from fused_dequant.tune import cases, search
 from fused_dequant.tune.candidates import Product
-from fused_dequant.vocabulary import dense, sparse
+from fused_dequant.vocabulary import dense
 from fused_dequant.weights import Weight, tuning
 
 STEPS, LOG2_E = 16, 1.4426950408889634
@@ -201,38 +197,6 @@ def both_ways(M: int, table: torch.Tensor) -> None:
     print(json.dumps(row), flush=True)
 
 
-def soft_sparse() -> None:
-    """Time the soft embedding, dense and sparse, of rows of 3 or 40 tokens at 20 over normal ones."""
-    V, H = 262_144, 2816
-    table = torch.randn(V, H, device="cuda", dtype=torch.bfloat16) * 0.02
-    for M, peaks, every in itertools.product((256, 1024, 8192), (3, 40), (257, 20, 1)):
-        logits, tokens = torch.randn(256, V, device="cuda"), torch.arange(peaks) * (V // peaks)
-        peaked = torch.arange(1, 257, device="cuda")[:, None] % every != 0
-        logits[:, tokens] = torch.where(peaked, 20.0, logits[:, tokens])
-        own = torch.exp2((logits - 30) * (LOG2_E / 0.8) + 96).to(torch.bfloat16)
-        p, rows = (each.to(torch.bfloat16).repeat(M // 256, 1) for each in (own, logits))
-        sharpness = torch.full((M,), 1 / 0.8, device="cuda")
-        step = torch.ones(M, dtype=torch.int32, device="cuda")
-        found = sampling.statistics(rows, 1 / sharpness[:1], step, 1, 256)
-        left = fd.Probabilities(p, p.sum(1, dtype=torch.float32))
-        lent = fd.Probabilities(torch.empty_like(p), left.total, found.view(M, 3, -1))
-        calls: dict[str, Callable[[], Any]] = {
-            "dense": lambda left=left: fd.soft_embedding_of(left, table),
-            "sparse": partial(fd.sparse_soft_embedding, rows, table, sharpness, probabilities=lent),
-            "dense, logits read": partial(fd.soft_embedding, rows, table, sharpness),
-            "sparse, logits read": partial(fd.sparse_soft_embedding, rows, table, sharpness),
-            "chosen": partial(sparse.choose, rows, found, sharpness),
-        }
-        counts = calls["chosen"]()[0]
-        row: dict[str, Any] = {"rows": M, "peaks": peaks, "whole": int((counts == 0).sum())}
-        exact, few = (calls[name]().double() for name in ("dense, logits read", "sparse"))
-        row["largest error"] = float(((few - exact).norm(dim=1) / exact.norm(dim=1)).max())
-        row["same bits where whole"] = torch.equal(few[counts == 0], exact[counts == 0])
-        for name in [*calls] * 2:
-            row.setdefault(name, []).append(measure([calls[name]], replays=10))
-        print(json.dumps(row), flush=True)
-
-
 def compile_aside(parts: list[str]) -> None:
     """Compile on all cores what `experts` and `products` launch."""
     jobs: list[tuple[Product, dict[str, int]]] = []
@@ -354,6 +318,6 @@ if __name__ == "__main__":
     parts = sys.argv[1:] or ["logits_read_or_not", "small", "experts"]
     aside = Thread(target=compile_aside, args=(parts,))
     aside.start()
-    for part in (logits_read_or_not, small, soft_sparse, aside.join, experts, products):
+    for part in (logits_read_or_not, small, aside.join, experts, products):
         if part.__name__ in (*parts, "join"):
             part()

@@ -14,12 +14,9 @@ Variants alternate in one process over the same weights, as `--compare` says:
                  "two passes": it is encoded before
     looks        "looking": lm_head leaves what the sampler and the soft embedding would read it for
                  "reading": both read the logits
-    soft         "dense" and "sparse" soft embeddings. The logits of random weights are flat, which no
-                 sparse row is: PEAKS rows of the embedding are made 30 times as large first
     nothing      "served"
 
-`table` is `quantize bench` at 16 steps, of each mix, and again at the batches of --sparse with sparse
-soft embeddings and the same PEAKS. It appends a JSON line to FILE for each.
+`table` is `quantize bench` at 16 steps, of each mix. It appends a JSON line to FILE for each.
 
 `--seconds` ends the run before a row that would begin later. Each row: ms a canvas (median) and a
 forward (16 steps and the commit), tokens/s, ms a step, its parts, its floor, experts hit, peak GB.
@@ -31,7 +28,6 @@ with a limit of its own, and what a cut-off run has measured is in its files.
 
 import argparse
 import gc
-import itertools
 import json
 import multiprocessing
 import os
@@ -47,7 +43,6 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -55,7 +50,6 @@ from rich.console import Console
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
 
-from fused_dequant import reference  # noqa: E402
 from fused_dequant.weights import tuning  # noqa: E402
 
 from quantize.bench import speed as bench  # noqa: E402
@@ -75,7 +69,7 @@ from quantize.runtime.prompt.chat import encode_chat, load_tokenizer  # noqa: E4
 from quantize.runtime.weights.load import TextWeights  # noqa: E402
 from quantize.runtime.weights.random_weights import random_weights  # noqa: E402
 
-CONTEXT, STEPS, PEAKS = 1024, 16, 32
+CONTEXT, STEPS = 1024, 16
 SAMPLER = replace(Sampler(), max_denoising_steps=STEPS, confidence_threshold=NEVER)
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PARITY = "one_pass or step_by_step or replay or batch or early"
@@ -118,9 +112,6 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
     def engine(**options: bool) -> FusedEngine:
         longest = CONTEXT + 2 * weights.config.canvas_length
         return FusedEngine(weights, capacity=batch, max_context=longest, **options)
-
-    if compare == "soft":
-        return {"dense": (engine(), True), "sparse": (engine(sparse=True), True)}
 
     if compare == "looks":
         return {"looking": (engine(), True), "reading": (engine(), True)}
@@ -191,8 +182,6 @@ def rows(args: argparse.Namespace) -> None:
         schemes = dict(zip(("experts", "attention", "mlp"), bench.MIXES[named], strict=True))
         weights = random_weights(config, schemes, "cuda", in_fp8=activations == "fp8")
         facts["tables"] = [len(list(folder.glob("*.json"))) for folder in tuning._folders]
-        if args.compare == "soft":
-            peak(weights.embedding)
         hit: list[int] = []
         for batch in map(int, args.batches.split(",")):
             if time.monotonic() - begun > args.seconds:
@@ -205,13 +194,6 @@ def rows(args: argparse.Namespace) -> None:
             engine = next(iter(compared.values()))[0]
             hit = hit or bench._experts_hit(engine, prompts[0])
             own = measured(compared, prompts, args.canvases)
-            if args.compare == "soft":
-                needed = reference.tokens_needed(
-                    engine.denoiser.logits[:256], torch.full((256,), 1.6, device="cuda")
-                )
-                own["most tokens needed, rows of more than 64"] = [
-                    int(needed.max()), int((needed > reference.MOST).sum())
-                ]  # fmt: skip
             del engine, compared
             floor = decoder_floor(weights, rates, batch, CONTEXT, statistics.mean(hit))
             row = {"mix": mix, "batch": batch, **facts, **own, "floor": sum(floor.values()) * 1e3}
@@ -223,36 +205,19 @@ def rows(args: argparse.Namespace) -> None:
         del weights
 
 
-def peak(embedding: torch.Tensor) -> None:
-    """Make PEAKS rows 30 times as large: few tokens then hold nearly all of every probability."""
-    embedding[:: len(embedding) // PEAKS] *= 30
-
-
 def table(args: argparse.Namespace) -> None:
-    """Run `quantize bench` over every mix, dense and sparse."""
+    """Run `quantize bench` over every mix."""
     config = json.loads(args.config.read_text()) if args.config else known_config(REAL_MODEL)
-    for mix, sparse in itertools.product(args.mixes.split(","), (False, True)):
+    for mix in args.mixes.split(","):
         named, _, activations = mix.partition("+")
-        batches = [
-            int(each) for each in (args.sparse if sparse else args.batches).split(",") if each
-        ]
-        if not batches:
-            continue
-
-        def opened(*given: Any, sparse: bool = sparse) -> Any:
-            engine = open_engine(*given)
-            if sparse:
-                peak(engine.model.weights.embedding)
-            return engine
-
-        place = Placement("cuda", None, cast("Any", activations or None), sparse=sparse)
-        with patch.object(bench, "open", opened):
-            found = bench.bench(
-                None, random=named, config=config, steps=[str(STEPS)], batches=batches,
-                context=CONTEXT, canvases=5, place=place,
-            )  # fmt: skip
+        place = Placement("cuda", None, cast("Any", activations or None))
+        batches = [int(batch) for batch in args.batches.split(",")]
+        found = bench.bench(
+            None, random=named, config=config, steps=[str(STEPS)], batches=batches,
+            context=CONTEXT, canvases=5, place=place,
+        )  # fmt: skip
         with args.out.open("a") as file:
-            file.write(json.dumps({"mix": mix, "sparse": sparse} | asdict(found)) + "\n")
+            file.write(json.dumps({"mix": mix} | asdict(found)) + "\n")
         for each in bench.tables(found):
             Console(width=200).print(each)
         gc.collect()
@@ -357,11 +322,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file, or folder of `all`")
     parser.add_argument("--mixes", default="fp8,nvfp4_fp8,nvfp4,bf16")
     parser.add_argument("--batches", default="1,4,8,16,32,64")
-    parser.add_argument(
-        "--sparse", default="", help="batches of `table` with sparse soft embeddings"
-    )
     parser.add_argument("--canvases", type=int, default=4)
-    parser.add_argument("--compare", choices=("joins", "looks", "soft", "nothing"), default="joins")
+    parser.add_argument("--compare", choices=("joins", "looks", "nothing"), default="joins")
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--problems", type=int, default=200)
     parser.add_argument("--device", default="cuda")

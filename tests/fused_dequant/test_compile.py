@@ -74,7 +74,6 @@ OPERAND = {  # of each kernel that multiplies, the parameter whose type its prod
     "matmul_kernel": "x", "nvfp4_kernel": "x", "nvfp4_hopper_kernel": "x", "attend_kernel": "q",
     "attend_hopper_kernel": "q", "attend_wide_kernel": "q", "logits_kernel": "x",
     "lm_head_kernel": "x", "lm_head_hopper_kernel": "x", "split_k_kernel": "p",
-    "some_rows_kernel": "p",
     "gram_kernel": "x", "nvfp4_blackwell_kernel": "x", "experts_hopper_kernel": "x",
     "product_kernel": "lhs", "descend_span_kernel": "slope",
 }  # fmt: skip

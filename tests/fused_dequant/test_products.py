@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)
 KERNELS = (
     "kernels", "denoising", "look", "attention", "residual", "simulated", "gptq_kernels", "w4a4",
-    "sparse", "selftest",
+    "selftest",
 )  # fmt: skip
 ALL_SCALES = torch.arange(127, dtype=torch.uint8)  # every non-negative finite e4m3 byte
 
@@ -211,12 +211,6 @@ def test_configurations_that_do_not_fit_are_refused() -> None:
     weight = cases.blank_weight("nvfp4_e4m3", 2, 256, 128, "cpu")
     with pytest.raises(ValueError, match="blocks of 16 rows, but a configuration for others"):
         nvfp4_hopper.launch(weight, x, torch.ones(1), many, blocks)
-
-
-def test_a_soft_embedding_needs_probabilities() -> None:
-    numbers = fd.Probabilities(torch.empty(2, 8), torch.empty(2), torch.empty(2, 3, 1))
-    with pytest.raises(ValueError, match="and no probabilities"):
-        fd.soft_embedding_of(numbers, torch.empty(8, 4))
 
 
 def test_rows_of_zeros_and_damage() -> None:

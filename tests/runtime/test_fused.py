@@ -21,7 +21,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine import graphs
 from quantize.runtime.engine import step as step_of_canvases
 from quantize.runtime.engine.encoding import Encoder
-from quantize.runtime.engine.fused_engine import FusedEngine, denoising_settings
+from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.graphs import CAPTURED, WORTH, Steps, bucket
 from quantize.runtime.engine.interface import Canvas
 from quantize.runtime.gpu.cores import GPU
@@ -353,27 +353,6 @@ def test_what_lm_head_leaves_is_read(
     assert denoised() == expected
     rows = weights.config.canvas_length * min(4, canvases_a_piece)
     assert set(read) == {rows}
-
-
-@pytest.mark.parametrize("peaks", [0, 8])
-def test_a_sparse_engine(tiny_checkpoint: Path, peaks: int) -> None:
-    """Flat logits: the bits of a dense engine. Peaked ones: near it, whoever is denoised beside."""
-    weights, prompts = load_packed(tiny_checkpoint, "cpu"), tokens(2, 20).tolist()
-    if peaks:
-        weights.embedding[:: len(weights.embedding) // peaks] *= 100
-    signals: list[torch.Tensor] = []
-    for sparse, slots in ((False, [0, 1]), (True, [0, 1]), (True, [1])):
-        engine = FusedEngine(weights, capacity=2, max_context=256, sparse=sparse)
-        for slot in slots:
-            engine.admit(slot, prompts[slot], slot, SAMPLER)
-        engine.stops = lambda seed, canvas: 2
-        engine.denoise(slots)
-        step = engine.denoiser.steps[0, False].get(len(slots), denoising_settings(SAMPLER), 0)[0]
-        signals.append(step._signal.unflatten(0, (len(slots), -1)).float())
-    dense, both, alone = signals
-    assert torch.equal(alone[0], both[1])
-    assert torch.equal(dense, both) == (peaks == 0)
-    assert (both - dense).norm() < 4e-3 * dense.norm()
 
 
 def test_a_last_step_conditions_none(tiny_checkpoint: Path) -> None:

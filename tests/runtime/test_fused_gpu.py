@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fused_dequant import soft_embedding
 from fused_dequant.launch.targets import FORCE
-from fused_dequant.reference import MOST, tokens_needed
 from modules_oracle.passes import decode_canvas, encode_prompts
 from modules_oracle.simulated import load_rounding
 from PIL import Image
@@ -202,43 +200,6 @@ def test_replay_equals_eager_with_rounded_inputs(artifact: tuple[str, Path]) -> 
         print("logits of other roundings are apart by", apart)
         assert all(each > 1e-2 for each in apart), apart
         seen.append(logits[0])
-
-
-@pytest.mark.parametrize("peaks", [0, 32])
-def test_sparse_soft_embeddings(artifact: tuple[str, Path], peaks: int) -> None:
-    """Flat logits: `soft_embedding`'s bits. Peaked ones: near it; captured and kernel by kernel alike.
-
-    lm_head's weights are the embeddings, so logits of random weights are peaked, at the token that a
-    position holds: a hundredth of the embeddings makes them flat, 30 times some shares the mass among a
-    few. The first step runs kernel by kernel and is captured; the second is a replay.
-    """
-    weights, signals = load_packed(artifact[1], "cuda"), list[list[torch.Tensor]]()
-    if peaks:
-        weights.embedding[:: VOCABULARY // peaks] *= 30
-    else:
-        weights.embedding.mul_(0.01)  # |logit| <= sqrt(2816) * |embedding|, about 0.5
-    for sparse, graphs in ((False, True), (True, True), (True, False)):
-        engine = FusedEngine(weights, capacity=4, max_context=4096, graphs=graphs, sparse=sparse)
-        for slot, n in enumerate(CONTEXTS):
-            engine.admit(slot, tokens(n, seed=n).tolist(), slot, SAMPLER)
-        step, captures = engine.begin_canvases(range(4))
-        assert captures == graphs
-        signals.append([])
-        for _ in range(2):
-            step.take(captures)
-            signals[-1].append(step._signal.clone())
-            given = step._logits, step.state.inverse_temperature.flatten()
-            needed = tokens_needed(*given)
-            assert (needed <= MOST).all() if peaks else (needed > MOST).all(), needed.tolist()
-            if sparse:  # on Hopper, a dense engine multiplies what lm_head's epilogue left instead
-                whole = soft_embedding(given[0], weights.embedding, given[1])
-                assert torch.equal(step._signal, whole) == (peaks == 0)
-    dense, captured, eager = signals
-    apart = error(captured[0], dense[0])
-    print(f"{artifact[0]}, {peaks} peaks: sparse and dense are apart by {apart:.1e}")
-    assert torch.stack(captured).isfinite().all()
-    assert list(map(torch.equal, captured, eager)) == [True, True]
-    assert apart < 6e-3
 
 
 def test_alone_and_in_a_batch(artifact: tuple[str, Path]) -> None:

@@ -23,7 +23,6 @@ from two_processes import in_two
 from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
 from quantize.host.files import read_json
-from quantize.host.processes import ALONE
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Calibration, Quantization, Recipe
 from quantize.runtime import Sampler, generate, open
@@ -32,7 +31,6 @@ from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.ranges import Ranges
-from quantize.runtime.record.tokens_needed import TokensNeeded
 from quantize.runtime.record.trajectory import load_trajectories
 from quantize.schemes.hessians import Hessians
 from quantize.stages import denoising
@@ -183,40 +181,6 @@ def test_coverage_counts_every_routed_token(calibrated: Path) -> None:
     assert len(coverage) == LAYERS
     for counts in coverage.values():
         assert sum(counts) == 2 * tokens  # top-2 routing
-
-
-def test_rows_are_counted_by_the_tokens_that_hold_their_mass(calibrated: Path) -> None:
-    """One row of 8 of every step of the observed canvases; those of random weights need many."""
-    needed = read_json(calibrated / "coverage.json")["tokens_needed"]
-    trajectories, _ = load_trajectories(calibrated)
-    taken = [len(steps) for t in trajectories if not t.held_out for steps in t.steps]
-    later = sum(max(n - 2, 0) for n in taken)
-    rows = {
-        "first step": len(taken),
-        "second step": sum(n > 1 for n in taken),
-        "later steps": later,
-    }
-    assert {at: sum(of.values()) for at, of in needed.items()} == {
-        at: count * CANVAS // 8 for at, count in rows.items()
-    }
-    assert [*needed["first step"]] == [*(f"at most {2**n}" for n in range(8)), "more"]
-    assert needed["later steps"]["more"] == rows["later steps"] * CANVAS // 8
-
-
-def test_histogram_of_tokens_needed() -> None:
-    """Rows of which 1, 3, 64 and 200 tokens are alike, at several steps; of eight one is counted."""
-    assert not any(sum(of.values()) for of in TokensNeeded().counted(ALONE).values())  # no batch
-    logits = torch.zeros(4, 300)
-    for row, count in zip(logits, (1, 3, 64, 200), strict=True):
-        row[:count] = 30
-    for step in (1, 2, 3, 9):
-        counted = TokensNeeded()
-        rows = logits.repeat_interleave(8, 0)
-        counted.see(rows, torch.ones(32), torch.full((32,), step))
-        found = counted.counted(ALONE)
-        at = [name for name, of in found.items() if any(of.values())]
-        assert at == [("first step", "second step", "later steps")[min(step, 3) - 1]]
-        assert list(found[at[0]].values()) == [1, 0, 1, 0, 0, 0, 1, 0, 1]
 
 
 def test_trajectories_replay_their_own_generation(source: Path, calibrated: Path) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
-TILE = 256  # tokens whose statistics `look` stores together
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio, sqrt(3) - 1
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -46,25 +45,20 @@ class Rules(NamedTuple):
 class Probabilities:
     """Memory for unnormalised probabilities: p / total is softmax(logits / T).
 
-    p is bf16 [M, V], total f32 [M]. Where `sparse_soft_embedding` is used, `look` fills `statistics`
-    in place of both: f32 [M, 3, tiles of V], whose memory holds [3, M, tiles of V]. Else it is None.
+    p is bf16 [M, V], total f32 [M].
     """
 
     p: Tensor
     total: Tensor
-    statistics: Tensor | None = None
 
     @classmethod
-    def room(cls, logits: Tensor, *, sparse: bool) -> "Probabilities":
-        """Return uninitialised probabilities for logits [M, V], with `statistics` only if `sparse`."""
-        (M, V), device = logits.shape, logits.device
-        noted = torch.empty(M, 3, -(-V // TILE), device=device) if sparse else None
-        return cls(torch.empty_like(logits), torch.empty(M, device=device), noted)
+    def room(cls, logits: Tensor) -> "Probabilities":
+        """Return uninitialised probabilities for logits [M, V]."""
+        return cls(torch.empty_like(logits), torch.empty(len(logits), device=logits.device))
 
     def first(self, rows: int) -> "Probabilities":
         """Return the probabilities of the first `rows` rows, in the same memory."""
-        noted = None if self.statistics is None else self.statistics[:rows]
-        return Probabilities(self.p[:rows], self.total[:rows], noted)
+        return Probabilities(self.p[:rows], self.total[:rows])
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _vocabulary(draw: _Inputs) -> Iterator[Tensor]:
     drawn = operations.sample(logits[None], state, schedule)
     yield drawn.entropy
     if operations.look_runs(draw.device, SOFTCAP, COLDEST):
-        room = Probabilities.room(logits, sparse=False)
+        room = Probabilities.room(logits)
         drawn = operations.look(x, embedding, SOFTCAP, state, schedule, logits, room)
     yield from (logits, drawn.entropy)
     operations.accept(drawn, state, schedule, Rules(0.1, 0.005))

@@ -127,19 +127,16 @@ def range_exponentials(
 
 @triton.jit
 def exponential_kernel(
-    logits, p, anchors, total, counts, M, V, length, inverse_temperature,
+    logits, p, anchors, total, M, V, length, inverse_temperature,
     CHAINED: tl.constexpr, HARDWARE: tl.constexpr, EIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Program (m, s) stores p of range s of row m, `length` columns, and the range's anchor and sum.
 
     The anchor (the logit where p is 1) is the maximum of the range's first 8 * EIGHTS columns. If a p
     exceeds 2^REACH, the program starts again, with the maximum of the whole range as anchor.
-    If `counts` int32 [M] is not None, nothing is stored for rows whose count is not 0.
     """
     follow(CHAINED)
     m, split = tl.program_id(0), tl.program_id(1)
-    if counts is not None and tl.load(counts + m) != 0:
-        return
     first = split * length
     count = tl.minimum(first + length, V) - first
     logits += m.to(tl.int64) * V + first
@@ -178,7 +175,7 @@ def split_k_kernel(
 
 @triton.jit
 def reduce_kernel(
-    partial, anchors, total, counts, out, M, H, inverse_temperature,
+    partial, anchors, total, out, M, H, inverse_temperature,
     CHAINED: tl.constexpr, ANCHORED: tl.constexpr, SPLITS: tl.constexpr,
     RANGES: tl.constexpr,  # SPLITS rounded up to a power of two
     BLOCK: tl.constexpr,
@@ -186,12 +183,9 @@ def reduce_kernel(
     """Sum row m's splits, each weighted by exp((split's anchor - highest anchor) / T), and normalise.
 
     If ANCHORED is false, the splits of a row share one anchor: `anchors` is not read, `total` is [M].
-    If `counts` int32 [M] is not None, nothing is stored for rows whose count is not 0.
     """
     follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
-    if counts is not None and tl.load(counts + m) != 0:
-        return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if ANCHORED:
         range_ = tl.arange(0, RANGES)
@@ -215,11 +209,10 @@ def look(x, w, cap, state, schedule, logits, probabilities):
     """Launch the sm_90 kernels for `operations.look`, which describes the arguments."""
     (M, H), V = x.shape, len(w)
     config = tuning.choose("lm_head", "bf16", M, V, H, x.device)
-    config, kept = config if "STAGES" in config else {"STAGES": 4}, probabilities.statistics
-    p, total = (probabilities.p, probabilities.total) if kept is None else (None, None)
-    statistics = dense_hopper.survey(x, w, cap, schedule, state.step, logits, p, config, kept)
-    rows = logits.view(*state.canvas.shape, V)
-    return sampling.draw(rows, statistics, dense_hopper.BN.value, state, schedule, total)
+    config, p = config if "STAGES" in config else {"STAGES": 4}, probabilities.p
+    statistics = dense_hopper.survey(x, w, cap, schedule, state.step, logits, p, config)
+    rows, width = logits.view(*state.canvas.shape, V), dense_hopper.BN.value
+    return sampling.draw(rows, statistics, width, state, schedule, probabilities.total)
 
 
 def soft_embedding(logits, embedding, inverse_temperature, out=None, config=None):
@@ -238,16 +231,15 @@ def soft_embedding_of(probabilities, embedding, out=None):
 
 
 def exponentials(
-    logits: torch.Tensor, inverse_temperature: torch.Tensor, config: Config,
-    counts: torch.Tensor | None = None, p: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Launch kernel 1; return p bf16 [M, V], in `p` if given, anchors and sums of p f32 [splits, M]."""
+    logits: torch.Tensor, inverse_temperature: torch.Tensor, config: Config
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch kernel 1; return p bf16 [M, V], anchors and sums of p f32 [splits, M]."""
     (M, V), device = logits.shape, logits.device
     splits, length = split_lengths(V, config)
-    p = torch.empty(M, V, dtype=torch.bfloat16, device=device) if p is None else p
+    p = torch.empty(M, V, dtype=torch.bfloat16, device=device)
     anchors, total = torch.empty(2, splits, M, dtype=torch.float32, device=device)
     exponential_kernel[(M, splits)](
-        logits, p, anchors, total, counts, M, V, length, inverse_temperature,
+        logits, p, anchors, total, M, V, length, inverse_temperature,
         HARDWARE=device.type != "cpu", EIGHTS=256, num_warps=8, **chained(device),
     )  # fmt: skip
     return p, anchors, total
@@ -278,18 +270,13 @@ def reduce(
     total: torch.Tensor,
     inverse_temperature: torch.Tensor,
     out: torch.Tensor | None,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Combine `partial`; return bf16 [M, H], in `out` if given. If `anchors` is None, all are equal.
-
-    If `counts` int32 [M] is given, only rows whose count is 0 are computed.
-    """
+    """Combine `partial`; return bf16 [M, H], in `out` if given. If `anchors` is None, all are equal."""
     splits, M, H = partial.shape
     if out is None:
         out = torch.empty(M, H, dtype=torch.bfloat16, device=partial.device)
     reduce_kernel[(M, triton.cdiv(H, 1024))](
-        partial, total if anchors is None else anchors, total, counts, out, M, H,
-        inverse_temperature,
+        partial, total if anchors is None else anchors, total, out, M, H, inverse_temperature,
         ANCHORED=anchors is not None, SPLITS=splits, RANGES=triton.next_power_of_2(splits),
         BLOCK=1024, **chained(out.device),
     )  # fmt: skip

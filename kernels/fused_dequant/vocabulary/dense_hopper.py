@@ -12,7 +12,7 @@ The two sets share only the ring: while one caps and stores, the other may multi
 again. Let l be a row's logits in a tile, and x = (l - max l) log2(e) / T. Per row and tile it stores:
 
     statistics   max l, sum 2^x, sum 2^x x / log2(e), sum of p
-    p            2^((l - cap) log2(e) / T + REACH) as bf16; none, and no sum, for `sparse`
+    p            2^((l - cap) log2(e) / T + REACH) as bf16
 
 All p are relative to `cap`, so the soft embedding is one product. As |l| <= cap, p spans 2 cap log2(e)
 / T powers of two. For cap = 30, bf16's exponents allow T down to 0.39 (`holds`).
@@ -166,7 +166,7 @@ def capped_inside(x, cap, n, V, EVEN: gl.constexpr):
 def survey_and_store(
     acc, y, p, statistics, results, m, n, M, V, cap, sharpness, EVEN: gl.constexpr
 ):
-    """Store a tile's logits cap * tanh(acc), its column of `statistics`, and its p unless p is None."""
+    """Store a tile's logits cap * tanh(acc), its column of `statistics`, and its p."""
     first, second, third, fourth = quarters(acc)
     first, top = capped_inside(first, cap, n, V, EVEN)
     second, second_top = capped_inside(second, cap, n + PIECE, V, EVEN)
@@ -185,21 +185,19 @@ def survey_and_store(
         e = gl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
         )
-        narrow, wide = rounded(e * scale[:, None])  # dropped by the compiler if nothing stores them
+        narrow, wide = rounded(e * scale[:, None])
         sums += gl.sum(e, 1)
         moments += gl.sum(e * x, 1)
         rounded_sums += gl.sum(wide, 1)
-        send(pieces[i], y, results, m, n + PIECE * i, i % 2 if p is None else 0)
-        if p is not None:
-            send(narrow, p, results, m, n + PIECE * i, 1)
+        send(pieces[i], y, results, m, n + PIECE * i, 0)
+        send(narrow, p, results, m, n + PIECE * i, 1)
     row = m + gl.arange(0, 64, layout=row_layout)
     tiles = gl.cdiv(V, BN)
     at, inside = statistics + row * tiles + n // BN, row < M
     gl.store(at, top, mask=inside)
     gl.store(at + M * tiles, sums, mask=inside)
     gl.store(at + 2 * M * tiles, moments / LOG2_E, mask=inside)
-    if p is not None:
-        gl.store(at + 3 * M * tiles, rounded_sums, mask=inside)
+    gl.store(at + 3 * M * tiles, rounded_sums, mask=inside)
 
 
 @gluon.jit
@@ -209,7 +207,7 @@ def lm_head_hopper_kernel(
 ):  # fmt: skip
     """Write logits of x [M, H], w [V, H] to y [M, V]; TMA boxes: x [128, BK], w [256, BK], y [64, 64].
 
-    If SURVEYED, also write `statistics`, and p [M, V] in boxes like y's, unless p is None. Row m is of
+    If SURVEYED, also write `statistics`, and p [M, V] in boxes like y's; else p is None. Row m is of
     sequence m // L, at step `steps_taken`[m // L], counted from 1; `schedule` [N] has each step's T.
     """
     x_tiles = gl.allocate_shared_memory(x.dtype, [STAGES, BM, x.block_shape[1]], x.layout)
@@ -255,19 +253,16 @@ def survey(
     schedule: torch.Tensor,
     step: torch.Tensor,
     y: torch.Tensor,
-    p: torch.Tensor | None,
+    p: torch.Tensor,
     config: dict[str, int],
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write logits of x [M, H] to y, and p to `p`, both bf16 [M, V]; return statistics.
 
-    Statistics are f32 [4, M, V / 256 rounded up], in `out` if given. The module's docstring defines
-    them and p; without `p`, the fourth is not written, and `out` may lack it. A row's T is the entry of
-    `schedule` f32 [N] for its sequence's `step`, int32 [B].
+    Statistics are f32 [4, M, V / 256 rounded up]. The module's docstring defines them and p. A row's T
+    is the entry of `schedule` f32 [N] for its sequence's `step`, int32 [B].
     """
-    M, ranges = len(y), triton.cdiv(y.shape[1], BN.value)
-    statistics = torch.empty(M, 4, ranges, device=x.device) if out is None else out
-    statistics = statistics.view(-1, M, ranges)
+    M = len(y)
+    statistics = torch.empty(4, M, triton.cdiv(y.shape[1], BN.value), device=x.device)
     _launch(x, w, y, p, (statistics, schedule, step), M // len(step), cap, config)
     return statistics
 

@@ -112,7 +112,6 @@ class FusedPasses:
             logits = model.logits(decoded.rows[piece].flatten(0, 1))
             drawn = sample(logits.view(-1, L, logits.shape[1]), state.part(piece), schedule)
             sharpness = inverse[piece].flatten()
-            model.on_logits(logits, sharpness, state.step[piece].repeat_interleave(L))
             signal = model.soft_embedding(logits, sharpness)
             return drawn, signal.view(-1, L, signal.shape[1])
 

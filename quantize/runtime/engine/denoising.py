@@ -199,7 +199,7 @@ class Denoiser:
     @cached_property
     def _probabilities(self) -> Probabilities:
         """Buffers of lm_head's probabilities, as many rows as `logits`, for the soft embedding."""
-        return Probabilities.room(self.logits, sparse=self._model.sparse)
+        return Probabilities.room(self.logits)
 
 
 @dataclass

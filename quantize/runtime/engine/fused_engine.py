@@ -41,7 +41,7 @@ from quantize.runtime.model.choices import RoutingLog
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
-from quantize.runtime.model.watching import Observer, OnLogits
+from quantize.runtime.model.watching import Observer
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.prompt.prefixes import PrefixCache
 from quantize.runtime.sampler.known_tokens import NOTHING, Given
@@ -68,8 +68,6 @@ class FusedEngine:
         lanes: number of batches, each in `capacity` slots of its own, that go through the layers
             together. With several lanes, a finished canvas is encoded by a pass of its own.
         on_host: keep keys and values on the host; the device has room for two lanes at one layer.
-        sparse: omit a position's least probable tokens, together at most 0.001 of its probability, from
-            the next step's self-conditioning (`fused_dequant.sparse_soft_embedding`).
 
     Attributes:
         sequences: slot -> the sequence that it holds.
@@ -84,7 +82,7 @@ class FusedEngine:
     def __init__(
         self, weights: TextWeights, *, capacity: int = 4, max_context: int | None = None,
         batch_invariant: bool = False, graphs: bool = True, inputs: ProductInputs | None = None,
-        prefix_bytes: int = 0, lanes: int = 1, on_host: bool = False, sparse: bool = False,
+        prefix_bytes: int = 0, lanes: int = 1, on_host: bool = False,
     ) -> None:  # fmt: skip
         config = weights.config
         limit: int = config.text_config.max_position_embeddings
@@ -95,7 +93,7 @@ class FusedEngine:
         self.max_length = min(max_context or DEFAULT_CONTEXT, limit)
         self.device = weights.device
         cache = self._cache(weights, on_host)
-        self.model = FusedModel(weights, cache, inputs, sparse=sparse)
+        self.model = FusedModel(weights, cache, inputs)
         on_gpu = self.model.compute.whole
         self.model.encodes_alike = batch_invariant and on_gpu
         # no graph holds passes that go through the layers together
@@ -230,20 +228,17 @@ class FusedEngine:
 
     @contextmanager
     def watching(
-        self,
-        *observers: Observer,
-        on_pass: Callable[[Pass], object] | None = None,
-        on_logits: OnLogits | None = None,
+        self, *observers: Observer, on_pass: Callable[[Pass], object] | None = None
     ) -> Generator[None]:
         """Let `passes` call observers, as `BatchEngine.watching` says; the weights must be BF16."""
         model, inputs = self.model, self.model.inputs
         model.inputs = ProductInputs(model.weights.config.text_config, None, bf16=True)
-        model.on_pass, model.on_logits = on_pass or nothing, on_logits or nothing
+        model.on_pass = on_pass or nothing
         try:
             with model.inputs.shown_to(observers):
                 yield
         finally:
-            model.inputs, model.on_pass, model.on_logits = inputs, nothing, nothing
+            model.inputs, model.on_pass = inputs, nothing
 
     @contextmanager
     def routing(

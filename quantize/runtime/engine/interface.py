@@ -18,7 +18,7 @@ from fused_dequant import CanvasState, Draw
 from torch import Tensor
 
 from quantize.runtime.model.choices import Choices, RoutingLog
-from quantize.runtime.model.watching import Observer, OnLogits
+from quantize.runtime.model.watching import Observer
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.prompt.prefixes import PrefixCache
 from quantize.runtime.sampler.known_tokens import Given
@@ -123,15 +123,12 @@ class BatchEngine(Protocol):
         """Encode prompts in free slots and return their passes; raise InputError as `admit` does."""
 
     def watching(
-        self,
-        *observers: Observer,
-        on_pass: Callable[[Any], object] | None = None,
-        on_logits: OnLogits | None = None,
+        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> AbstractContextManager[None]:
         """Return a context in which `observers` see the input rows of every Linear, without padding.
 
-        `on_pass` is called with every `passes.Pass` as it entered the first layer, and `on_logits`
-        with the logits that `draw` draws from. On a CPU, several threads make these calls.
+        `on_pass` is called with every `passes.Pass` as it entered the first layer. On a CPU, several
+        threads make these calls.
         """
 
 

@@ -115,11 +115,11 @@ class Lane(Generic[T]):
         Once `work` has returned, return an `_Ended` with its result. Raise what `work` raises.
         """
         model, others = self._engine.model, _watch_of(self._engine)
-        model.inputs, model.on_pass, model.on_logits = self._watch
+        model.inputs, model.on_pass = self._watch
         self._given.put(answer)
         said = self._said.get()
         self._watch = _watch_of(self._engine)
-        model.inputs, model.on_pass, model.on_logits = others
+        model.inputs, model.on_pass = others
         if isinstance(said, BaseException):
             raise said
         return said
@@ -150,6 +150,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: LaneEngine) -> tuple[Any, Any, Any]:
+def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
     """Return what shows passes to observers; each lane has its own."""
-    return engine.model.inputs, engine.model.on_pass, engine.model.on_logits
+    return engine.model.inputs, engine.model.on_pass

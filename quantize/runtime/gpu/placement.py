@@ -45,7 +45,6 @@ class Placement:
     activations: ActivationMode | None = None
     # positions that a sample may take; None for the engine's default
     max_context: int | None = None
-    sparse: bool = False  # whether soft embeddings are sparse, as in `FusedEngine`
     batches: int = 1
     fixed_batch: bool = False
     caches: int = 1

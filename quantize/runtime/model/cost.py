@@ -15,18 +15,15 @@ from quantize.runtime.weights.load import TextWeights
 
 
 def decoder_floor(
-    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float,
-    *, sparse: bool = False,
-) -> dict[str, float]:  # fmt: skip
+    weights: TextWeights, rates: Rates, batch: int, context: int, experts_hit: float
+) -> dict[str, float]:
     """Return the least seconds of one denoising step of `batch` canvases, by part as in `pass_floor`.
 
     `context` positions precede each canvas. On average, `experts_hit` experts of a layer get a token.
-    With `sparse`, no time is counted for the soft embedding.
     """
     shape = batch, weights.config.canvas_length
     floor = pass_floor(weights, rates, shape, context, experts_hit)
-    products = 1 if sparse else 2  # lm_head, then the soft embedding
-    return floor | {"vocabulary": products * floor["vocabulary"]}
+    return floor | {"vocabulary": 2 * floor["vocabulary"]}  # lm_head, then the soft embedding
 
 
 def pass_floor(

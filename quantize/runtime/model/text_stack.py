@@ -47,7 +47,6 @@ from fused_dequant import (
     scaled_norm,
     soft_embedding,
     soft_embedding_of,
-    sparse_soft_embedding,
 )
 from fused_dequant.launch.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
@@ -58,7 +57,6 @@ from quantize.runtime.model.cells import Cache, HostCells
 from quantize.runtime.model.choices import Choice, Choices, RoutingLog
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.passes import Added, Pass, PassRows
-from quantize.runtime.model.watching import OnLogits
 from quantize.runtime.prompt.pieces import SoftTokens
 from quantize.runtime.weights.load import TextWeights
 from quantize.runtime.weights.packing import BF16, Entrance, LayerWeights, Read, Rows, how_read
@@ -92,22 +90,18 @@ class FusedModel:
         given: None, or a log from which every pass takes its choices.
         inputs: rounds the rows that enter products, or shows them to observers; None for neither.
         on_pass: called with every pass as it entered the first layer.
-        on_logits: called with the logits [m, V] of a draw, and each row's 1 / T [m] and step [m].
-        sparse: whether soft embeddings leave out a row's least probable tokens.
         compute: the GPU, or the cores of a CPU, which share the sequences of a pass.
         encodes_alike: on a GPU, whether a sequence's encoding does not depend on others in its pass.
     """
 
     def __init__(
-        self, weights: TextWeights, cache: Cache | HostCells, inputs: ProductInputs | None = None,
-        *, sparse: bool = False,
-    ) -> None:  # fmt: skip
-        self.weights, self.cache, self.inputs, self.sparse = weights, cache, inputs, sparse
+        self, weights: TextWeights, cache: Cache | HostCells, inputs: ProductInputs | None = None
+    ) -> None:
+        self.weights, self.cache, self.inputs = weights, cache, inputs
         self.routed: list[Choice] | None = None
         self.noted: RoutingLog | None = None
         self.given: RoutingLog | None = None
         self.on_pass: Callable[[Pass], object] = lambda _: None
-        self.on_logits: OnLogits = lambda *_: None
         self.compute = compute_of(weights.device)
         self.encodes_alike = False
         on_gpu = weights.device.type == "cuda" and BESIDE
@@ -287,14 +281,10 @@ class FusedModel:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
         Unlike token embeddings, it is not scaled by sqrt(H). `inverse_temperature` [M] is 1 / T.
-        `left` has the probabilities that `fused_dequant.look` stored with these logits, or is None.
+        `probabilities` are those that `fused_dequant.look` stored with these logits, or is None.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):
-            if self.sparse:
-                return sparse_soft_embedding(
-                    logits, embedding, inverse_temperature, out, probabilities
-                )
             if probabilities is not None:
                 return soft_embedding_of(probabilities, embedding, out)
             return soft_embedding(logits, embedding, inverse_temperature, out)

@@ -36,7 +36,6 @@ from quantize.recipe.sections import Quantization, Recipe
 from quantize.runtime.gpu.placement import CPU, Placement, free_unused
 from quantize.runtime.record.ranges import Ranges
 from quantize.runtime.record.recording import Recorder
-from quantize.runtime.record.tokens_needed import TokensNeeded
 from quantize.runtime.record.trajectory import save_trajectories
 from quantize.schemes.rounding import E2M1_MAX, FP8_MAX
 from quantize.stages.calibrate.coverage import Coverage
@@ -66,18 +65,17 @@ def calibrate(
     modules = calibrated_modules(source, recipe.quantization)
     denoising = Denoising(source, settings, place, held_out=True)
     experts: int = Checkpoint.open(source).config["text_config"]["num_experts"]
-    ranges, coverage, needed = Ranges(experts), Coverage(experts), TokensNeeded()
+    ranges, coverage = Ranges(experts), Coverage(experts)
     with joined() as processes:
         recorder = None
         if recipe.quantization.rounding == "gptq":
             recorder = Recorder(scratch or out.with_name(SCRATCH), processes)
         trajectories = denoising.run(
-            title="calibrating", observers=(ranges.see, coverage.see), on_logits=needed.see,
-            recorder=recorder, processes=processes,
+            title="calibrating", observers=(ranges.see, coverage.see), recorder=recorder,
+            processes=processes,
         )  # fmt: skip
         ranges.pool(processes)
         coverage.pool(processes)
-        counted = needed.counted(processes)
     free_unused(place.device)  # the model, which the next stage would keep frozen
     scales = input_scales(ranges, modules)
     scales, fallbacks = fall_back(scales, coverage.tokens, settings.min_tokens_per_expert)
@@ -88,7 +86,7 @@ def calibrate(
         save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
         least = {"min_tokens_per_expert": settings.min_tokens_per_expert}
         covered = {"fallbacks": fallbacks, "tokens_per_expert": coverage.tokens}
-        write_json(folder / "coverage.json", least | covered | {"tokens_needed": counted})
+        write_json(folder / "coverage.json", least | covered)
         save_trajectories(folder, trajectories, denoising.sampler)
 
 

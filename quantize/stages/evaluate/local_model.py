@@ -56,7 +56,6 @@ class Answerer:
         self._place = sized(folder, self._asked)
         model: dict[str, Any] = {"weights": digest, "activations": place.activations}
         model |= condition(folder, place.activations, torch.device(device))
-        model |= {"soft_embedding": "sparse"} if place.sparse else {}
         if device != "cpu":
             model["capacity"] = self.capacity  # passes have the shape of a full engine
         self.sampler = sampler

@@ -234,17 +234,14 @@ def _vocabulary(M: int) -> None:
     logits = fd.lm_head(blank(M, HIDDEN), embedding, 30.0)
     sharpness = blank(M, dtype=torch.float32)
     fd.soft_embedding(logits, embedding, sharpness)
-    fd.sparse_soft_embedding(logits, embedding, sharpness)
 
 
 def _looks(B: int) -> None:
     M, embedding = B * 256, blank(VOCABULARY, HIDDEN)
     logits, (state, schedule) = blank(M, VOCABULARY), _canvases(B)
-    whole, sparse = (fd.Probabilities.room(logits, sparse=each) for each in (False, True))
-    for left in (whole, sparse):
-        fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, left)
-    fd.soft_embedding_of(whole, embedding)
-    fd.sparse_soft_embedding(logits, embedding, blank(M, dtype=torch.float32), probabilities=sparse)
+    probabilities = fd.Probabilities.room(logits)
+    fd.look(blank(M, HIDDEN), embedding, 30.0, state, schedule, logits, probabilities)
+    fd.soft_embedding_of(probabilities, embedding)
 
 
 def _canvases(B: int) -> tuple[fd.CanvasState, Tensor]:

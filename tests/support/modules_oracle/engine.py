@@ -41,12 +41,9 @@ class ModelEngine:
 
     @contextmanager
     def watching(
-        self,
-        *observers: Observer,
-        on_pass: Callable[[Any], object] | None = None,
-        on_logits: object = None,
+        self, *observers: Observer, on_pass: Callable[[Any], object] | None = None
     ) -> Generator[None]:
-        """Show the input rows of every Linear while the block runs; no logits are shown."""
+        """Show the input rows of every Linear while the block runs."""
         assert on_pass is None, "no pass of modules can be taken through one layer"
         with watch_inputs(self.model, *observers):
             yield
