@@ -30,9 +30,9 @@ def plan(
 ) -> int:  # fmt: skip
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
-    --model may also be a config.json: the plan then needs no other file. Times are for --gpu; default:
-    this GPU, else an H200. The exit code is 3 if a stage does not fit --gpu-memory, and 4 if the gate
-    cannot PASS, whatever the answers are.
+    --model may also be a config.json: the plan then needs no other file. Figures are for --gpu;
+    default: this GPU, else an H200. The exit code is 3 if a stage does not fit --gpu-memory, and 4
+    if the gate cannot PASS, whatever the answers are.
     """
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan

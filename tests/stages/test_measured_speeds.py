@@ -17,9 +17,15 @@ from quantize.checkpoints.targets import Target
 from quantize.cli.options import REAL_MODEL
 from quantize.runtime.gpu.gpus import GPUS
 from quantize.stages.plan import gpu_support
-from quantize.stages.plan.gpu_support import ATTENTION, OVER_FLOOR, Products, floor
+from quantize.stages.plan.gpu_support import (
+    ATTENTION,
+    OVER_FLOOR,
+    Products,
+    floor,
+    tokens_a_second,
+)
 from quantize.stages.plan.plan import plans_of, tensors_from_config
-from quantize.stages.plan.serving import serving_table, tokens_a_second
+from quantize.stages.plan.serving import serving_table
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads(

@@ -1,11 +1,8 @@
-"""Estimates each stage's memory on a GPU, streamed bytes and disk, by arithmetic, and the passes' time.
+"""Estimates each stage's memory on a GPU, its streamed bytes and disk, and the time of evaluation.
 
-    seconds = the larger of  passes x a forward's likely seconds x factor  and  STREAMED x bytes / link
-
-A forward's seconds are those of `gpu_support`. Only what runs the model is timed: calibrate, fidelity
-and evaluate. `quantize rehearse` measures every stage on the machine itself. Calibrate's time is an
-upper bound, with all steps of each canvas. Evaluate's time is a range: from typical answer lengths and
-an early verdict to all answers at their limits.
+Only evaluation, which takes most of a run's time, is timed, by the tokens/s of `gpu_support`. `quantize
+rehearse` measures every stage on the machine itself. The time is a range: from typical answer lengths
+and an early verdict to all answers at their limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +14,16 @@ from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
-from quantize.runtime.gpu.memory import Need, cache_bytes, plan
-from quantize.stages.memory_needs import HELD_OUT, REPLAYED, choice_bytes, needs
-from quantize.stages.plan.gpu_support import CONTEXT, forward_seconds
+from quantize.runtime.gpu.memory import MemoryPlan, Need, cache_bytes, plan
+from quantize.stages.memory_needs import HELD_OUT, choice_bytes, needs
+from quantize.stages.plan.gpu_support import CONTEXT, tokens_a_second
 
 if TYPE_CHECKING:
     from quantize.runtime.gpu.gpus import Gpu
 
 STEPS = 48  # denoising steps of a canvas, at most
-# Measured on one H200 (docs/first-26b-run.md): 64 prompts x 2 canvases x 48 steps were calibrated in
-# 94.6 s, which is OBSERVING times their forwards and the loading of weights. A pass in lockstep that
-# streams 72.6 GB took 1.96 s, STREAMED times what the link's stated rate allows.
-OBSERVING, STREAMED = 1.7, 1.7
-# Seconds per GB of opened checkpoints; fidelity also checks every Linear.
-LOADING_SECONDS, CALIBRATE_SECONDS, CHECKING_SECONDS = 0.12, 0.2, 0.8
-# The most host memory that stages held for themselves on that machine, without the rows of GPTQ.
+# The most host memory that stages held for themselves on one H200's machine (docs/first-26b-run.md),
+# without the rows of GPTQ.
 HOST_BYTES = {"convert": 1.6e9, "verify": 1.8e9, "round": 3.6e9}
 OWN_BYTES = 3.0e9
 # GPU memory by arithmetic: the CUDA context and a few pieces of weights.
@@ -47,7 +39,7 @@ class StageRow:
     """What one stage of a run takes."""
 
     stage: str  # its name
-    # (low, high) end of the estimate; None if it is not timed, or the GPU's rates are not known.
+    # (low, high) end of evaluation's time; None of another stage, or if the GPU's rates are not known
     seconds: tuple[float, float] | None = None
     gpu: float = 0.0  # bytes of the GPU's memory
     streamed: float = 0.0  # bytes that one pass of all batches in lockstep takes over the link
@@ -97,41 +89,23 @@ class _Stages:
     def _made(self, stage: str, needed: Sequence[Need]) -> StageRow:
         """Return the row that the stage's own method makes, or a row of what the GPU lacks."""
         try:
-            return getattr(self, f"_{stage}")(*needed)
+            return getattr(self, f"_{stage}")(*(self._fit(need) for need in needed))
         except ResourceError as error:
             return StageRow(stage, lacks=error)
 
-    def _passes(self, need: Need, count: float) -> StageRow:
-        """Return a row with the seconds that `count` passes compute, or stream if that takes longer."""
-        placed = plan(need, self._config, self._gpu.memory)
-        count *= need.batch / placed.need.batch
-        carried, host = placed.streamed + placed.moved, OWN_BYTES
-        if placed.need.on_host:
-            host += placed.need.lanes * placed.need.batch * cache_bytes(self._config, need.context)
-        row = StageRow(need.stage.split()[0], gpu=placed.total, streamed=carried, host=host)
-        if (rates := self._gpu.rates) is None:
-            return row
-        products = "bf16" if need.stack.name == "BF16" else "stored"
-        shape = placed.need.batch, CONTEXT
-        _, forward = forward_seconds(self._config, self._targets, rates, *shape, products)
-        streaming = STREAMED * carried / placed.need.lanes / self._gpu.link if carried else 0.0
-        return replace(row, seconds=(count * max(forward, streaming),) * 2)
+    def _fit(self, need: Need) -> MemoryPlan:
+        return plan(need, self._config, self._gpu.memory)
 
-    def _calibrate(self, need: Need) -> StageRow:
-        settings = self._recipe.calibration
-        assert settings is not None
-        row = self._passes(need, OBSERVING * need.batches * settings.canvases * STEPS)
-        return replace(
-            self._later(row, CALIBRATE_SECONDS, self._before), scratch=self._rows_bytes()
-        )
+    def _row(self, bf16: MemoryPlan, *others: MemoryPlan) -> StageRow:
+        """Return the row of a stage that runs models, BF16 first, one after the other."""
+        largest, host = max((bf16, *others), key=lambda placed: placed.total), OWN_BYTES
+        if (need := largest.need).on_host:
+            host += need.lanes * need.batch * cache_bytes(self._config, need.context)
+        streamed = bf16.streamed + bf16.moved
+        return StageRow(need.stage.split()[0], gpu=largest.total, streamed=streamed, host=host)
 
-    @staticmethod
-    def _later(row: StageRow, opening: float, nbytes: float, least: float = 1.0) -> StageRow:
-        """Return `row`, its low end times `least`, with `opening` seconds per GB on both ends."""
-        if row.seconds is None:
-            return row
-        opened, (low, high) = opening * nbytes / 1e9, row.seconds
-        return replace(row, seconds=(opened + least * low, opened + high))
+    def _calibrate(self, bf16: MemoryPlan) -> StageRow:
+        return replace(self._row(bf16), scratch=self._rows_bytes())
 
     def _rows_bytes(self) -> float:
         """Return the bytes of recorded rows: what enters the first layer at every step and prompt."""
@@ -144,36 +118,35 @@ class _Stages:
         )
         return 2.0 * self._config["text_config"]["hidden_size"] * tokens
 
-    def _round(self, need: Need) -> StageRow:
+    def _round(self, bf16: MemoryPlan) -> StageRow:
         return StageRow(
-            "round", gpu=plan(need, self._config, self._gpu.memory).total, streamed=self._before,
-            host=HOST_BYTES["round"], disk=self._after, scratch=3 * self._rows_bytes(),
+            "round", gpu=bf16.total, streamed=self._before, host=HOST_BYTES["round"],
+            disk=self._after, scratch=3 * self._rows_bytes(),
         )  # fmt: skip
 
-    def _fidelity(self, bf16: Need, quantized: Need) -> StageRow:
+    def _fidelity(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:
         settings = self._recipe.calibration if self._recipe.needs_calibration else None
-        canvases = settings.canvases if settings else 2
-        passes = canvases * STEPS * -(-HELD_OUT // REPLAYED)
-        modes = {"none", self._recipe.evaluation.activations, *self._recipe.gate.replayed}
-        # Each model also takes the other's choices. BF16 records first where nothing was calibrated.
-        needed = {bf16: passes * (2 if settings else 4), quantized: passes * (len(modes) + 2)}
-        row = self._later(self._both(needed, CHECKING_SECONDS), LOADING_SECONDS, self._before)
+        canvases, row = settings.canvases if settings else 2, self._row(bf16, quantized)
         tokens = HELD_OUT * canvases * STEPS * self._config["canvas_length"]
         return replace(row, host=row.host + 2 * tokens * choice_bytes(self._config))
 
-    def _evaluate(self, bf16: Need, quantized: Need) -> StageRow:
-        tokens = sum(tokens_by_task(self._recipe).values())
-        count = tokens / self._config["canvas_length"] / bf16.batch * (STEPS_A_CANVAS + 1)
-        return self._both({bf16: count, quantized: count}, LOADING_SECONDS, TYPICAL * SEQUENTIAL)
+    def _evaluate(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:
+        row = self._row(bf16, quantized)
+        if self._gpu.rates is None:
+            return row
+        most = sum(self._asked_seconds(placed) for placed in (bf16, quantized))
+        return replace(row, seconds=(TYPICAL * SEQUENTIAL * most, most))
 
-    def _both(self, needed: Mapping[Need, float], opening: float, least: float = 1.0) -> StageRow:
-        """Return the row of a stage that runs both models for so many passes, BF16 first."""
-        rows = [self._passes(need, count) for need, count in needed.items()]
-        seconds = sum(row.seconds[1] for row in rows if row.seconds is not None)
-        largest = max(rows, key=lambda row: row.gpu)
-        row = replace(largest, streamed=rows[0].streamed)
-        row = replace(row, seconds=(seconds,) * 2) if self._gpu.rates else row
-        return self._later(row, opening, self._before + self._after, least)
+    def _asked_seconds(self, placed: MemoryPlan) -> float:
+        """Return the seconds in which a model gives all answers, each at its limit."""
+        need = placed.need
+        products = "bf16" if need.stack.name == "BF16" else "stored"
+        streamed = (placed.streamed + placed.moved) / need.lanes
+        slowest, _ = tokens_a_second(
+            self._config, self._targets, self._gpu, need.batch, CONTEXT, products, streamed,
+            STEPS_A_CANVAS,
+        )  # fmt: skip
+        return sum(tokens_by_task(self._recipe).values()) / slowest
 
 
 def least_of(error: ResourceError) -> str:

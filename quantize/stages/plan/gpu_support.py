@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from quantize.runtime.gpu.rates import Rates
 
 CONTEXT = 1024  # positions before the canvas in an estimate
+STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
+# A pass in lockstep that streamed 72.6 GB on an H200 took 1.96 s, STREAMED times what the link's stated
+# rate allows (docs/first-26b-run.md).
+STREAMED = 1.7
 # What a forward multiplies: BF16 weights; weights as they are stored, by rows as they are served; NVFP4
 # by FP8 rows (W4A8), or by NVFP4 rows on FP4 units.
 Products = Literal["bf16", "stored", "w4a8", "fp4 units"]
@@ -136,6 +140,25 @@ def forward_seconds(
     slower = MEASURED_BF16 / rates.bf16
     low, high = _over_floor(_formats(targets, products), batch)
     return least + slower * low, least + slower * high
+
+
+def tokens_a_second(
+    config: Mapping[str, Any],
+    targets: Sequence[Target],
+    gpu: "Gpu",
+    batch: int,
+    context: int,
+    products: Products,
+    streamed: float = 0.0,
+    steps: float = STEPS,
+) -> tuple[float, float]:
+    """Return the likely tokens/s, least and most, of `batch` canvases that are denoised at once."""
+    assert gpu.rates is not None
+    ends = forward_seconds(config, targets, gpu.rates, batch, context, products)
+    streaming = STREAMED * streamed / gpu.link if streamed else 0.0
+    tokens = batch * config["canvas_length"] / (steps + 1)
+    high, low = (tokens / max(seconds, streaming) for seconds in ends)
+    return low, high
 
 
 def _formats(targets: Sequence[Target], products: Products) -> str:

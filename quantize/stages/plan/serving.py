@@ -19,21 +19,21 @@ from quantize.runtime.gpu.memory import (
     plan,
 )
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
-from quantize.stages.plan.estimate import STREAMED, least_of
+from quantize.stages.plan.estimate import least_of
 from quantize.stages.plan.gpu_support import (
+    STEPS,
     Products,
-    forward_seconds,
     gpu_of,
     is_measured,
     planned_gpu,
     runs,
+    tokens_a_second,
 )
 from quantize.stages.plan.plan import described, narrow_table, plans_of
 
 if TYPE_CHECKING:
     from quantize.runtime.gpu.gpus import Gpu
 
-STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
 CLIENTS = 4  # requests at once
 W4A8 = ("nvfp4", "nvfp4_fp8")  # recipes that are also shown with `--activations fp8`
 UNMEASURED = "*"  # after a speed of which no like was ever measured
@@ -138,22 +138,3 @@ def _cells(
     )
     ends = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
     return [*cells, ends + ("" if is_measured(targets, products) else UNMEASURED)]
-
-
-def tokens_a_second(
-    config: Mapping[str, Any],
-    targets: Sequence[Target],
-    gpu: "Gpu",
-    batch: int,
-    context: int,
-    products: Products,
-    streamed: float = 0.0,
-    steps: float = STEPS,
-) -> tuple[float, float]:
-    """Return the likely tokens/s, least and most, of `batch` canvases that are denoised at once."""
-    assert gpu.rates is not None
-    ends = forward_seconds(config, targets, gpu.rates, batch, context, products)
-    streaming = STREAMED * streamed / gpu.link if streamed else 0.0
-    tokens = batch * config["canvas_length"] / (steps + 1)
-    high, low = (tokens / max(seconds, streaming) for seconds in ends)
-    return low, high

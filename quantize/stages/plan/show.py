@@ -33,7 +33,7 @@ DAYS = (
     "checkpoint that was judged elsewhere"
 )
 TO_THE_LIMITS = (
-    "evaluate: from answers of typical length until the verdict is certain, to all at their limits"
+    "from answers of typical length until the verdict is certain, to all at their limits"
 )
 JUDGING = (
     "a second recipe on this model in the same --out asks only its own model: BF16's answers stay",
@@ -75,9 +75,10 @@ def show_plan(
     within = planned_gpu(chosen, gpu_memory)
     rows = planned(recipe, config, tensors, targets, within)
     screen.print(stage_table(recipe.name, rows, within))
-    if asking := next((row.seconds for row in rows if row.stage == "evaluate"), None):
+    (asking,) = (row.seconds for row in rows if row.stage == "evaluate")
+    if asking:
         screen.print(task_table(recipe, asking))
-    lines = [*ending(rows), *JUDGING, serving_line(config, targets, within)]
+    lines = [*ending(asking), *JUDGING, serving_line(config, targets, within)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         screen.print(recipes_table(config, tensors, within))
@@ -91,7 +92,7 @@ def stage_table(name: str, rows: Sequence[StageRow], gpu: "Gpu") -> Table:
     never = "" if gpu.ran else " (never run on one)"
     numbers = ("GPU", "streamed", "host", "disk")
     title = f"{name} on {gpu.name}, {gpu.memory / 1e9:.0f} GB{never}: estimates"
-    table = narrow_table(title, ("stage", "time", *numbers), numbers)
+    table = narrow_table(title, ("stage", *numbers), numbers)
     for row in rows:
         if row.lacks is not None:
             table.add_row(row.stage, f"needs {least_of(row.lacks)}")
@@ -99,10 +100,10 @@ def stage_table(name: str, rows: Sequence[StageRow], gpu: "Gpu") -> Table:
         disk = size(row.disk + row.scratch) if row.disk + row.scratch else ""
         streamed = size(row.streamed) if row.streamed else ""
         cells = (size(row.gpu), streamed, size(row.host), disk + ("*" if row.scratch else ""))
-        table.add_row(row.stage, "-" if row.seconds is None else between(row.seconds), *cells)
+        table.add_row(row.stage, *cells)
     table.caption = (
-        "streamed: of each pass; *: scratch that is removed again is in it; -: `quantize rehearse` "
-        "measures it"
+        "streamed: of each pass; *: scratch that is removed again is in it; `quantize rehearse` "
+        "measures each stage's time"
     )
     return table
 
@@ -140,12 +141,12 @@ def rounded(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def ending(rows: Sequence[StageRow]) -> list[str]:
-    """Return sentences on what evaluation's time is of, and on what to do where it takes days."""
-    (seconds,) = (row.seconds for row in rows if row.stage == "evaluate")
+def ending(seconds: tuple[float, float] | None) -> list[str]:
+    """Return sentences on evaluation's time, and on what to do where it takes days."""
     if seconds is None:
         return []
-    return [TO_THE_LIMITS, DAYS] if seconds[0] > A_DAY else [TO_THE_LIMITS]
+    takes = f"evaluate: {between(seconds)}, {TO_THE_LIMITS}"
+    return [takes, DAYS] if seconds[0] > A_DAY else [takes]
 
 
 def recipes_table(
