@@ -68,7 +68,6 @@ KNOWN = {
     ("quantize/serve/trial.py", "LLMatcher"): "a process of its own, of bounded time and memory",
     ("quantize/serve/trial.py", "Popen"): CONSTANT,
     ("quantize/runtime/engine/llama_cpp.py", "Popen"): "a program that the user names",
-    ("quantize/host/gauge.py", "CDLL"): CONSTANT,
     ("quantize/runtime/gpu/transfer.py", "CDLL"): "a library that this process has already loaded",
     (
         "quantize/stages/prompts.py",

@@ -4,22 +4,20 @@ The driver updates its energy counter every 20 to 100 ms. `watched` polls the co
 runs and notes each change. Power is the energy between two changes, over the time between them.
 """
 
-import ctypes
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import pynvml
 import torch
 
 from quantize.host.progress import every
 
-LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
-PROCESSORS = 1  # NVML_CLOCK_SM
-# NVML's reasons for a clock that is held down by power: the driver's limit, and the board's brake.
-POWER = 0x04 | 0x80
 LOOK = 0.01  # seconds between two polls of the counter; a change's time may be off by this
+# reasons for a clock that is held down by power: the driver's limit, and the board's brake
+POWER = pynvml.nvmlClocksEventReasonSwPowerCap | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
 
 
 @dataclass(frozen=True)
@@ -32,47 +30,40 @@ class Clock:
 
 @dataclass(frozen=True)
 class Gauge:
-    """Reads one GPU's energy, load and clock through NVML."""
+    """Reads one GPU's energy, load and clock through NVML; None is what the driver does not say."""
 
-    _library: Any
-    _handle: ctypes.c_void_p
+    _handle: Any
 
     @classmethod
     def of(cls, device: torch.device) -> "Gauge | None":
         """Return the gauge of a device, or None for a CPU or a GPU that NVML does not find."""
         if device.type != "cuda":
             return None
-        try:
-            library = ctypes.CDLL(LIBRARY)
-        except OSError:
-            return None
-        handle = ctypes.c_void_p()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-        if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-            return None
-        return cls(library, handle)
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            return cls(pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        return None
 
     def joules(self) -> float | None:
-        """Return the joules used since the driver was loaded; None if the driver does not say."""
-        millijoules, read = ctypes.c_ulonglong(), self._library.nvmlDeviceGetTotalEnergyConsumption
-        failed = read(self._handle, ctypes.byref(millijoules))
-        return None if failed else millijoules.value / 1e3
+        """Return the joules used since the driver was loaded."""
+        with suppress(pynvml.NVMLError):
+            return pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3
+        return None
 
     def busy(self) -> float | None:
-        """Return the share (0 to 1) of the last period in which kernels ran; None if not known."""
-        percent = (ctypes.c_uint * 2)()  # of the processors and of the memory
-        failed = self._library.nvmlDeviceGetUtilizationRates(self._handle, percent)
-        return None if failed else percent[0] / 100
+        """Return the share (0 to 1) of the last period in which kernels ran."""
+        with suppress(pynvml.NVMLError):
+            return pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        return None
 
     def clock(self) -> Clock | None:
-        """Return the present clock; None if the driver does not say."""
-        now, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
-        library, handle = self._library, self._handle
-        if library.nvmlDeviceGetClockInfo(
-            handle, PROCESSORS, ctypes.byref(now)
-        ) or library.nvmlDeviceGetCurrentClocksThrottleReasons(handle, ctypes.byref(reasons)):
-            return None
-        return Clock(now.value, bool(reasons.value & POWER))
+        """Return the present clock."""
+        with suppress(pynvml.NVMLError):
+            mhz = pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM)
+            reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+            return Clock(mhz, bool(reasons & POWER))
+        return None
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """What `quantize bench` times, on a CPU: the figures themselves need a GPU."""
 
-import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,6 +8,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -125,6 +125,43 @@ def test_a_rate_that_was_read_too_slow_is_replaced() -> None:
     assert cold.or_faster(hot) == Rates(4e12, 600e12, 1300e12, 5e12)
 
 
+def test_a_gauge_reads_what_the_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joules of mJ, a share of percent, a clock that power holds down; None for the unsaid."""
+    card = torch.device("cuda")
+    assert Gauge.of(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="0-1"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", {"GPU-0-1": "handle"}.__getitem__)
+    said: dict[str, Any] = {
+        "TotalEnergyConsumption": 2500, "UtilizationRates": SimpleNamespace(gpu=40, memory=7),
+        "ClockInfo": 1755, "CurrentClocksThrottleReasons": 0x4,
+    }  # fmt: skip
+    for name, value in said.items():
+        answer = {("handle",): value, ("handle", pynvml.NVML_CLOCK_SM): value}
+        read = lambda *asked, answer=answer: answer[asked]  # noqa: E731
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", read)
+    driver = Gauge.of(card)
+    assert driver is not None
+    assert (driver.joules(), driver.busy(), driver.clock()) == (2.5, 0.4, Clock(1755, True))
+    reasons = "nvmlDeviceGetCurrentClocksThrottleReasons"
+    # the limit and the brake; idle, what a user set, heat, and nothing
+    held = {0x4: True, 0x80: True, 0x84: True, 0x1: False, 0x2 | 0x20 | 0x40: False, 0: False}
+    for bits, capped in held.items():
+        monkeypatch.setattr(pynvml, reasons, lambda _, bits=bits: bits)
+        assert driver.clock() == Clock(1755, capped)
+
+    def refuse(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, reasons, refuse)
+    assert (driver.joules(), driver.busy(), driver.clock()) == (2.5, 0.4, None)
+    for name in said:
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
+    assert (driver.joules(), driver.busy(), driver.clock()) == (None, None, None)
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)  # there is no driver
+    assert Gauge.of(card) is None
+
+
 class Card:
     """A GPU that takes `before` watts, and `watts` from 0 ms on; its counter steps every `step` ms.
 
@@ -221,92 +258,6 @@ def test_rows_say_what_a_token_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [cells[head] for head in ("W", "J/forward", "tokens/J")] == [
         ["400", ""], ["11.76", ""], ["5.12", ""]
     ]  # fmt: skip
-
-
-class Driver:
-    """What Gauge calls of NVML: a GPU of one UUID, a joule a reading, held at 1,600 MHz by `held`."""
-
-    def __init__(self, refuses: str = "", held: int = 0) -> None:
-        self.refuses, self.held, self.millijoules = refuses, held, 500
-
-    def nvmlInit_v2(self) -> int:  # noqa: N802
-        return int(self.refuses == "init")
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
-        handle._obj.value = 7
-        return int(self.refuses == "handle" or uuid != b"GPU-1234")
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, found: Any) -> int:  # noqa: N802
-        self.millijoules += 1000
-        return self._answer("energy", handle, found, self.millijoules)
-
-    def nvmlDeviceGetClockInfo(self, handle: Any, kind: int, found: Any) -> int:  # noqa: N802
-        assert kind == 1
-        return self._answer("clock", handle, found, 1600)
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, found: Any) -> int:  # noqa: N802
-        return self._answer("reasons", handle, found, self.held)
-
-    def _answer(self, what: str, handle: Any, found: Any, value: int) -> int:
-        assert handle.value == 7
-        found._obj.value = value
-        return 3 if self.refuses == what else 0
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU that is not there, of the UUID that `Driver` knows."""
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234")
-    )
-    return torch.device("cuda")
-
-
-def test_energy_is_read_in_joules_or_not_at_all(
-    gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    found = Gauge.of(gpu)
-    assert found is not None
-    first, second = found.joules(), found.joules()
-    assert (first, second) == (1.5, 2.5)
-    assert Gauge.of(torch.device("cpu")) is None
-    for part in ("init", "handle"):
-        monkeypatch.setattr(ctypes, "CDLL", lambda name, part=part: Driver(part))
-        assert Gauge.of(gpu) is None
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver("energy"))
-    found = Gauge.of(gpu)
-    assert found is not None
-    assert found.joules() is None
-
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert Gauge.of(gpu) is None
-
-
-@pytest.mark.parametrize(
-    ("held", "capped"),
-    [(0x4, True), (0x80, True), (0x84, True), (0x1, False), (0x20 | 0x40 | 0x2, False), (0, False)],
-)
-def test_a_clock_that_power_holds_down_is_told_from_an_idle_or_a_hot_one(
-    held: int, capped: bool, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(held=held))
-    found = Gauge.of(gpu)
-    assert found is not None
-    assert found.clock() == Clock(1600, capped)
-
-
-@pytest.mark.parametrize("part", ["clock", "reasons"])
-def test_a_clock_that_the_driver_does_not_tell_is_none(
-    part: str, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(part))
-    found = Gauge.of(gpu)
-    assert found is not None
-    assert found.clock() is None
 
 
 def test_canvases_are_repeated_until_energy_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
