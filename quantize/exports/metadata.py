@@ -1,40 +1,22 @@
 """Makes the GGUF keys and values that llama.cpp's `diffusion-gemma` reads, from a model's configs.
 
 Head sizes and counts come from the tensors' shapes, the rest from config.json, and the sampler's
-settings from generation_config.json. llama.cpp takes some traits of the model for granted. This
-module checks them, so that a model without these traits is refused, not computed wrongly.
+settings from generation_config.json. llama.cpp takes some traits of the model for granted, and
+`checkpoints.config_form` refuses a model without them.
 """
 
 from typing import Any
 
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, read_json_object
-from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS
 
 ARCHITECTURE = "diffusion-gemma"
-# config key -> the only value that llama.cpp computes.
-BUILT_IN: dict[str, Any] = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "rope_parameters.full_attention.rope_type": "proportional",
-    "rope_parameters.sliding_attention.rope_type": "default",
-}
 
 
 def metadata(source: Checkpoint) -> dict[str, Any]:
-    """Return a checkpoint's GGUF keys and values; InputError if llama.cpp cannot compute the model."""
+    """Return a checkpoint's GGUF keys and values."""
     text = model_config(source.config).to_dict()["text_config"]  # with transformers' defaults
-    for key, wanted in BUILT_IN.items():
-        value: Any = text
-        for part in key.split("."):
-            value = (value or {}).get(part)
-        if value != wanted:
-            raise InputError(
-                f"config.json: text_config.{key} is {value!r}; llama.cpp's diffusion-gemma computes "
-                f"{wanted!r} only, so this model cannot be exported"
-            )
     named = {f"{ARCHITECTURE}.{key}": value for key, value in _sizes(source, text).items()}
     return named | _diffusion(source)
 

@@ -54,7 +54,8 @@ class Gauge:
     def busy(self) -> float | None:
         """Return the share (0 to 1) of the last period in which kernels ran."""
         with suppress(pynvml.NVMLError):
-            return pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+            load: Any = pynvml.nvmlDeviceGetUtilizationRates(self._handle)
+            return load.gpu / 100  # its stub takes this number for text
         return None
 
     def clock(self) -> Clock | None:
