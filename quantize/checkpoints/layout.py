@@ -49,9 +49,8 @@ def model_config(config: dict[str, Any]) -> Any:
     from quantize.checkpoints.from_transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    return DiffusionGemmaConfig(
-        **plain | {"tie_word_embeddings": True}
-    )  # `check_layout` has looked
+    # `check_layout` has looked whether the weights are tied.
+    return DiffusionGemmaConfig(**plain | {"tie_word_embeddings": True})
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:

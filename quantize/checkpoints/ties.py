@@ -15,9 +15,8 @@ from quantize.checkpoints.targets import DROPPED
 from quantize.errors import InputError
 
 EMBEDDING = "model.decoder.embed_tokens.weight"
-_compared = set[
-    tuple[object, ...]
-]()  # what was found equal: folder, tensors, and their files' stamps
+# what was found equal: folder, tensors, and their files' stamps
+_compared = set[tuple[object, ...]]()
 
 
 def tied_to(name: str) -> str | None:

@@ -124,9 +124,8 @@ def _round_all(
     del factor
     divisor = shared[:, None, None]
     slope = _descend(weight, codes, scales, hessian, shared, grid)
-    error = weight - _values(
-        codes, scales / divisor
-    )  # whose product with the damped H is the slope
+    # The product of the error with the damped H is the slope.
+    error = weight - _values(codes, scales / divisor)
     slope.addcmul_(error, (diagonal - undamped)[:, None], value=-1)
     loss = slope.mul_(error).sum(-1).sum(-1)
     del slope, error
@@ -147,9 +146,8 @@ def energy(x: Tensor, hessian: Tensor) -> Tensor:
         pulls = torch.zeros_like(x[..., columns])
         add_product(pulls, x[..., columns], hessian[:, columns, columns].mT)
         add_product(pulls, x[..., :at], hessian[:, columns, :at].mT, 2)
-        total += (
-            pulls.mul_(x[..., columns]).sum(-1).sum(-1)
-        )  # in an order that threads do not change
+        # Threads do not change the order of these sums.
+        total += pulls.mul_(x[..., columns]).sum(-1).sum(-1)
     return total
 
 
@@ -299,11 +297,8 @@ def round_block(
     step = candidates / shared[:, None, None]
     # [16, E, out, C]: what is rounded together is adjacent in memory, which saves a quarter of the time
     remaining = weight.movedim(-1, 0)[..., None].repeat(1, 1, 1, candidates.shape[-1])
-    rounded, error, factor = (
-        torch.empty_like(remaining),
-        torch.empty_like(remaining),
-        factor.movedim(0, -1),
-    )
+    rounded, error = torch.empty_like(remaining), torch.empty_like(remaining)
+    factor = factor.movedim(0, -1)
     for i in range(GROUP):
         rounded[i] = grid.nearest(remaining[i] / step)
         error[i] = (remaining[i] - rounded[i] * step) / factor[i, i, :, None, None]
@@ -384,10 +379,8 @@ def descend_block(
     step = scales / shared[:, None]
     values = codes * step[..., None]
     slope = (slope - (values - before) @ hessian).movedim(-1, 0).contiguous()  # [16, E, out]
-    rounded, curvature = (
-        torch.empty_like(slope),
-        hessian.movedim(0, -1)[..., None],
-    )  # [16, 16, E, 1]
+    rounded = torch.empty_like(slope)
+    curvature = hessian.movedim(0, -1)[..., None]  # [16, 16, E, 1]
     for i, value in enumerate(values.movedim(-1, 0).contiguous()):
         rounded[i] = grid.nearest((value + slope[i] / curvature[i, i]) / step)
         slope -= (rounded[i] * step - value) * curvature[i]

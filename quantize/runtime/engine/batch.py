@@ -84,9 +84,7 @@ class FusedPasses:
             replayed = B in self._steps  # the first call launches each kernel, and calls `on_pass`
             step = self._steps.setdefault(B, Replayed(self._decoded, self._pool))
             entered, *results = step(*given, conditioning.flatten(0, 1))
-            h, *chosen = (
-                result.clone() for result in results
-            )  # or the next step would overwrite them
+            h, *chosen = (result.clone() for result in results)  # the next step overwrites them
             if replayed:
                 model.on_pass(entered)
         head = partial(_logits, model.compute, model.weights.embedding, model.softcap)

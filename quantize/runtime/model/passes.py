@@ -89,9 +89,7 @@ class Pass:
     inputs: ProductInputs | None  # what rounds or shows the rows that enter products
     whole: bool = False  # whether the encoder's rows are needed after the last layer
     real: Tensor | None = None  # int64, the rows that are no padding; None for all
-    routed: list[Choice] | None = (
-        None  # None, or a list that gets the choice of each layer's router
-    )
+    routed: list[Choice] | None = None  # or a list that gets the choice of each layer's router
     given: Choices | None = None  # what the layers take in place of their routers' choices
     lane: int = 0  # the lane of the slots; slots count from the lane's first slot
     added: Sequence[Added] = ()  # new tokens that stay in the cache

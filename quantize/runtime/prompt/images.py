@@ -52,9 +52,7 @@ def open_picture(
         if picture.width * picture.height > max_pixels:
             size = f"{picture.width} x {picture.height}"
             raise InputError(f"{name}{size} pixels are too many: at most {max_pixels}")
-        ImageOps.exif_transpose(
-            picture, in_place=True
-        )  # a copy would be as large as what is decoded
+        ImageOps.exif_transpose(picture, in_place=True)  # no copy, as large as what is decoded
         return picture if picture.mode == "RGB" else picture.convert("RGB")
     except UnidentifiedImageError as error:
         known = f" ({', '.join(formats)})" if formats else ""

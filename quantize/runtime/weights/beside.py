@@ -69,9 +69,7 @@ def _check_row(file: Path, key: str, token: Any, rows: int) -> None:
 
 def _largest_id(path: Path) -> Any:
     """Return the largest token id of a tokenizer.json, None if it lists none."""
-    stated = (
-        read_json_object(path) if path.is_file() else {}
-    )  # `check_tokenizer` says it is missing
+    stated = read_json_object(path) if path.is_file() else {}  # else `check_tokenizer` says so
     model, added = stated.get("model"), stated.get("added_tokens")
     vocabulary: Any = model.get("vocab") if isinstance(model, dict) else None
     ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
@@ -127,9 +125,7 @@ def load(
     Raise InputError, too, if its generation settings are not the sampler's (`do_sample`, `top_k`):
     the model would answer otherwise than the folder says.
     """
-    from quantize.checkpoints import (
-        load as weights,
-    )  # transformers takes seconds; most need no model
+    from quantize.checkpoints import load as weights  # transformers takes seconds
 
     Sampler.from_checkpoint(Path(folder))
     return weights.load(Path(folder), dtype=dtype, device=device)

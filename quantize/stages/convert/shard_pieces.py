@@ -72,9 +72,8 @@ class Quantizer:
         return Piece({info.name: TensorSpec(info.dtype, info.shape)}, tasks)
 
     def _experts(self, target: Target, scheme: Scheme) -> Iterator[Piece]:
-        per_expert = (
-            len(target.modules) // target.shape[0]
-        )  # Linears an expert: gate and up, or down
+        # The Linears of an expert: gate and up, or down.
+        per_expert = len(target.modules) // target.shape[0]
         for start, stop in self.device.runs(target.shape[0], target.bytes_before):
             layout = _layout(target, scheme, start * per_expert, stop * per_expert)
             yield Piece(layout, (partial(self._quantize_experts, target, scheme, start, stop),))

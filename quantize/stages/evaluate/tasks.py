@@ -27,9 +27,7 @@ class Task:
     data: Path | None  # its local data file, None if it has none
     plan: Plan  # how many questions and answers are planned
     token_limit: int  # the most tokens of an answer
-    definition: Definition | None = (
-        None  # definition of a recipe's own task, None for a shipped task
-    )
+    definition: Definition | None = None  # of a recipe's own task; None for a shipped task
     digest: str | None = None  # a hash over `own`
     prompt_tokens: int = 0  # tokens of the longest prompt, if prompts are long
 
