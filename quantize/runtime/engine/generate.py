@@ -34,8 +34,7 @@ class StepRecord:
     argmax: Tensor  # int64 [B, L], the most probable tokens
     accepted: Tensor  # bool [B, L], whether the step accepted a token at the position
     entropy: Tensor  # float32 [B, L] in nats, of softmax(logits / temperature)
-    finished: Tensor  # bool [B], whether the canvas meets the sampler's criterion for stopping
-    ends: Tensor  # bool [B], whether the canvas ends: it is finished, or took all allowed steps
+    ends: Tensor  # bool [B], whether the canvas ends: it has stopped, or took all allowed steps
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
         """Return the rows whose canvas ends with this step, and for each row the L committed tokens."""
@@ -98,12 +97,10 @@ def _denoise(
         decoded = passes.decode(rows, read, conditioning)
         draw, conditioning = passes.draw(decoded, state, schedule)
         sampler.decide(draw, state, schedule)
-        finished = state.finished.clone()
-        ends = finished if step < sampler.max_denoising_steps else torch.ones_like(finished)
+        ends = state.finished | (step == sampler.max_denoising_steps)
         yield StepRecord(
-            canvas, step, rows, read, draw.argmax, state.accepted.clone(), draw.entropy, finished,
-            ends,
-        )  # fmt: skip
+            canvas, step, rows, read, draw.argmax, state.accepted.clone(), draw.entropy, ends
+        )
         running = (~ends).nonzero()[:, 0]
         if len(running) == 0:
             break
