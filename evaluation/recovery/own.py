@@ -112,10 +112,8 @@ def _count(file: Path, stamp: tuple[int, int], texts: tuple[str, ...]) -> int:
             )
         template, absent = templates().from_string(text), dict.fromkeys(first)
         for number, row in enumerate(rows, 1):
-            try:
-                template.render(
-                    **absent | row
-                )  # `datasets` reads a field that a line lacks as None
+            try:  # `datasets` reads a field that a line lacks as None
+                template.render(**absent | row)
             except Exception as error:  # whatever the operations of a template raise
                 raise ValueError(f"{file}: {text!r} fails on question {number}: {error}") from error
     return len(lines)
