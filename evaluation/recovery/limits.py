@@ -92,7 +92,9 @@ def _accuracy_seen(comparison: Comparison, decisive: str | None) -> str:
     if look is last or look is looks[-1]:
         return seen + (f", {len(looks)} looks)" if len(looks) > 1 else ")")
     of_all = f"{_difference(last)}, {_loss(last, margin, fails)}, {_answers(last)}"
-    return f"{seen}, decided at look {looks.index(look) + 1} of {len(looks)}; all: {of_all})"
+    return (
+        f"{seen}, accuracy decided at look {looks.index(look) + 1} of {len(looks)}; all: {of_all})"
+    )
 
 
 def _difference(look: Mapping[str, Any]) -> str:

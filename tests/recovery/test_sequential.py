@@ -211,7 +211,8 @@ def test_a_verdict_is_told_by_the_look_that_decided(outcome: str) -> None:
     assert verdict.reason.startswith(f"t: answers {began} correctly; at 95% the loss is ")
     bound = -in_the_end.low if outcome == "PASS" else -in_the_end.high
     assert verdict.reason.endswith(
-        f"; 30 are allowed (30 questions x 1, on questions like these, decided at look 1 of 5; all: "
+        f"; 30 are allowed (30 questions x 1, on questions like these, accuracy decided at look "
+        f"1 of 5; all: "
         f"answers {-found.difference_pp:.1f} points fewer correctly, the loss is "
         f"{'below' if outcome == 'PASS' else 'above'} {bound:.1f} points, 100 questions x 1)"
     )

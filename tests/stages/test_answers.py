@@ -63,24 +63,24 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("task", "outcome", "said"),
     [
-        (FIRST, "INCONCLUSIVE", "undecided; at most about 6 h 00 min left"),  # 2 x (200 + 100)
-        (FIRST, "PASS", "PASS; at most about 2 h 00 min left"),
-        (LAST, "PASS", "PASS"),
+        (
+            FIRST,
+            "INCONCLUSIVE",
+            "undecided: the reason; at most about 6 h 00 min left",
+        ),  # 2 x (200 + 100)
+        (FIRST, "PASS", "PASS: the reason; at most about 2 h 00 min left"),
+        (LAST, "PASS", "PASS: the reason"),
     ],
 )
 def test_a_look_tells_what_the_rest_takes_at_most(
     task: Any, outcome: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bounds = SimpleNamespace(low=-3.25, high=1.0)
-    found: Any = SimpleNamespace(
-        difference_bounds=bounds, difference_pp=-1.0, margin_pp=5.0, questions=100,
-        repeats=2 if task is FIRST else 1,
-    )  # fmt: skip
-    monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, ""))
+    found: Any = SimpleNamespace(questions=100, repeats=2 if task is FIRST else 1)
+    monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, "the reason"))
     telling_one, told = telling(monkeypatch)
     telling_one.tell_look([FIRST, LAST], task, 1, found)
-    seen = f"{100 * found.repeats} of {task.samples} a model; -1.0 points [-3.2, +1.0], margin 5"
-    assert told == [f"{task.name}: look 1 of {len(task.plan.looks)}: {seen}: {said}"]
+    seen = f"look 1 of {len(task.plan.looks)}, {100 * found.repeats} of {task.samples} a model"
+    assert told == [f"{seen}: {said}"]
 
 
 @pytest.mark.parametrize(

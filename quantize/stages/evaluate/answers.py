@@ -175,18 +175,16 @@ class Answers:
     def tell_look(
         self, tasks: Sequence[Task], task: Task, looks: int, comparison: Comparison
     ) -> None:
-        """Print a task's result at interim look `looks`, and the time that may still be needed."""
-        outcome = judge_task(task.name, comparison).outcome.replace("INCONCLUSIVE", "undecided")
-        low, high = comparison.difference_bounds.low, comparison.difference_bounds.high
+        """Print a task's verdict at interim look `looks`, in the report's words, and the time left."""
+        verdict = judge_task(task.name, comparison)
+        outcome = verdict.outcome.replace("INCONCLUSIVE", "undecided")
         later = tasks[tasks.index(task) + 1 :]
         answered = comparison.questions * comparison.repeats
         rest = task.samples - answered if outcome == "undecided" else 0
         seconds = 3600 * self._rates.hours(2 * (rest + sum(other.samples for other in later)))
         say(
-            f"{task.name}: look {looks} of {len(task.plan.looks)}: {answered} of {task.samples} a "
-            f"model; {comparison.difference_pp:+.1f} points [{low:+.1f}, {high:+.1f}], margin "
-            f"{comparison.margin_pp:g}: {outcome}"
-            + (f"; at most about {duration(seconds)} left" if seconds else "")
+            f"look {looks} of {len(task.plan.looks)}, {answered} of {task.samples} a model: {outcome}: "
+            f"{verdict.reason}" + (f"; at most about {duration(seconds)} left" if seconds else "")
         )
 
     def tell(self, tasks: Sequence[Task], taken: Mapping[str, int], outcome: str) -> None:
