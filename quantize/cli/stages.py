@@ -10,7 +10,7 @@ from quantize.pipeline.stages import STAGES, Stage
 
 
 @click.command()
-@with_options("recipe", "model", "revision", "task", "limit", "gpu-memory", "gpu")
+@with_options("recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu")
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without "
@@ -25,22 +25,27 @@ from quantize.pipeline.stages import STAGES, Stage
     help="With --serve: requests at once.",
 )  # fmt: skip
 def plan(
-    recipe: str, model: str | None, tasks: tuple[str, ...], limit: int | None, serve: bool,
+    recipe: str, model: str | None, out: Path, serve: bool,
     context: int | None, clients: int, **options: Any,
 ) -> int:  # fmt: skip
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
     --model may also be a config.json: the plan then needs no other file. Figures are for --gpu;
     default: this GPU, else an H200. The exit code is 3 if a stage does not fit --gpu-memory, and 4
-    if the gate cannot PASS, whatever the answers are.
+    if the gate cannot PASS, whatever the answers are; `quantize run --until plan` ends alike. Answers
+    of BF16 that were imported into --out are looked at too: too few are refused.
     """
+    from quantize.pipeline.run import check_imported
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan
 
     if serve:
+        del options["tasks"], options["limit"]
         show_serving(model or REAL_MODEL, context=context, clients=clients, **options)
         return 0
-    return show_plan(recipe, model, tasks=tasks, limit=limit, **options)
+    code = show_plan(recipe, model, **options)
+    check_imported(recipe, model, out, options["tasks"], options["limit"])
+    return code
 
 
 def command_of(stage: Stage) -> click.Command:

@@ -32,7 +32,7 @@ from quantize.pipeline.staleness import (
     upstream,
     why_stale,
 )
-from quantize.recipe.reading import errors_of, read_recipe, resolved
+from quantize.recipe.reading import errors_of, load_recipe, read_recipe, resolved
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
@@ -41,7 +41,7 @@ from quantize.runtime.gpu.memory import plan as fit
 from quantize.runtime.gpu.placement import budget_of, target_of
 from quantize.runtime.weights.beside import check_beside
 from quantize.stages.memory_needs import needs
-from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds
+from quantize.stages.plan.estimate import cannot_pass, evaluation_seconds, known_plans
 from quantize.stages.plan.plan import plan_table
 
 
@@ -94,6 +94,19 @@ def placed(recipe: Recipe, name: Path, *digests: str, bundled: bool) -> tuple[Ru
     folders = [RunDir(name.with_name(f"{name.name}-{way.digest(*digests)}")) for way in ways]
     chosen = 0 if folders[0].manifest_json.exists() else -1
     return folders[chosen], ways[chosen]
+
+
+def check_imported(
+    recipe: str, model: str | None, out: Path, tasks: Sequence[str], limit: int | None
+) -> None:
+    """Raise InputError if the packs in `out` lack answers that a run would need of a model on disk."""
+    from quantize.stages.evaluate.baseline_pack import check_packs, imports
+
+    folder = imports(out)
+    if folder.is_dir() and (model is None or Path(model).is_dir()):
+        wanted = load_recipe(recipe)
+        wanted = (wanted.for_bundled_model() if model is None else wanted).asking(tasks, limit)
+        check_packs(folder, fingerprint(Checkpoint.open(resolve(model))), known_plans(wanted))
 
 
 def bf16_model(model: str | None, revision: str | None = None) -> Checkpoint:

@@ -249,9 +249,21 @@ def _close_enough(run: Run) -> int:
 
 
 def _open_tasks(run: Run) -> None:
+    """Read tasks and imported answers of BF16 before any work; raise InputError if some lack."""
+    from quantize.stages.evaluate.baseline_pack import check_packs, imports
     from quantize.stages.evaluate.tasks import open_tasks
 
-    open_tasks(run.recipe.evaluation, run.recipe.gate, run.options.get("data_dir"))
+    tasks = open_tasks(run.recipe.evaluation, run.recipe.gate, run.options.get("data_dir"))
+    if not run.options.get("base_servers"):
+        about = read_json(run.folder.manifest_json, "source.fingerprint")["source"]
+        plans = {task.name: task.plan for task in tasks}
+        check_packs(imports(run.folder.path.parent), about["fingerprint"], plans)
+
+
+def _can_pass(run: Run) -> int:
+    from quantize.stages.plan.estimate import cannot_pass
+
+    return 4 if cannot_pass(run.recipe) else 0
 
 
 def _lacks_samples(run: Run) -> str | None:
@@ -360,7 +372,8 @@ def _judged(run: Run) -> int:
 
 
 STAGES = (
-    Stage("plan", "targets.csv", (), _plan, files=("recipe.yaml", "targets.csv")),
+    Stage("plan", "targets.csv", (), _plan, verdict=_can_pass,
+          files=("recipe.yaml", "targets.csv")),
     Stage(
         "calibrate", "calibration", ("plan",), _calibrate,
         "Calibrate a run again: denoise prompts, record input scales.\n\n\b\n"

@@ -33,6 +33,21 @@ def test_a_plan_whose_gate_cannot_pass_ends_with_4(tmp_path: Path) -> None:
     assert plan("--recipe", path)[0] == 0
     code, _ = plan("--recipe", path, "--limit", 20)
     assert code == 4
+    run = ["run", "--recipe", str(path), "--limit", "20", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli, [*run, "--until", "plan"], standalone_mode=False)
+    assert done.return_value == 4
+    done = CliRunner().invoke(cli, [*run, "--until", "convert", "--resume"], standalone_mode=False)
+    assert done.return_value == 0  # what was asked for is done
+
+
+def test_a_plan_of_the_bundled_model_says_what_is_asked_and_judged() -> None:
+    code, told = plan("--recipe", "nvfp4")
+    told = " ".join(told.split())
+    assert code == 0
+    assert "word_problems 400 128 5 points" in told
+    assert "judged after 30%, 40%, 50%, 70%, 100% of 400 questions x 1" in told
+    assert "KL at most 0.015 nats (none), 0.025 nats (per_layer); steps at most 10% more" in told
+    assert "--gpu NAME" in told
 
 
 def test_a_plan_of_the_real_model_says_what_judging_takes() -> None:

@@ -4,17 +4,19 @@ import gzip
 import json
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from quick_run import TASK
+from quick_run import TASK, command
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.sequential import Plan
 from quantize.recovery.spot_check import SpotCheck
 from quantize.reports.provenance import baseline_lines
 from quantize.reports.scores import read_scoring
@@ -35,6 +37,7 @@ from quantize.stages.evaluate.baseline_pack import (
     find_pack,
     import_pack,
     imports,
+    read_pack,
 )
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.local_model import Answerer
@@ -130,6 +133,38 @@ def test_more_than_a_pack_holds_is_not_asked_of_another_bf16(pack: Path, tmp_pat
     with pytest.raises(InputError, match=r"lacks 6 answers.*remove this file to ask BF16 here"):
         score(tmp_path / "here", settings={"limit": {TASK: 30}})
     assert score(tmp_path / "here", settings={"limit": {TASK: 20}}).evaluation.exists()
+
+
+@pytest.mark.parametrize("command_line", ["plan", "run"])
+def test_too_few_answers_are_refused_before_any_work(
+    command_line: str, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantize.pipeline.run.fingerprint", lambda _: "source")
+    here = tmp_path / "here"
+    import_pack(pack, here)
+    words = [command_line, "--recipe", "fp8_dynamic", "--out", here, "--limit"]
+    done = command(monkeypatch, *words, 200)
+    assert done.code == 2
+    assert (
+        "word_problems: it has 24 answers, and not all of the 60 that the first of 5 looks"
+        in done.last
+    )
+    assert "`quantize evaluate RUN --all`" in done.last
+    assert done.redone() == []
+    until = ["--until", "plan"] if command_line == "run" else []
+    assert command(monkeypatch, *words, 24, *until).code == 4  # PASS is out of reach of so few
+
+
+def test_a_pack_of_an_early_verdict_reaches_looks_of_its_own_plan(pack: Path) -> None:
+    whole = read_pack(pack)
+    few = dict(list(whole.answers[TASK].items())[:21])
+    early = replace(whole, answers={TASK: few})
+    plan = Plan(**whole.made_with[TASK]["planned"])
+    assert [look.questions for look in plan.looks] == [20, 24]
+    assert early.answered(TASK) == plan.parts[0].answers
+    assert early.lacks(TASK, plan) is None
+    assert replace(early, answers={TASK: {}}).lacks(TASK, plan)
+    assert early.lacks("another", plan)
 
 
 @pytest.mark.parametrize("full_first", [False, True])

@@ -26,7 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from quantize.errors import InputError
 from quantize.host.files import parse_json, read_json, write_bytes, write_json
 from quantize.host.locks import locked
+from quantize.recovery.rows import Answer
 from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
+from quantize.recovery.sequential import Plan
 from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE
@@ -84,6 +86,28 @@ class Pack:
         counts = (f"{len(answers):,} answers to {task}" for task, answers in self.answers.items())
         devices = sorted({str(made.get("device")) for made in self.made_with.values()})
         return f"{', '.join(counts)}, made on {', '.join(devices)}"
+
+    def answered(self, task: str) -> set[Answer]:
+        """Return the answers to `task` that its whole looks cover, as the run that made it planned."""
+        if task not in self.made_with:
+            return set()
+        covered, plan = set[Answer](), Plan(**self.made_with[task]["planned"])
+        for part in plan.parts:
+            if len(covered) + len(part.answers) > len(self.answers[task]):
+                break
+            covered |= part.answers
+        return covered
+
+    def lacks(self, task: str, plan: Plan) -> str | None:
+        """Return what the first interim look of `plan` asks and the pack has not; None if it has it."""
+        look, has = plan.looks[0], len(self.answers.get(task, {}))
+        if plan.parts[0].answers <= self.answered(task):
+            return None
+        return (
+            f"{task}: it has {has:,} answers, and not all of the {look.questions * look.repeats:,} "
+            f"that the first of {len(plan.looks)} looks at {plan.questions:,} questions x "
+            f"{plan.repeats} asks"
+        )
 
 
 class ImportedBaseline:
@@ -258,6 +282,25 @@ def find_pack(folder: Path, weights: str, here: Mapping[str, Mapping[str, Any]])
     if refused and not fitting:
         raise InputError(refused[0])
     return max(fitting, key=lambda pack: _fullness(pack, here), default=None)
+
+
+def check_packs(folder: Path, weights: str, plans: Mapping[str, Plan]) -> None:
+    """Raise InputError if `folder` has packs of this BF16 model, and none reaches each first look."""
+    refused = list[str]()
+    for path in sorted(folder.glob("*.jsonl.gz")):
+        pack = read_pack(path)
+        if all(flat(made).get("model.weights") != weights for made in pack.made_with.values()):
+            continue
+        reasons = filter(None, (pack.lacks(task, plan) for task, plan in plans.items()))
+        if (reason := next(reasons, None)) is None:
+            return
+        refused.append(
+            f"{path}: this imported baseline has too few answers: {reason}; import one of a run at "
+            f"these limits (`quantize evaluate RUN --all` gives all), or remove this file "
+            f"to ask BF16 here"
+        )
+    if refused:
+        raise InputError(refused[0])
 
 
 def _fullness(pack: Pack, here: Mapping[str, Mapping[str, Any]]) -> tuple[int, int]:

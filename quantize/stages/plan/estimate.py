@@ -178,6 +178,15 @@ def known_sizes(recipe: Recipe) -> dict[str, int]:
     return sizes
 
 
+def known_plans(recipe: Recipe) -> dict[str, Plan]:
+    """Return task -> what is asked at most, for tasks whose data set has a known size."""
+    settings = recipe.evaluation
+    return {
+        task: Plan(recipe.gate.estimand, questions, settings.repeats.get(task, 1), settings.seed)
+        for task, questions in known_sizes(recipe).items()
+    }
+
+
 def evaluation_seconds(recipe: Recipe) -> float:
     """Return evaluate's estimated seconds on an H200 for typical answers and an early verdict."""
     tokens = sum(tokens_by_task(recipe).values())
@@ -186,9 +195,5 @@ def evaluation_seconds(recipe: Recipe) -> float:
 
 def cannot_pass(recipe: Recipe) -> list[str]:
     """Return a sentence for each task on which the gate cannot PASS, whatever the answers are."""
-    sentences: list[str | None] = []
-    for task, questions in known_sizes(recipe).items():
-        repeats = recipe.evaluation.repeats.get(task, 1)
-        looks_plan = Plan(recipe.gate.estimand, questions, repeats, 0)
-        sentences.append(out_of_reach(task, looks_plan, recipe.gate.terms(task)))
-    return [sentence for sentence in sentences if sentence]
+    found = (out_of_reach(t, plan, recipe.gate.terms(t)) for t, plan in known_plans(recipe).items())
+    return [sentence for sentence in found if sentence]

@@ -13,7 +13,15 @@ from quantize.host.progress import say
 from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
-from quantize.stages.plan.estimate import StageRow, cannot_pass, least_of, planned, tokens_by_task
+from quantize.recovery.estimands import IN_WORDS
+from quantize.stages.plan.estimate import (
+    StageRow,
+    cannot_pass,
+    known_plans,
+    least_of,
+    planned,
+    tokens_by_task,
+)
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table, planned_gpu, runs
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
@@ -71,6 +79,7 @@ def show_plan(
         say(sentence)
     code = 4 if out_of_reach else 0
     if model is None and gpu_memory is None and gpu is None:
+        screen.print(task_table(recipe, None), "\n".join(asking_lines(recipe)), soft_wrap=False)
         return code
     within = planned_gpu(chosen, gpu_memory)
     rows = planned(recipe, config, tensors, targets, within)
@@ -108,19 +117,39 @@ def stage_table(name: str, rows: Sequence[StageRow], gpu: "Gpu") -> Table:
     return table
 
 
-def task_table(recipe: Recipe, seconds: tuple[float, float]) -> Table:
+def asking_lines(recipe: Recipe) -> list[str]:
+    """Return sentences on the looks at each task, on the gate's limits, and on times."""
+    gate = recipe.gate
+    looks = (
+        f"{task}: judged after {', '.join(f'{look.fraction:.0%}' for look in plan.looks)} of "
+        f"{plan.questions} questions x {plan.repeats}, until the verdict is certain"
+        for task, plan in known_plans(recipe).items()
+    )
+    kl = ", ".join(f"{limit:g} nats ({mode})" for mode, limit in gate.max_kl_nats.items())
+    steps = gate.max_step_inflation
+    return [
+        *looks,
+        f"gate at {gate.confidence:.0%}, {IN_WORDS[gate.estimand]}; KL "
+        f"{f'at most {kl}' if kl else 'not judged'}; steps "
+        f"{'not judged' if steps is None else f'at most {steps:.0%} more'}",
+        "the bundled model runs on this CPU, in minutes; --gpu NAME estimates what a GPU takes",
+    ]
+
+
+def task_table(recipe: Recipe, seconds: tuple[float, float] | None) -> Table:
     """Return a table of tasks; each gets a share of `seconds` (least, most) by its most tokens."""
     numbers = ("answers", "tokens each", "margin")
-    table = narrow_table(None, ("task", *numbers, "time"), numbers)
+    table = narrow_table(None, ("task", *numbers, *(["time"] if seconds else [])), numbers)
     tokens = tokens_by_task(recipe)
     for task in recipe.evaluation.tasks:
         margin = f"{recipe.gate.margin_pp[task]:g} points"
         limit = recipe.evaluation.answer_tokens(task)
         answers, time = "?", None
         if task in tokens:
-            share = tokens[task] / sum(tokens.values())
-            answers, time = f"{tokens[task] // limit:,}", (share * seconds[0], share * seconds[1])
-        table.add_row(task, answers, f"{limit:,}", margin, between(time))
+            share, answers = tokens[task] / sum(tokens.values()), f"{tokens[task] // limit:,}"
+            time = seconds and (share * seconds[0], share * seconds[1])
+        cells = (task, answers, f"{limit:,}", margin)
+        table.add_row(*cells, *([between(time)] if seconds else []))
     return table
 
 
