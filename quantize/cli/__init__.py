@@ -17,6 +17,7 @@ from pathlib import Path
 import click
 
 from quantize import __version__
+from quantize.cli.examples import with_examples
 from quantize.errors import LONGEST, QuantizeError, unexpected_in
 from quantize.host.locks import refuse_several
 from quantize.pipeline.stages import STAGES
@@ -66,7 +67,7 @@ class _Commands(click.Group):
             raise click.UsageError(f"no such command {cmd_name!r}{hint}", ctx)
         group = next(title for title, names in GROUPS.items() if cmd_name in names)
         module = import_module(f"quantize.cli.{group.split()[0].lower()}")
-        return getattr(module, cmd_name.replace("-", "_"))
+        return with_examples(getattr(module, cmd_name.replace("-", "_")), cmd_name)
 
 
 @click.group(
