@@ -15,18 +15,28 @@ from quantize.cli.options import with_options
     "--repo", metavar="ORG/NAME", help="Name in the card's commands; by default the run's name."
 )
 def card(run: Path, repo: str | None) -> None:
-    """Write README.md and machine-readable scores into a run's checkpoint; no token is needed.
+    """Write the model card, README.md, into a run's checkpoint; no token is needed.
 
-    The Hub is not asked. `push` makes the card again after it has compared the base model's
-    checksums with the Hub's.
+    The scores of a task whose questions are a data set on the Hub (AIME, GPQA, GSM8K, SVAMP) are also
+    written for machines, as .eval_results/TASK.yaml. The Hub's form has no place for other tasks:
+    their scores for machines are in report.json alone.
+
+    The Hub is not asked. `push` makes the card again after it has compared the base model's checksums
+    with the Hub's.
     """
     from quantize.host.progress import say
     from quantize.pipeline.run import reported
     from quantize.reports.card import write_card
 
     with reported(run) as (folder, recipe):
-        for path in write_card(folder, recipe, repo or folder.path.resolve().name):
+        paths, without = write_card(folder, recipe, repo or folder.path.resolve().name)
+        for path in paths:
             say(f"card: {path}")
+        if without:
+            say(
+                f"no .eval_results of {', '.join(without)}: not judged, or no data set on the Hub, "
+                f"which that form names; {folder.report_json} has all scores"
+            )
 
 
 @click.command()

@@ -161,11 +161,11 @@ def card_files(
     return {README: card(run, recipe, repo, override, base)} | scores
 
 
-def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
-    """Write the card and scores into a run's checkpoint, replacing older files; return the paths.
+def write_card(run: RunDir, recipe: Recipe, repo: str) -> tuple[list[Path], list[str]]:
+    """Write the card and scores into a run's checkpoint, replacing older files.
 
-    The Hub is not asked. The card names the base model if the BF16 files came from the Hub's cache.
-    Raise InputError as `card` does.
+    Return the paths, and the tasks that got no file of scores. The Hub is not asked. The card names the
+    base model if the BF16 files came from the Hub's cache. Raise InputError as `card` does.
     """
     source = read_json(run.manifest_json, "source")["source"]
     texts = card_files(run, recipe, repo, None, stated_base(source, recipe))
@@ -173,7 +173,8 @@ def write_card(run: RunDir, recipe: Recipe, repo: str) -> list[Path]:
         shutil.rmtree(results)
     for name, text in texts.items():
         write_text(run.checkpoint / name, text)
-    return [run.checkpoint / name for name in texts]
+    without = [t for t in recipe.evaluation.tasks if f"{RESULTS}/{t}.yaml" not in texts]
+    return [run.checkpoint / name for name in texts], without
 
 
 def stated_base(source: dict[str, Any], recipe: Recipe) -> str | None:

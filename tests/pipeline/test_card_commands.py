@@ -142,3 +142,11 @@ def test_a_run_of_the_cards_recipe_would_make_the_same_release(quick: Quick) -> 
         assert parsed.params["model"], "without --model the bundled model would be quantized"
     readme = (quick.folder.checkpoint / "README.md").read_text()
     assert "`quantize adopt RUN t10`" in readme
+
+
+def test_card_says_which_tasks_get_no_file_of_scores(quick: Quick) -> None:
+    """Its help promised machine-readable scores, and of the bundled model's task there were none."""
+    done = quick("card", quick.folder.path)
+    assert "no .eval_results of word_problems: not judged, or no data set on the Hub" in done.last
+    assert not (quick.folder.checkpoint / ".eval_results").exists()
+    assert "AIME, GPQA, GSM8K, SVAMP" in " ".join(quick("card", "--help").out.split())
