@@ -10,17 +10,11 @@ from recipe_reference import PAGE, page
 
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.recipe.reading import load_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, resolved, shipped_recipes
 from quantize.recipe.sections import Recipe
+from quantize.stages.evaluate.tasks import open_tasks
+from quantize.stages.plan.estimate import cannot_pass
 from quantize.stages.plan.plan import tensors_from_config
-
-CONTRACTS = """
-dataset_path: json
-output_type: generate_until
-doc_to_text: "{{question}}"
-generation_kwargs: {until: [], max_gen_toks: 64}
-metric_list: [{metric: exact_match}]
-"""
 
 
 def test_the_reference_is_generated() -> None:
@@ -76,10 +70,22 @@ def test_calibrate_on_other_data(tmp_path: Path) -> None:
     assert calibration.canvases == 2  # the rest stays
 
 
-def test_score_it_on_your_own_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_it_on_your_own_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's files, made as it says, are the tasks of a run on the bundled model."""
     monkeypatch.chdir(tmp_path)
-    Path("invoices.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
-    Path("contracts.yaml").write_text(CONTRACTS)
-    evaluation = example("Score it on your own questions", tmp_path).evaluation
-    assert evaluation.tasks == ["invoices", "contracts"]
-    assert evaluation.questions("invoices") == 1
+    text = PAGE.read_text("utf-8")
+    section = text.partition("### Score it on your own questions\n")[2].partition("\n## ")[0]
+    (questions, totals, changes) = re.findall(r"```(?:json|yaml)\n(.*?)```", section, re.S)
+    Path("orders.jsonl").write_text(questions)
+    Path("totals.yaml").write_text(totals)
+    for name in ("nvfp4", "fp8_dynamic"):
+        fields = yaml.safe_load(shipped_recipes()[name]) | yaml.safe_load(changes)
+        Path("mine.yaml").write_text(yaml.safe_dump(fields))
+        recipe = resolved("mine.yaml", bundled=True)
+        assert "warning" not in capsys.readouterr().err
+        tasks = open_tasks(recipe.evaluation, recipe.gate, None)
+        assert {task.name: task.plan.questions for task in tasks} == {"orders": 3, "totals": 3}
+        assert recipe.gate.margin_pp == {"orders": 5, "totals": 5}
+        assert len(cannot_pass(recipe)) == 2

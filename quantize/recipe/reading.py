@@ -56,16 +56,28 @@ def resolved(
 ) -> Recipe:
     """Return recipe `name` after `for_bundled_model`, if `bundled`, and `asking(tasks, limit)`.
 
-    Warn of keys of a file that the bundled model does not use. Raise InputError as `load_recipe` does,
-    or if a task is unknown or has no margin.
+    Warn of edited keys of a file that the bundled model does not use. Raise InputError as
+    `load_recipe` does, or if a task is unknown or has no margin.
     """
     recipe = load_recipe(name)
-    if bundled and name not in shipped_recipes() and (keys := recipe.unused_on_bundled()):
+    if bundled and name not in shipped_recipes() and (keys := _edited_in_vain(recipe)):
         say(
             f"warning: {name}: on the bundled model its section `bundled` holds, so these keys of "
             f"the recipe are not used: {', '.join(keys)}; edit them under `bundled`"
         )
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
+
+
+def _edited_in_vain(recipe: Recipe) -> list[str]:
+    """Return the keys that `bundled` replaces and that no shipped recipe has with the same value."""
+
+    def value(of: Recipe, name: str) -> Any:
+        section, key = name.split(".")
+        return getattr(getattr(of, section), key, None)
+
+    shipped = [parse_recipe(text, name) for name, text in shipped_recipes().items()]
+    unused = recipe.unused_on_bundled()
+    return [key for key in unused if value(recipe, key) not in [value(r, key) for r in shipped]]
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -71,6 +71,8 @@ def test_keys_that_the_bundled_section_replaces_are_named(
     _, planned = plan("--recipe", path)  # which is looked at first
     assert "warning:" in planned
     assert "gate.max_step_inflation" in planned
+    _, planned = plan("--recipe", recipe_file(tmp_path))  # a copy without an edit
+    assert "warning" not in planned
     with started("fp8_dynamic", None, tmp_path / "shipped", resume=False):
         pass
     assert "warning" not in capsys.readouterr().err
