@@ -195,5 +195,7 @@ def evaluation_seconds(recipe: Recipe) -> float:
 
 def cannot_pass(recipe: Recipe) -> list[str]:
     """Return a sentence for each task on which the gate cannot PASS, whatever the answers are."""
-    found = (out_of_reach(t, plan, recipe.gate.terms(t)) for t, plan in known_plans(recipe).items())
-    return [sentence for sentence in found if sentence]
+    sentences = (
+        out_of_reach(t, plan, recipe.gate.terms(t)) for t, plan in known_plans(recipe).items()
+    )
+    return [sentence for sentence in sentences if sentence]
