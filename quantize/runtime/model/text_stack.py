@@ -281,7 +281,7 @@ class FusedModel:
         """Return softmax(logits [M, V] / T) @ embedding: bf16 [M, H], in `out` if given.
 
         Unlike token embeddings, it is not scaled by sqrt(H). `inverse_temperature` [M] is 1 / T.
-        `probabilities` are those that `fused_dequant.look` stored with these logits, or is None.
+        `probabilities` are those that `fused_dequant.look` stored with these logits, or None.
         """
         embedding = self.weights.embedding
         with part("vocabulary"):
