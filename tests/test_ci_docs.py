@@ -26,7 +26,7 @@ def test_every_command_exists_with_its_options(steps: list[dict[str, Any]]) -> N
     lines = [line for step in steps for line in str(step.get("run", "")).splitlines()]
     lines += re.findall(r"`(quantize [a-z]+[^`]*)`", TEXT)
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("quantize ")]
-    assert {command[0] for command in commands} == {"run", "card", "push", "report"}
+    assert {command[0] for command in commands} == {"plan", "run", "card", "push", "report"}
     for name, *words in commands:
         done = CliRunner().invoke(cli, [name, "--help"])
         assert done.exit_code == 0, name
