@@ -55,9 +55,17 @@ ATOMS = st.sampled_from(
 )
 
 
+def copies(part: Any, count: int) -> int:
+    """`count`, or as many copies of a part as a request can hold: copies of copies take all memory."""
+    return max(1, min(count, LARGEST // (1 + len(json.dumps(part)))))
+
+
 def _of_regex(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     def bounded(part: str, low: int, high: int) -> str:
         return f"({part}){{{min(low, high)},{max(low, high)}}}"
+
+    def repeated(part: str, count: int) -> str:
+        return f"({part})" * copies(part, min(count, 50))
 
     small = st.sampled_from([0, 1, 2, 9, 30, 400])
     return st.one_of(
@@ -65,7 +73,7 @@ def _of_regex(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         st.lists(inner, min_size=2, max_size=5).map(lambda parts: f"({'|'.join(parts)})"),
         inner.map(lambda part: f"({part})*"), inner.map(lambda part: f"({part})?"),
         inner.map(lambda part: f".*{part}"), st.builds(bounded, inner, small, small),
-        st.builds(lambda part, count: f"({part})" * min(count, 50), inner, small),
+        st.builds(repeated, inner, small),
     )  # fmt: skip
 
 
@@ -100,7 +108,7 @@ def _of_schema(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         }  # fmt: skip
 
     def repeated(part: Any, count: int) -> list[Any]:
-        return [part] * min(count, 50)
+        return [part] * copies(part, min(count, 50))
 
     return st.one_of(
         st.builds(object_of, st.dictionaries(NAMES, inner, max_size=4), SIZES, st.booleans(),
@@ -121,7 +129,8 @@ USER = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 def _calling(schema: Any, count: int) -> dict[str, Any]:
     function = {"parameters": {"type": "object", "properties": {"a": schema, "b": schema}}}
-    tools = [{"type": "function", "function": {"name": f"f{n}"} | function} for n in range(count)]
+    names = [f"f{n}" for n in range(copies(function, count))]
+    tools = [{"type": "function", "function": {"name": name} | function} for name in names]
     return USER | {"tools": tools, "tool_choice": "required"}
 
 
