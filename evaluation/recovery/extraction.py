@@ -2,8 +2,11 @@ r"""Reads the final answer in a model's text as a careful human does: a number, 
 
 A prompt asks for a form: `#### N`, a box, "The answer is (X)". Of what has this form the last that
 holds an answer counts; what holds none (a heading `#### 1. Eggs`, an empty box, "N") is passed
-over. If nothing in this form holds an answer, the other forms are read, then a sentence that says
-which the answer is, then a last line that is nothing but an answer. Two numbers or letters at once
+over, and so is what the text calls wrong. A sentence behind it that says which the answer is comes
+before it ("\boxed{3} ... So the answer is 70"), unless it is hypothetical ("if he had sold more, it
+would be 22"). If nothing in this form holds an answer, the other forms are read, then such a
+sentence, then a last line that is nothing but an answer. What follows the end of a turn, or the
+next question, is not read. Two numbers or letters at once
 are no answer, and neither is a number that the text merely reaches: it may have been cut there.
 
 VERSION counts the changes of this rule. It is part of the conditions of every scored answer, so
@@ -11,12 +14,12 @@ that answers read by two rules are never compared, and stored texts are read aga
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
-from quantize.recovery.numerals import SEVERAL, number_name, stated_number
+from quantize.recovery.numerals import SEVERAL, is_denied, number_name, stated_number, with_minus
 
-VERSION = 4  # 1: lm-eval's filters, first or last match; 2: fewer numbers; 3: fewer signs
+VERSION = 5  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4: parts of what is denied
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
     0x3001: ",",
@@ -24,6 +27,17 @@ _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
     0x2212: "-",
 }
 _THOUGHTS = re.compile(r"<(think(?:ing)?)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+# What ends a model's turn or text, and what begins another question behind a final answer.
+_END_OF_TURN = re.compile(
+    r"(?<=\S)\s*<(?:turn\||\|turn|eos|/s|end_of_turn|start_of_turn|\|im_end\||\|im_start\||\|eot_id\||"
+    r"\|endoftext\|)>.*",
+    re.DOTALL,
+)
+_NEXT_QUESTION = re.compile(
+    r"^\W{0,4}(?:(?:next\s|new\s)?(?:question|problem|exercise)(?:\s\d+)?|q\d*|user|human)\W{0,3}:",
+    re.I | re.M,
+)
+_FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # How some other languages say "answer is".
 FOREIGN = (
@@ -61,23 +75,37 @@ _EMPHASIS = re.compile(
     r"\*\*([^*\n]{1,80})\*\*[^\d*\n]{0,80}[.!]\W*\Z|\*\*([^*\n]{1,80}[.!])\*\*\W*\Z"
 )
 _NUMBER_FIRST = re.compile(r"[\W_]{0,8}?(?:\\\w+\{?\s*)*[-+−]?[$€£]?\s*\d")
+# What makes "the answer is 22" a hypothesis, in the words before it.
+_HYPOTHESIS = re.compile(r"\b(?:if|had|suppose|assuming|were|unless|otherwise|without)\b", re.I)
+# "... is wrong", behind a number and in its sentence.
+_WRONG = re.compile(
+    r"[^.!?\n]{1,60}?[\s$*)}](?:is|was|['’]s)\s+(?:\w+\s){0,2}?"
+    r"(?:wrong|incorrect|impossible|not\s+(?:right|correct|possible|the\s+answer))\b"
+)
 _RELATIVE = re.compile(
     r"\W*\d[\d,.]*\W*\s(?:more|less|fewer|greater|smaller|times|out|percent more)\b"
 )
-_MINUS = re.compile(r"^[\s*_$]*(?:minus|negative)\s+(?=[$€£]?\d)", re.I)
+# A number in a sentence, as a whole: "$1.2 million", "2 1/2", "12ft", and no part of "12pi" or "0x12".
+_NUMBER = re.compile(
+    r"(?<![^\s(*_$€£₹\"'“`=:[<])-?(?:\\?[$€£₹])?-?\d[\d,]*(?:\.\d+)?(?:\s\d+/\d+|/\d+)?\\?%?"
+    r"(?:\s?(?:thousand|million|billion|k|K|M|B|bn)\b)?"
+    r"(?=[\s)*_$\"'”`\].,;:!%°€£>-]|(?:[A-Za-z]{2,}|[mgLhs])\b|[^\W\dA-Za-z_\u0370-\u03ff]|\Z)(?![.,]\d)"
+)
+# What makes a number an aside, where another one is stated: "in 1 day", "each of 7 days".
+_ASIDE = re.compile(
+    r"\b(?:in|on|for|from|after|before|by|with|within|per|every|each|of(?=\W*\d+\s*\w))\W*\Z", re.I
+)
 _ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*\\?%)?")
 
 
 def final_number(answer: str) -> str | None:
     """Return the number of an answer that was asked to end with `#### N`, None if it has none."""
-    text = tidy(answer)
-    return _chosen(text, [list(_marked(text)), list(_boxed(text)), list(_headed(text))])
+    return _first_answer(tidy(answer), _marked, _boxed, _headed)
 
 
 def boxed_number(answer: str) -> str | None:
     r"""Return the number of an answer that was asked to end with `\boxed{N}`, None if it has none."""
-    text = tidy(answer)
-    return _chosen(text, [list(_boxed(text)), list(_marked(text))])
+    return _first_answer(tidy(answer), _boxed, _marked)
 
 
 def last_match(pattern: str, answer: str) -> str | None:
@@ -92,7 +120,8 @@ _compiled = cache(re.compile)
 def tidy(text: str) -> str:
     """Return a text without thoughts, control tokens and tags, digits and full-width signs as ASCII."""
     text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
-    return _CONTROL.sub("", _THOUGHTS.sub("", text)).replace("\\#", "#").strip()
+    text = _END_OF_TURN.sub("", _FORMAT_SIGNS.sub("", _THOUGHTS.sub("", text)))
+    return _CONTROL.sub("", text).replace("\\#", "#").strip()
 
 
 def seven_digits(answer: str) -> str | None:
@@ -104,23 +133,45 @@ def seven_digits(answer: str) -> str | None:
 Found = tuple[int, str]  # where in the text, and the number there, or SEVERAL
 
 
+def _first_answer(text: str, *forms: Callable[[str], Iterator[Found]]) -> str | None:
+    """Return the number of a text up to where another question begins behind an answer."""
+    for question in _NEXT_QUESTION.finditer(text):
+        before = text[: question.start()]
+        if any(number != SEVERAL for of_form in forms for _, number in of_form(before)):
+            text = before
+            break
+    return _chosen(text, [list(of_form(text)) for of_form in forms])
+
+
 def _chosen(text: str, forms: list[list[Found]]) -> str | None:
-    """Return the last number of the first form that has one; a later correction overrides it."""
-    said = list(_said(text))
+    """Return the last number of the first form that has one; a later statement overrides it."""
+    firm, hypothetical = _said(text)
     formal = next((of_form for of_form in forms if of_form), None)
     if formal:
-        after = [number for place, number, firmly in said if firmly and place > formal[-1][0]]
+        formal = [found for found in formal if not _withdrawn(text, found[0])] or [(0, SEVERAL)]
+        after = [number for place, number in firm if place > formal[-1][0]]
         number = after[-1] if after else formal[-1][1]
-    elif said:
-        number = said[-1][1]
+    elif firm or hypothetical:
+        number = (firm or hypothetical)[-1][1]
     else:
-        ending = text.rpartition("\n")[2]
-        last = ending.strip(_MARKED + ".\\[]()")
-        number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
-        if number is None and (emphasis := _EMPHASIS.search(ending)):
-            content = emphasis[1] or emphasis[2]
-            number = None if _STEP.match(content) else _in_line(content)
+        number = _ending(text) or SEVERAL
     return None if number == SEVERAL else number
+
+
+def _ending(text: str) -> str | None:
+    """Return the number that a last line is, or that it emphasizes."""
+    ending = text.rpartition("\n")[2]
+    last = ending.strip(_MARKED + ".\\[]()")
+    number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
+    if number is None and (emphasis := _EMPHASIS.search(ending)):
+        content = emphasis[1] or emphasis[2]
+        number = None if _STEP.match(content) else _in_line(content)
+    return number
+
+
+def _withdrawn(text: str, place: int) -> bool:
+    """Return whether the sentence calls wrong what stands at `place`."""
+    return _WRONG.match(text[place : place + 200]) is not None
 
 
 def _marked(text: str) -> Iterator[Found]:
@@ -160,22 +211,32 @@ def _headed(text: str) -> Iterator[Found]:
 
 
 def _in_line(line: str) -> str | None:
-    """Return the number that a marked line states; in a sentence, its only number."""
-    line = _MINUS.sub("-", line)
+    """Return the number that a marked line states; in a sentence, the only one that is no aside."""
     if (number := stated_number(line)) is not None:
         return number
     several = [*_ANSWER.finditer(line)]
     if several:
         return stated_number(line[several[-1].end() :])
-    numbers = re.findall(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w,.]*\d)", line)
-    return stated_number(numbers[0]) if len(numbers) == 1 and "?" not in line else None
+    return _in_sentence(line)
+
+
+def _in_sentence(sentence: str) -> str | None:
+    """Return the only number of a sentence, or the only one that is no aside ("for 7 days")."""
+    sentence = re.sub(r"(?<=\d)(.*?)\s\([^()]*\)\W*$", r"\1", with_minus(sentence))
+    numbers = [*_NUMBER.finditer(sentence)]
+    digits = sum(len(re.findall(r"\d", number[0])) for number in numbers)
+    if "?" in sentence or is_denied(sentence) or digits != len(re.findall(r"\d", sentence)):
+        return None
+    if len(numbers) > 1:
+        numbers = [number for number in numbers if not _ASIDE.search(sentence[: number.start()])]
+    return stated_number(numbers[0][0]) if len(numbers) == 1 else None
 
 
 def _boxed(text: str) -> Iterator[Found]:
     """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
     before = (0, "")  # where the box before ends, and its number
     for place, content, end in _boxes(text):
-        number = stated_number(content)
+        number = stated_number(content, mathematical=True)
         if before[1] not in ("", number) and _NEXT_BOX.fullmatch(text[before[0] : place]):
             number = SEVERAL
         before = (end, number or "")
@@ -213,14 +274,20 @@ def _pairs(text: str) -> dict[int, int]:
     return closings
 
 
-def _said(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield (place, number, whether it is called final or correct) where the answer is named."""
+def _said(text: str) -> tuple[list[Found], list[Found]]:
+    """Return the numbers of sentences that name the answer, and of those that do hypothetically."""
+    firm: list[Found] = []
+    hypothetical: list[Found] = []
     for match in _ANSWER.finditer(text):
-        rest = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
-        sentence = re.split(r"[.!?](?:\s|$)", rest)[0].rstrip("} ")
+        line = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
+        rest = with_minus(line)
+        sentence, *_ = parts = re.split(r"([.!?])(?:[\s*_]|$)", rest, maxsplit=1)
+        sentence = sentence.rstrip("} ")
         first = _NUMBER_FIRST.match(rest) or "=" in rest or number_name(sentence)
-        if _RELATIVE.match(rest) or not first:
+        if _RELATIVE.match(rest) or not first or parts[1:2] == ["?"] or _WRONG.match(rest):
             continue
-        number = stated_number(sentence)
-        if number is not None:
-            yield match.start(), number, match[1] is not None
+        if (number := _in_line(sentence)) is not None:
+            before = re.split(r"[.!?]\s|\n", text[: match.start()])[-1]
+            unreal = "would" in match[0] or _HYPOTHESIS.search(before)
+            (hypothetical if unreal else firm).append((match.start(), number))
+    return firm, hypothetical

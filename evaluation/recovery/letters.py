@@ -4,7 +4,8 @@ A sentence that names the answer and a box come before a sentence that calls an 
 both before the only option that is marked as right ("(B) Correct: ..."). Then come a last line that
 is nothing but a letter, and a last sentence that concludes with an option ("Hence (B)."). Of several
 the last counts. An option that is denied, doubted or conditional ("not (B)", "if (B) is right") is
-not chosen, and neither are two.
+not chosen, and neither are two, nor "(A) if ..., (B) otherwise". Behind a retraction ("Wait, no: it
+is (B)") the last option that it names is chosen.
 """
 
 import re
@@ -48,6 +49,11 @@ _DENIAL = re.compile(
     r"\bnot\b|n't\b|wrong|incorrect|false|exclu|eliminat|rul\w+ out|except|than\b|compar|unlike"
     r"|\b(?:look|consider|check|assum|suppos)|\?"
 )
+_RETRACTION = re.compile(
+    r"\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|on second thought|"
+    r"scratch that)\b|\bno\s*[,:;.–—-]",
+    re.IGNORECASE,
+)
 _SHORT = 100  # characters of an answer that is nothing but an option and its text
 _MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
 # What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
@@ -63,7 +69,11 @@ def final_letter(answer: str, letters: str) -> str | None:
     for patterns in ([rules.named], [rules.chosen, rules.called_right]):
         if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
             last_match = max(matches, key=lambda match: match.start())
-            return None if last_match["other"] else last_match["letter"].upper()
+            behind = text[last_match.end() :]
+            if last_match["other"] or rules.otherwise.match(behind):
+                return None
+            corrected = [*rules.corrected.finditer(behind)] if _RETRACTION.search(behind) else []
+            return (corrected[-1] if corrected else last_match)["letter"].upper()
     if right := {match[1] or match[2] for match in rules.marked_right.finditer(text)}:
         return right.pop() if len(right) == 1 else None
     *before, last = text.rsplit("\n", 1)
@@ -95,7 +105,7 @@ class _OptionPatterns:
         )
         verb = r"(?![)\]*_\"]*\s+(?:is|was|has|would|can|cannot|does|must|fails|violates|gives)\b)"
         another = (
-            rf"(?P<other>[)\]}}*_$\s]*(?:\b(?:or|and)\s|/|&|,\s*(?:or\s|and\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*"
+            rf"(?P<other>[)\]}}*_$\s]*(?:\\text\w*\s*\{{\s*)?(?:\b(?:or|and)\s|/|&|,\s*(?:or\s|and\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*\}}?\s*"
             rf"{_MARKUP}{_NOUN}{_MARKUP}{large}(?![\w'’]){verb})?"
         )
         instead = rf"(?:not{_MARKUP}{_NOUN}{_MARKUP}{large}\W{{1,4}}but\s(?:rather\s)?)?"
@@ -120,6 +130,17 @@ class _OptionPatterns:
         self.called_right = re.compile(
             rf"{denied}(?<![\w-])(?:(?i:option|choice|answer|statement)\s+)?{denied}[(*_]*+"
             rf"(?P<letter>{large}){ends}[)*_]*+{right}(?P<other>)"
+        )
+        self.otherwise = re.compile(
+            rf"[{_CLOSING}]*,?\s*(?:if|when|unless|for|provided)\b[^.\n]*?"
+            rf"(?:\({large}\)|\b{large}\b)[)*_]*\s+(?:otherwise|else|if|when|for)\b"
+        )
+        # "(A). Wait, no: it is (B)", "(A). Correction: (B)", behind a retraction.
+        self.corrected = re.compile(
+            r"(?i:\b(?:it|this|that|which|answer|option|choice)"
+            r"(?:['’]s|\s+(?:is|should be|must be|has to be))"
+            rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be)\s*[*_]*{option}"
+            r"(?!\s*(?:that|which|is)\b)"
         )
         self.alone = re.compile(
             rf"[\s*_#>-]*+{_HENCE}{_NOUN}{_MARKUP}([{letters}{letters.lower()}])[{_CLOSING}]*+"

@@ -4,6 +4,10 @@ A number is the last side of an equation or congruence that holds no variable, s
 and "N \equiv 70 \pmod{1000}" state 70. Sums, products, powers, fractions, roots and binomials of
 integers are computed. Units, degrees, currencies and fonts are left out. What names variables, or
 nothing at all, states no number; two numbers ("3 or 4") are SEVERAL, which is no answer either.
+
+Words may stand before a number only as a label ("Total: 70"), an adverb ("about 70") or a sign
+("minus 70"), and behind it only as units or a comment. A number that the words before it deny or
+bound ("not 70", "at most 70") is not stated. In mathematics "3!" is 6, and "4k" has a variable.
 """
 
 import ast
@@ -19,6 +23,7 @@ SEVERAL: Final = "several"
 LONGEST = 1200  # characters: int() takes at most 4,300 digits, and answers have a few
 _LARGEST_POWER = 4096  # bits of a power that is computed
 _LARGEST_BINOMIAL = 1000
+_LARGEST_FACTORIAL = 20
 
 _NO_LETTER = r"(?![a-zA-Z])"
 _FONT = r"\\(?:text\w*|math\w+|mbox)"
@@ -32,16 +37,47 @@ _WORD_IN_TEXT = re.compile(rf"{_FONT}\s*\{{\s*(\(?\s*mod|or|and|to)\s*\}}")
 _MODULUS = re.compile(
     r"\(?\s*(?:\\[pb]?mod|\bmod)\b\s*[{(]?\s*(\d{1,9})\s*[)}]?\s*\)?|(?<=[A-Za-z])\s*\\?%\s*(\d{1,9})"
 )
-_NUMBER_IN_TEXT = re.compile(rf"{_FONT}\s*\{{([^{{}}]*\d[^{{}}]*)\}}")
+_TEXT = re.compile(rf"{_FONT}\s*\{{([^{{}}]*)\}}")
+# Words before a number after which it is no statement: denials, bounds, conditions.
+DENIAL = re.compile(
+    r"\b(?:not?|never|neither|nor|none|without|can(?:not|['’]t)|\w+n['’]t|if|unless|whether|suppose"
+    r"|insufficient|impossible|unknown|undetermined|between|than|at (?:least|most)|up to)\b"
+    r"|\b(?:over|under|above|below)\W*\Z",
+    re.IGNORECASE,
+)
+_INSTEAD = re.compile(r"\bnot\b[^.;\n]{1,60}?\bbut\s+(?:rather\s+)?", re.IGNORECASE)
+_BOUND_BEHIND = re.compile(
+    r"\d\W*\s(?:\w+\s){0,3}?(?:or\s+(?:more|less|fewer|greater|above|below|higher|lower)\b"
+    r"|(?:more|less|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter)\b"
+    r"(?:\s+\w+){0,3}\s+than\b)",
+    re.IGNORECASE,
+)
+_ADVERB = re.compile(
+    r"^\W*(?:(?:about|approximately|approx\.?|around|roughly|nearly|almost|exactly|precisely|just|only)"
+    r"\s+|(?:USD|EUR|US|Rs\.?)\s*(?=[$\d]))",
+    re.IGNORECASE,
+)
+_SIGN_IN_WORDS = re.compile(
+    r"(?<![\d)}])(?<![\d)}]\s)(?<!\b[a-z]\s)\b(?:minus|negative)\s+(?=[$€£]?\s?\d)", re.IGNORECASE
+)
+_POWER_SIGNS = re.compile(r"(?<=[\w)}])[⁻⁺]?[⁰¹²³⁴-⁹]+")
+_ROOT_SIGN = re.compile(r"√\s*(\d+|\([^()]*\))?")
+_HEXADECIMAL = re.compile(r"\b0[xXbo][0-9a-fA-F]+\b")
 _LABEL = re.compile(
     r"^(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?answer\s*(?:is|=)\s*"
-    r"|^[A-Za-z][A-Za-z ]{1,40}:\s*",
+    r"|^[A-Za-z][A-Za-z ]{0,40}:\s*",
     re.IGNORECASE,
 )
 _COMMENT = re.compile(
     r"(\d[^\n]*?)(?:(?:[,;]|(?<=[\d})$*])[:.])\s+[\"'(]?[A-Za-z]{2,}|\\text\s*\{\s*\(?\s*(?:where|since|"
     r"because|as|for|with|if|when)\b|\s+\((?!\s*\\?[pb]?mod)(?=[^()]*\)\W*$)).*",
     re.DOTALL,
+)
+# A second number behind a comma, in parallel to the first: ", Ann: 7", ", and 5 pears".
+_PARALLEL = re.compile(
+    r"\d[^\n,;]*[,;]\s+(?:and\s+|or\s+)?(?!(?:not|rather|so|since|because|as|i\.e|that|which|where|with|for|"
+    r"in|on|at|of|from|after|before|per|by|rounded|instead|about|or)\b)(?:[A-Za-z]+\s+){0,2}[A-Za-z]*[:\s]\s*"
+    r"[$€£]?\d[\d.,]*(?:\s[A-Za-z ]+)?\W*\Z"
 )
 _UNEQUAL = re.compile(rf"\\(?:le|ge|leq|geq|lt|gt|ne|neq|sim){_NO_LETTER}|[<>≤≥≠]")
 _SIDES = re.compile(
@@ -50,8 +86,7 @@ _SIDES = re.compile(
 )
 _EQUATIONS = re.compile(r"=[^=]*?[,;&]\s*([^=,;\d][^=,;]*)=(?!.*=)", re.DOTALL)
 _UNITS = re.compile(
-    rf"{_FONT}\s*\{{[^{{}}\d]*\}}(?:\s*\^\s*\{{?\s*\d\s*\}}?)?|\^\s*\{{?\s*\\circ\s*\}}?"
-    rf"|\\degree{_NO_LETTER}|°|\\?%|\\?[$€£¥]|(?<=\d)(?:st|nd|rd|th){_NO_LETTER}"
+    rf"(?:\^\s*\{{?\s*\\circ\s*\}}?|\\degree{_NO_LETTER}|°)(?:\s*[CFK]\b)?|\\?%|\\?[$€£¥]|(?<=\d)(?:st|nd|rd|th){_NO_LETTER}|(?<=\d)\s*/-"
 )
 _WORD = (
     r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+|\s*\^\s*\{?\d\}?)?|[A-Za-z]/[A-Za-z]|m\s*\^\s*\{?[23]\}?"
@@ -72,8 +107,12 @@ _ROUNDED = re.compile(
     r".*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$", re.DOTALL
 )
 _ONE_SIGN_FRACTION = re.compile(r"[¼-¾⅐-⅞]")
-_SCALE = re.compile(r"(?<=\d)(?:k\b|\s*(thousand|million|billion)\b)(?:\s+(?=[a-z]))?")
-_SCALES = {"thousand": 3, "million": 6, "billion": 9}
+_SCALE = re.compile(
+    r"(?<=\d)(?:[kK]\b|(M|B|bn|mn|mln)\b|\s*(thousand|million|billion|trillion)\b)(?:\s+(?=[a-z]))?"
+)
+_SCALES = {"thousand": 3, "M": 6, "mn": 6, "mln": 6, "million": 6, "B": 9, "bn": 9, "billion": 9}
+_SCALES["trillion"] = 12
+_FACTORIAL = re.compile(r"(?<![\d.)}])(\d{1,3})\s*!(?![!=])")
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "  # noqa: SIM905
     "sixteen seventeen eighteen nineteen".split()
@@ -109,32 +148,76 @@ _UNKNOWNS = set(
 _COMPUTED: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
-_AROUND = " \n\t*_`\"'“”‘’"
+_SUM = re.compile(r"[^\s][-+*]|\\cdot")
+_CONGRUENT = re.compile(rf"\\equiv{_NO_LETTER}|≡")
+AROUND = " \n\t*_`\"'“”‘’"
 
 
-def stated_number(text: str) -> str | None:
+def stated_number(text: str, *, mathematical: bool = False) -> str | None:
     """Return the number that `text` states, SEVERAL if it states several, None if none.
 
     A number is written as an integer, a decimal fraction or "7/3". An expression that has digits,
     no variables and no rational value, as "7 root 2", is returned as it stands: it is an answer.
+    `mathematical`: "!" is a factorial and no exclamation, and "k" is a variable and no thousand.
     """
     if len(text) > LONGEST:
         return None
     if (named := number_name(text)) is not None:
         return named
-    text = _ROUNDED.sub(r"\1", text)
-    text = _ONE_SIGN_FRACTION.sub(lambda m: f" {_as_quotient(m[0])}", text)
-    text = _SPACES.sub(" ", _INVISIBLE.sub("", text))
-    text = _NUMBER_IN_TEXT.sub(r" \1 ", _WORD_IN_TEXT.sub(r" \1 ", text)).replace("&=", "=")
-    text = _COMMENT.sub(r"\1", _LABEL.sub("", text.strip(_AROUND))).strip(_AROUND)
+    text = _SPACES.sub(" ", _INVISIBLE.sub("", _ROUNDED.sub(r"\1", text)))
+    text = _with_signs_in_ascii(_TEXT.sub(r" \1 ", text)).replace("&=", "=").strip(AROUND)
+    if is_denied(text) or _HEXADECIMAL.search(text):
+        return None
+    if _PARALLEL.search(text):
+        return SEVERAL
+    text = _COMMENT.sub(r"\1", _LABEL.sub("", text)).strip(AROUND)
     if _UNEQUAL.search(text):
         return None
+    if mathematical:
+        text = _FACTORIAL.sub(_factorial, text)
+        if re.search(r"(?<!\$)\b\d+\s*[kKMB]\b|[\d)}]\s*!", text):
+            return None
+    return _last_side(text)
+
+
+def _last_side(text: str) -> str | None:
+    """Return what the last equation of a text states."""
     if equations := _EQUATIONS.search(text):
-        if not re.search(r"[^\s][-+*]|\\cdot", equations[1]):
+        if not _SUM.search(equations[1]):
             return SEVERAL
         text = text[equations.start(1) :]
-    sides = (_side(side) for side in reversed(_SIDES.split(_UNITS.sub(" ", text))))
-    return next((number for number in sides if number is not None), None)
+    *firsts, last = re.split(r"\b(?:or|and)\b", text)
+    if firsts and "=" in last and re.search(r"\d", "".join(firsts)):
+        if not _SUM.search(last.partition("=")[0]):
+            return SEVERAL
+        text = last
+    sides = [_side(side) for side in reversed(_SIDES.split(_UNITS.sub(" ", text)))]
+    values = [value for value in sides if value is not None]
+    if len(values) == 2 == len(sides) and _CONGRUENT.search(text):  # 25 is congruent to 2025
+        return min(values, key=lambda value: abs(rational(value) or 0))
+    return values[0] if values else None
+
+
+def is_denied(text: str) -> bool:
+    """Return whether words deny, bound or condition the first number of a text: "not 70"."""
+    before = _INSTEAD.sub("", text)
+    before = before[: digit.start()] if (digit := re.search(r"[$€£]?\d", before)) else before
+    return bool(DENIAL.search(before) or _BOUND_BEHIND.search(text))
+
+
+def with_minus(text: str) -> str:
+    """Return a text with "-" for "minus" or "negative" before a number."""
+    return _SIGN_IN_WORDS.sub("-", text)
+
+
+def _with_signs_in_ascii(text: str) -> str:
+    r"""Return a text with `^{2}`, `\sqrt{2}`, "1/2" and "-2" for the one sign or word of each."""
+    text = _ONE_SIGN_FRACTION.sub(lambda m: f" {_as_quotient(m[0])}", text)
+    text = _POWER_SIGNS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = _ROOT_SIGN.sub(
+        lambda m: rf"\sqrt{{{(m[1] or '').strip('()')}}}" if m[1] else r"\sqrt ", text
+    )
+    return with_minus(_INSTEAD.sub("", text).replace("π", r"\pi "))
 
 
 def number_name(text: str) -> str | None:
@@ -171,6 +254,7 @@ def _side(text: str) -> str | None:
         text = text[: modulus.start()] + text[modulus.end() :]
     if (limits := _RANGE.fullmatch(text)) and _ascending(limits[1], limits[2]):
         return SEVERAL
+    text = _ADVERB.sub("", text)
     if len([part for part in _JOINING.split(text) if re.search(r"\d", part)]) > 1:
         return SEVERAL
     plain = _plain(text)
@@ -203,7 +287,7 @@ def _plain(text: str) -> str:
     """Return arithmetic in Python's notation, with what is not arithmetic left as it stands."""
     text = _COMMA_AS_POINT.sub(lambda m: f"{m[1].replace('.', '')}.{m[2]}", text)
     text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
-    text = _SCALE.sub(lambda m: f"*10^{_SCALES.get(m[1], 3)} ", text)
+    text = _SCALE.sub(lambda m: f"*10^{_SCALES.get(m[1] or m[2], 3)} ", text)
     text = _MIXED.sub(
         r"(\1+\2/\3)", _UNIT_WORDS.sub("", text.strip()).rstrip(" .,;:!").strip(" ,;")
     )
@@ -221,6 +305,11 @@ def _plain(text: str) -> str:
 def _exact_root(match: re.Match[str]) -> str:
     root = math.isqrt(int(match[1]))
     return f"({root})" if root * root == int(match[1]) else match[0]
+
+
+def _factorial(match: re.Match[str]) -> str:
+    n = int(match[1])
+    return match[0] if n > _LARGEST_FACTORIAL else f"({math.factorial(n)})"
 
 
 def _binomial(match: re.Match[str]) -> str:
