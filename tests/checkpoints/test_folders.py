@@ -30,6 +30,7 @@ from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
 from quantize.runtime.gpu.memory import cache_bytes
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.weights.beside import INSPECTED, LOOKS, load
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_configs"
@@ -421,6 +422,40 @@ def test_a_template_that_is_no_jinja_is_found_at_the_start(
     settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     refused_alike(folder, message.replace("chat_template.jinja", "tokenizer_config.json"))
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ([{"name": "default", "template": "a"}, {"name": "tools", "template": "b"}], None),
+        (
+            [{"name": "chat", "template": "a"}],
+            r"lists \['chat'\], and one must be named \"default\"",
+        ),
+        ([{"name": "default", "template": "a"}] * 2, "one must be named"),
+        (
+            [{"name": "default", "template": "a"}, {"name": "tools", "template": "{% if x %}"}],
+            "Jinja",
+        ),
+        ([{"name": "default"}], "chat_template lists what is not"),
+        (["a"], "chat_template lists what is not"),
+    ],
+)
+def test_templates_listed_by_name_are_read_or_refused_at_the_start(
+    listed: list[Any], message: str | None, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    (folder / TEMPLATE).unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = listed
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if message:
+        refused_alike(folder, f"tokenizer_config.json: .*{message}")
+    else:
+        check_source(Checkpoint.open(folder))
+        assert encode_chat(
+            load_tokenizer(folder), [{"role": "user", "content": "hi"}], thinking=False
+        )
 
 
 def test_transformers_own_tags_are_taken_in_a_template(tmp_path: Path) -> None:

@@ -78,18 +78,38 @@ def _largest_id(path: Path) -> Any:
 
 
 def check_template(folder: Path) -> None:
-    """Raise InputError, which names file and line, if the chat template is not valid Jinja."""
+    """Raise InputError, which names file and line, if a chat template is not valid Jinja.
+
+    tokenizer_config.json may list templates by name; transformers takes the one named "default".
+    """
+    path = folder / TEMPLATE
+    if path.is_file():
+        return _check_jinja(path, path.read_text(encoding="utf-8", errors="replace"))
+    path = folder / "tokenizer_config.json"
+    stated: Any = read_json_object(path).get("chat_template") if path.is_file() else None
+    if isinstance(stated, list):
+        templates: list[Any] = [
+            entry.get("template") for entry in stated if isinstance(entry, dict)
+        ]
+        names = [entry.get("name") for entry in stated if isinstance(entry, dict)]
+        if not all(isinstance(t, str) for t in (*templates, *names)) or len(names) < len(stated):
+            raise InputError(
+                f'{path}: chat_template lists what is not {{"name": text, "template": text}}; mend it'
+            )
+        if names.count("default") != 1:
+            raise InputError(
+                f'{path}: chat_template lists {names}, and one must be named "default"; mend it'
+            )
+    else:  # `check_tokenizer` says that none is there
+        templates = [stated] if isinstance(stated, str) else []
+    for template in templates:
+        _check_jinja(path, template)
+
+
+def _check_jinja(path: Path, template: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    path = folder / TEMPLATE
-    if path.is_file():
-        template: Any = path.read_text(encoding="utf-8", errors="replace")
-    else:
-        path = folder / "tokenizer_config.json"
-        template = read_json_object(path).get("chat_template") if path.is_file() else None
-    if not isinstance(template, str):
-        return  # `check_tokenizer` says that none is there
     # transformers' own tag marks what the model said; here its body is parsed as a block's.
     template = GENERATION_TAG.sub(
         lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", template
