@@ -25,6 +25,7 @@ from quantize.errors import InputError
 from quantize.runtime.sampler.known_tokens import GuideVerdict
 from quantize.serve.budget import PREPARING, Allowance, OverBudgetError, WorkMeter
 from quantize.serve.grammars import AT_ONCE, Grammars, Mask, Matcher, allowed, complaint, take
+from quantize.serve.json_forms import FormError
 
 ROUNDS = 8  # most times that a canvas is denoised again
 UNITS = 4096  # of work on one canvas, and UNITS_A_TOKEN for each of its tokens
@@ -38,7 +39,8 @@ class Constraint:
 
     The answer has at most `room` tokens, thoughts included and EOS excluded. `closes` is the token
     that ends the thoughts, None for an answer without thoughts. `allowance` is that of the request,
-    shared by its choices. InputError: no text of the form fits, or finding one takes too long.
+    shared by its choices. InputError: no text of the form fits, or finding one takes too long;
+    FormError: more tokens would not help.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Constraint:
         except OverBudgetError as error:
             raise InputError(str(error)) from error
         if way is None:
-            unknown = f"no text of the answer's form is known that fits into {room} tokens"
-            raise InputError(meter.complaint or unknown)
+            if meter.complaint:
+                raise FormError((), meter.complaint)
+            raise InputError(f"no text of the answer's form is known that fits into {room} tokens")
         self._way = way  # from here to an accepted end; it fits into the room, always
 
     @property

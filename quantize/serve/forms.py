@@ -19,8 +19,9 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.serve.calls import BARE_KEY, CLOSE, MARKERS, OPEN, QUOTE
-from quantize.serve.failures import invalid
+from quantize.serve.failures import invalid, written
 from quantize.serve.grammars import Grammars, Matcher
+from quantize.serve.json_forms import FormError, check
 from quantize.serve.messages import Function
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.tool_schemas import faults, without_nulls
@@ -74,8 +75,13 @@ class Forms:
             if kind == "calls":
                 several = isinstance(body, ChatRequest) and body.parallel_tool_calls
                 kind, form = "lark", self._calls(form, several)
+            if kind == "json":
+                check(form)
             return self.grammars.matcher(kind, form)
-        except (InputError, ValueError, RecursionError) as error:
+        except FormError as error:
+            place = ".json_schema.schema" if param == "response_format" else ""
+            raise invalid(written((f"{param}{place}", *error.path)), error) from error
+        except (InputError, ValueError) as error:
             raise invalid(param, error) from error
 
     def _calls(self, functions: Sequence[Function], several: bool) -> str:
@@ -100,6 +106,9 @@ class _CallGrammar:
         self._quote, self._named = quote, 0
         self._root: dict[str, Any] = {}  # the schema that the function's references point into
         self._references: dict[str, str] = {}  # their rules
+        self._unwritten: list[
+            tuple[str, Any, str]
+        ] = []  # of these: rule, schema and where it is used
 
     def parameters_of(self, function: Function) -> str:
         """Return the term of the function's arguments; InputError names a keyword that is not held."""
@@ -107,7 +116,11 @@ class _CallGrammar:
         where = f"{function.name}.parameters"
         if held := {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"} & set(self._root):
             raise InputError(f"{where}.{min(held)}: a demanded call cannot be held to it")
-        return self._object(self._root, 0, where)
+        term = self._object(self._root, 0, where)
+        while self._unwritten:  # no recursion: references may form a long chain
+            rule, schema, used = self._unwritten.pop()
+            self.lines.append(f"{rule}: {self._value(_checked(schema, used), 1, used)}")
+        return term
 
     def _object(self, schema: dict[str, Any], depth: int, where: str) -> str:
         """Return the term of an object; without `properties` any object, at the top the empty one."""
@@ -195,7 +208,7 @@ class _CallGrammar:
         if reference not in self._references:
             self._named += 1
             rule = self._references[reference] = f"ref{self._named}"
-            self.lines.append(f"{rule}: {self._value(_checked(schema, where), 1, where)}")
+            self._unwritten.append((rule, schema, where))
         return self._references[reference]
 
     def _one_of(self, values: Sequence[Any], types: Sequence[Any], where: str) -> str:

@@ -10,7 +10,8 @@ from llguidance import LLMatcher, LLTokenizer
 from quantize.errors import InputError
 from quantize.serve.budget import WorkMeter
 from quantize.serve.calls import CLOSE, QUOTE
-from quantize.serve.trial import Trial, compiled
+from quantize.serve.json_forms import FormError, place_of
+from quantize.serve.trial import TOO_MUCH, Trial, compiled
 
 LONGEST = 4096  # most tokens on a way to an accepted end; longer ways are not tried
 TAKEN = 1 << 32  # weighs more than the shape of any token
@@ -53,19 +54,29 @@ class Grammars:
     def matcher(self, kind: str, form: Any) -> Matcher:
         """Return a matcher of `form`; `kind`: "json", "regex" or "lark".
 
-        InputError: the form is invalid, or compiling it takes too much time or memory (`trial`).
+        InputError: the form is invalid, or compiling it takes too much time or memory (`trial`); a
+        FormError names the part of a schema.
         """
         # an odd number of backslashes at the end would escape what the library adds
         if kind == "regex" and (len(form) - len(form.rstrip("\\"))) % 2:
             raise InputError("the answer's form cannot be compiled: it ends in a backslash")
-        make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
-        compact: Any = {"overrides": {"whitespace_flexible": False}} if kind == "json" else {}
-        grammar = make.get(kind, LLMatcher.grammar_from_lark)(form, **compact)
+        grammar = _grammar(kind, form)
         fault = self.trial.fault(grammar)
         matcher, fault = compiled(self._tokenizer, grammar) if fault is None else (None, fault)
         if fault is not None:
-            raise InputError(f"the answer's form cannot be compiled: {fault}")
+            reason = f"the answer's form cannot be compiled: {fault}"
+            if kind != "json":
+                raise InputError(reason)
+            tried = fault != TOO_MUCH and isinstance(form, dict)
+            place = place_of(fault, form, self._fault_of_schema) if tried else ()
+            raise FormError(place, reason)
         return matcher
+
+    def _fault_of_schema(self, schema: Any) -> str | None:
+        try:
+            return self.trial.fault(_grammar("json", schema))
+        except ValueError:
+            return None
 
     def way_out(self, matcher: Matcher, room: int, meter: WorkMeter) -> list[int] | None:
         """Return at most `room` tokens that lead `matcher` to an accepted end; None: none found.
@@ -78,7 +89,10 @@ class Grammars:
         meter.step()
         begins = matcher.deep_copy()
         way: list[int] = begins.compute_ff_tokens()  # once for all orders: it may take long
-        if len(way) > room or not take(begins, way, meter):
+        if len(way) > room:
+            return None
+        if not take(begins, way, meter):
+            meter.complaint = self._unwritable(way) or complaint(begins)
             return None
         walks = (
             self._walk(begins.deep_copy(), order, room - len(way), meter) for order in self.orders
@@ -111,9 +125,28 @@ class Grammars:
                     ahead = [int(choices[least])]
                 taken[ahead] += 1
             way += ahead
-            if meter.units <= 0 or len(way) > room or not take(matcher, ahead, meter):
+            if meter.units <= 0 or len(way) > room:
+                return None
+            if not take(matcher, ahead, meter):
+                meter.complaint = self._unwritable(ahead) or complaint(matcher)
                 return None
         return way
+
+    def _unwritable(self, tokens: Sequence[int]) -> str | None:
+        """Return why the form's matcher does not take the tokens that it demands, None if unknown."""
+        names = [self._tokenizer.decode_bytes([token]) for token in tokens if token in self.ends]
+        text = names[0].decode("utf-8", "replace") if names else ""
+        return (
+            f"it demands the text {text!r}, which ends an answer wherever it stands"
+            if text
+            else None
+        )
+
+
+def _grammar(kind: str, form: Any) -> str:
+    make = {"json": LLMatcher.grammar_from_json_schema, "regex": LLMatcher.grammar_from_regex}
+    compact: Any = {"overrides": {"whitespace_flexible": False}} if kind == "json" else {}
+    return make.get(kind, LLMatcher.grammar_from_lark)(form, **compact)
 
 
 def _text_of(tokenizer: Any) -> str:

@@ -24,6 +24,7 @@ from quantize.serve.exchange import Exchange
 from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
+from quantize.serve.json_forms import FormError
 from quantize.serve.messages import hints
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
@@ -220,6 +221,8 @@ class Service:
                 if form is not None:
                     try:
                         held = Constraint(self.forms.grammars, form, room, closes, allowance)
+                    except FormError as error:
+                        raise invalid(body.forms[0][0], error) from error
                     except InputError as error:
                         raise invalid("max_tokens", error) from error
                 guides.append(AnswerGuide(length, held, body.top))

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 SECONDS, MEGABYTES = 0.5, 128  # of the child's CPU time, and of memory, for one form
+INTERNALS = r": \((?=[A-Z])| \d+ \| \w+: | Enable '"  # trees, rules and options of the library
 PATIENCE = 60.0  # seconds that a busy machine may take for these
 TOO_MUCH = (
     f"compiling it takes more than {SECONDS:g} s of a processor or {MEGABYTES} MB; make it smaller"
@@ -41,7 +42,8 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> tuple[Any, str | None]:
     fault = " ".join(matcher.get_error().split()).removesuffix("<non-verbose/>").strip()
     if fault.startswith("panic"):  # of the library, at a size that it does not check
         fault = "it is too large"
-    return matcher, re.split(r": \((?=[A-Z])", fault)[0][:300]  # and no tree of its own
+    fault = re.sub(r"^at \d+\(\d+\): | \(in regex\)", "", fault)  # places in its own grammar
+    return matcher, re.split(INTERNALS, fault)[0][:300]
 
 
 class Trial:

@@ -105,6 +105,8 @@ class Victim:
     def row(self, name: str, since: float) -> str:
         """A line: how long canvases took since then."""
         waits = [gap for at, gap in self.gaps if at >= since and gap > LEAST]
+        if not waits:
+            return f"{name}: no canvas ended"
         return (
             f"{name}: {len(waits)} canvases, p50 {statistics.median(waits):.3f} s, longest "
             f"{max(waits):.3f} s (load {os.getloadavg()[0]:.1f})"

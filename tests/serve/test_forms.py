@@ -192,6 +192,7 @@ def schema_format(schema: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+SCHEMA = "response_format.json_schema.schema"
 BOUNDED = ANSWER | {"properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}}}
 
 
@@ -253,8 +254,9 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
 @pytest.mark.parametrize(
     ("options", "param", "says"),
     [
-        ({"response_format": schema_format({"type": "frog"})}, "response_format", "cannot be compiled"),
-        ({"response_format": schema_format({"uniqueItems": True})}, "response_format", "Unimplemented"),
+        ({"response_format": schema_format({"type": "frog"})}, SCHEMA, "cannot be compiled"),
+        ({"response_format": schema_format({"uniqueItems": True})}, SCHEMA, "Unimplemented"),
+        ({"extra_body": {"guided_regex": "<eos>"}}, "guided_regex", "the text '<eos>', which ends"),
         ({"response_format": schema_format(NESTED), "max_tokens": 4}, "max_tokens", "into 4 tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
          "required"),
@@ -412,3 +414,58 @@ def test_what_a_call_cannot_be_held_to_is_refused(schema: dict[str, Any], place:
 
 def test_a_schema_that_refers_to_itself_is_held() -> None:
     assert called(TREE | {"properties": {"a": {"$ref": "#/$defs/node"}}})
+
+
+def test_a_long_chain_of_references_is_held() -> None:
+    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(1000)} | {"d1000": {"const": 7}}
+    assert called({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain})
+
+
+NAMED = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "path", "says"),
+    [
+        ({"type": "object", "patternProperties": {"^a$": {}}, "minProperties": 2,
+          "additionalProperties": False}, "minProperties", "at most 1"),
+        ({"properties": {"a": {"anyOf": [{"minProperties": 3}]}}},
+         "properties.a.anyOf[0].minProperties", "at most 1"),
+        (NAMED | {"minProperties": 3}, "minProperties", "at most 2"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance", "not taken"),
+        ({"properties": {"b": {"items": {"anyOf": [{}, {"not": {}}]}}}},
+         "properties.b.items.anyOf[1]", 'Unimplemented keys: ."not"'),
+        ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+         "properties.a", r"oneOf constraints are not supported\.$"),
+        ({"properties": {"a": {"pattern": "(a"}}}, "properties.a", "unclosed group$"),
+        ({"$defs": {"a": {"type": "frog"}}, "properties": {"b": {"$ref": "#/$defs/a"}}},
+         "$defs.a", "Invalid type: frog"),
+    ],
+)  # fmt: skip
+def test_what_a_schema_cannot_hold_is_refused_by_path(
+    schema: dict[str, Any], path: str, says: str
+) -> None:
+    body = ChatRequest.model_validate({"model": "m", "messages": ASKED, "guided_json": schema})
+    with pytest.raises(RequestError, match=says) as caught:
+        Forms(tokenizer(), EOS).matcher(body)
+    assert caught.value.param == f"guided_json.{path}"
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len({name for name, _ in pairs}) == len(pairs), pairs
+    return dict(pairs)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "additionalProperties": {}, "minProperties": 1, "maxProperties": 1},
+        NAMED | {"additionalProperties": {"const": 1}, "minProperties": 2, "maxProperties": 2},
+        NAMED | {"patternProperties": {"^[ab]$": {"const": 1}}, "additionalProperties": False,
+                 "minProperties": 2, "maxProperties": 2},
+    ],
+)  # fmt: skip
+def test_as_many_names_as_asked_for_differ(grammars: Grammars, schema: dict[str, Any]) -> None:
+    for seed in range(3):
+        text = said(written(grammars, grammars.matcher("json", schema), 61, seed))
+        assert jsonschema_rs.is_valid(schema, json.loads(text, object_pairs_hook=_distinct)), text
