@@ -116,7 +116,7 @@ LONG = {"type": "json_schema", "name": "x", "schema": {"type": "string", "minLen
     ("body", "param"),
     [
         ({"max_output_tokens": 2, "text": {"format": LONG}}, "max_output_tokens"),
-        ({"text": {"format": LONG | {"schema": {"type": "frog"}}}}, "text.format"),
+        ({"text": {"format": LONG | {"schema": {"type": "frog"}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"input": [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "c",
           "output": "x"}], "instructions": "y"}, "input[1].call_id"),
