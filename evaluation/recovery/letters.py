@@ -5,7 +5,8 @@ both before the only option that is marked as right ("(B) Correct: ..."). Then c
 is nothing but a letter, and a last sentence that concludes with an option ("Hence (B)."). Of several
 the last counts. An option that is denied, doubted or conditional ("not (B)", "if (B) is right") is
 not chosen, and neither are two, nor "(A) if ..., (B) otherwise". Behind a retraction ("Wait, no: it
-is (B)") the last option that it names is chosen.
+is (B)") the last option that it names is chosen, and none where the very next sentence takes the
+option back ("No, that cannot be.") and names no other.
 """
 
 import re
@@ -54,6 +55,15 @@ _RETRACTION = re.compile(
     r"scratch that)\b|\bno\s*[,:;.–—-]",
     re.IGNORECASE,
 )
+# "(A). No, that cannot be.", right behind an option.
+_TAKEN_BACK = re.compile(
+    rf"[{_CLOSING}\s]*(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
+    r"(?:that|this|it)(?:['’]s|\s+(?:is|was|seems))?\s+(?:(?:can(?:not|['’]t)|couldn['’]t)\s+be"
+    r"(?:\s+(?:right|correct|true|it|the (?:right |correct )?answer))?\s*[.,:;!–—]"
+    r"|(?:\w+\s+)?(?:wrong|incorrect|impossible|false)\b"
+    r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b)",
+    re.IGNORECASE,
+)
 _SHORT = 100  # characters of an answer that is nothing but an option and its text
 _MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
 # What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
@@ -73,6 +83,8 @@ def final_letter(answer: str, letters: str) -> str | None:
             if last_match["other"] or rules.otherwise.match(behind):
                 return None
             corrected = [*rules.corrected.finditer(behind)] if _RETRACTION.search(behind) else []
+            if not corrected and _TAKEN_BACK.match(behind):
+                return None
             return (corrected[-1] if corrected else last_match)["letter"].upper()
     if right := {match[1] or match[2] for match in rules.marked_right.finditer(text)}:
         return right.pop() if len(right) == 1 else None

@@ -68,6 +68,8 @@ _LABEL = re.compile(
     r"|^[A-Za-z][A-Za-z ]{0,40}:\s*",
     re.IGNORECASE,
 )
+# In a box, what names the number behind it: "The remainder is 70", "There are 70 ways".
+_NAMING = re.compile(r"^[A-Za-z][A-Za-z ]{0,60}?\b(?:is|are|equals|gives|get|obtain)\s+")
 _COMMENT = re.compile(
     r"(\d[^\n]*?)(?:(?:[,;]|(?<=[\d})$*])[:.])\s+[\"'(]?[A-Za-z]{2,}|\\text\s*\{\s*\(?\s*(?:where|since|"
     r"because|as|for|with|if|when)\b|\s+\((?!\s*\\?[pb]?mod)(?=[^()]*\)\W*$)).*",
@@ -174,7 +176,7 @@ def stated_number(text: str, *, mathematical: bool = False) -> str | None:
     if _UNEQUAL.search(text):
         return None
     if mathematical:
-        text = _FACTORIAL.sub(_factorial, text)
+        text = _FACTORIAL.sub(_factorial, _NAMING.sub("", text))
         if re.search(r"(?<!\$)\b\d+\s*[kKMB]\b|[\d)}]\s*!", text):
             return None
     return _last_side(text)
