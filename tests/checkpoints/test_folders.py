@@ -7,6 +7,7 @@ makes them, and each version's config.json stands beside them.
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conversions import recipe_for, run
-from folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page
+from folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page, save
 from folder_matrix import REFUSED as REFUSED_ALIKE
 from safetensors.torch import load_file, save_file
 from saved_by import SINGLE, VARIANTS, logits
@@ -75,6 +76,40 @@ def test_the_matrix_of_versions_holds_what_is_tested_here() -> None:
         assert saved == {name: expected[name] for name in saved}, version
         assert len(saved) >= len(VARIANTS) - 1
     assert PAGE.read_text("utf-8") == page(), "run python tests/support/folder_matrix.py"
+
+
+@pytest.mark.parametrize("failing", ["pip", "saved_by.py"])
+def test_the_matrix_takes_no_folder_that_a_failed_try_left(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    def program(command: list[str], **_: Any) -> None:
+        """Make the folder that pip or saved_by.py would make; the first time with nothing in it."""
+        name = "pip" if "pip" in command else "saved_by.py"
+        folder = Path(command[command.index("--target") + 1] if name == "pip" else command[-1])
+        folder.mkdir(parents=True, exist_ok=True)
+        tries.append(name)
+        if name == failing and tries.count(name) == 1:
+            raise subprocess.CalledProcessError(1, command)
+        (folder / "whole").touch()
+        stated = folder / "transformers-5.11.0.dist-info" / "METADATA"
+        stated.parent.mkdir(exist_ok=True)
+        needs = "".join(
+            f"Requires-Dist: {need}\n" for need in ("tokenizers", "huggingface-hub", "kernels")
+        )
+        stated.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: 5.11.0\n{needs}")
+
+    monkeypatch.setattr(subprocess, "run", program)
+    with pytest.raises(subprocess.CalledProcessError):
+        save("5.11.0", tmp_path)
+    saved = save("5.11.0", tmp_path)
+    assert (saved / "whole").exists()
+    assert (tmp_path / "5.11.0" / "whole").exists()
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["5.11.0", "saved-5.11.0"]
+    before = len(tries)
+    assert save("5.11.0", tmp_path) == saved
+    assert len(tries) == before
 
 
 @pytest.mark.parametrize("variant", READ)

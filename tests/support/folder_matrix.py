@@ -13,6 +13,7 @@ class computed from it, and if `inspect` and the start of `run` find nothing. It
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -50,16 +51,34 @@ def save(version: str, built: Path) -> Path:
     if out.exists():
         return out
     if not package.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(package)]
-        subprocess.run([*pip, "--no-deps", f"transformers=={version}"], check=True)
-        (stated,) = distributions(name="transformers", path=[str(package)])
-        ranges = {need.name: need.specifier for need in map(Requirement, stated.requires or ())}
-        names = ("tokenizers", "huggingface-hub", "kernels")  # each version has its own ranges
-        if not all(ranges[name].contains(version_here(name)) for name in names):
-            subprocess.run([*pip, *(f"{name}{ranges[name]}" for name in names)], check=True)
-    program = [sys.executable, str(Path(__file__).with_name("saved_by.py")), str(out)]
+        _install(version, package)
+    partial = _partial(out)
+    program = [sys.executable, str(Path(__file__).with_name("saved_by.py")), str(partial)]
     subprocess.run(program, check=True, env=os.environ | {"PYTHONPATH": str(package)})
-    return out
+    return partial.rename(out)
+
+
+def _partial(folder: Path) -> Path:
+    """Return where a folder is made, without what an earlier try left there.
+
+    It gets its name when all of it is there, since a folder that has its name is taken as whole.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial
+
+
+def _install(version: str, package: Path) -> None:
+    """Install a version of transformers, and what it needs beside what is here, into `package`."""
+    partial = _partial(package)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(partial)]
+    subprocess.run([*pip, "--no-deps", f"transformers=={version}"], check=True)
+    (stated,) = distributions(name="transformers", path=[str(partial)])
+    ranges = {need.name: need.specifier for need in map(Requirement, stated.requires or ())}
+    names = ("tokenizers", "huggingface-hub", "kernels")  # each version has its own ranges
+    if not all(ranges[name].contains(version_here(name)) for name in names):
+        subprocess.run([*pip, *(f"{name}{ranges[name]}" for name in names)], check=True)
+    partial.rename(package)
 
 
 def outcome(folder: Path) -> str:
