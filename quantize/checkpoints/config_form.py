@@ -43,6 +43,19 @@ INERT = {  # key of other models -> the values with which transformers builds th
     "rope_scaling": ({},),
     "attention_k_eq_v": (True,),
 }
+PLAIN: dict[str, tuple[tuple[type, ...], tuple[str, ...]]] = {
+    # What decides nothing here, but must be of these types or transformers builds no model.
+    "text": ((str,), ("transformers_version", "problem_type", "hidden_activation")),
+    "true or false": ((bool,), ("output_hidden_states", "return_dict", "is_encoder_decoder",
+                                "attention_bias", "tie_word_embeddings")),
+    "a whole number": ((int,), ("pad_token_id", "bos_token_id", "chunk_size_feed_forward",
+                                "num_labels", "max_position_embeddings")),
+    "an id or a list of ids": ((int, list), ("eos_token_id",)),
+    "a list of names": ((list,), ("architectures",)),
+    "an object": ((dict,), ("id2label", "label2id")),
+    "a number": ((int, float), ("initializer_range", "attention_dropout", "rms_norm_eps")),
+}  # fmt: skip
+ATTENTION = ("eager", "sdpa")  # that need no other package
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 ROPES = ("rope_parameters.sliding_attention.rope_theta", "rope_parameters.full_attention.rope_theta",
          "rope_parameters.full_attention.partial_rotary_factor")  # fmt: skip
@@ -83,6 +96,8 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     _check_vision(vision, where)
     if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
         _refuse(where, "tie_word_embeddings", tied, "true or false")
+    for section in ("", "text_config", "vision_config"):
+        _check_plain(form[section] if section else form, where, section)
     # Keys in transformers' order, so that both notations of a config are written as equal bytes.
     return json.loads(json.dumps(form, sort_keys=True))
 
@@ -113,6 +128,18 @@ def _check_inert(section: Mapping[str, Any], where: str, name: str) -> None:
             _refuse(where, f"{name}.{key}".lstrip("."), value, f"one of {', '.join(FLOATS)}")
 
 
+def _check_plain(section: Mapping[str, Any], where: str, name: str) -> None:
+    """Check the types of keys that decide nothing, as far as no other check has done it."""
+    for wanted, (types, keys) in PLAIN.items():
+        for key in keys:
+            if section.get(key) is not None and type(section[key]) not in types:
+                _refuse(where, f"{name}.{key}".lstrip("."), section[key], wanted)
+    for key in ("attn_implementation", "_attn_implementation"):
+        if (value := section.get(key)) is not None and value not in ATTENTION:
+            wanted = f"{' or '.join(ATTENTION)}, or no such key,"
+            _refuse(where, f"{name}.{key}".lstrip("."), value, wanted)
+
+
 def _check_sizes(section: Mapping[str, Any], keys: Iterable[str], where: str, name: str) -> None:
     most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
     for key in keys:
@@ -137,6 +164,7 @@ def _check_text(text: Mapping[str, Any], where: str) -> None:
     if text["top_k_experts"] > text["num_experts"]:
         most = f"at most num_experts, {text['num_experts']},"
         _refuse(where, "text_config.top_k_experts", text["top_k_experts"], most)
+    _object(text.get("rope_parameters"), where, "text_config.rope_parameters")
     for key in (*NUMBERS, *ROPES):
         if type(value := _at(text, key)) not in (int, float) or not 0 < value < float("inf"):
             _refuse(where, f"text_config.{key}", value, "a number above 0")

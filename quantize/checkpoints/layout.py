@@ -45,12 +45,25 @@ SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compres
 
 
 def model_config(config: dict[str, Any]) -> Any:
-    """Return transformers' configuration object for a config.json, without quantization_config."""
+    """Return transformers' configuration object for a config.json, without quantization_config.
+
+    Raise InputError, with transformers' reason, if it refuses a value.
+    """
     from quantize.checkpoints.from_transformers import DiffusionGemmaConfig
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     # `check_layout` has looked whether the weights are tied.
-    return DiffusionGemmaConfig(**plain | {"tie_word_embeddings": True})
+    try:
+        return DiffusionGemmaConfig(**plain | {"tie_word_embeddings": True})
+    except Exception as error:  # whatever it makes of a wrong value
+        raise _refused_by_transformers(error) from error
+
+
+def _refused_by_transformers(error: Exception) -> InputError:
+    reason = textwrap.shorten(str(error), 200, placeholder=" ...")
+    return InputError(
+        f"config.json: transformers cannot build this model ({type(error).__name__}: {reason}); {FIX}"
+    )
 
 
 def bf16_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
@@ -90,12 +103,10 @@ def _built(config: str) -> dict[str, TensorSpec]:
     try:
         with torch.device("meta"):
             model = DiffusionGemmaForBlockDiffusion(model_config(json.loads(config)))
+    except InputError:
+        raise
     except Exception as error:  # whatever transformers and torch make of a wrong value
-        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
-        raise InputError(
-            f"config.json: transformers cannot build this model "
-            f"({type(error).__name__}: {reason}); {FIX}"
-        ) from error
+        raise _refused_by_transformers(error) from error
     return {
         name: TensorSpec("BF16", tuple(tensor.shape))
         for name, tensor in model.state_dict().items()

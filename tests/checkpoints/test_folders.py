@@ -4,11 +4,13 @@
 makes them, and each version's config.json stands beside them.
 """
 
+import copy
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from transformers import DiffusionGemmaForBlockDiffusion
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.inspect import inspect
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import TEMPLATE, Checkpoint, known_config, read_config
 from quantize.cli import cli
 from quantize.errors import InputError
@@ -76,6 +79,78 @@ def test_the_matrix_of_versions_holds_what_is_tested_here() -> None:
         assert saved == {name: expected[name] for name in saved}, version
         assert len(saved) >= len(VARIANTS) - 1
     assert PAGE.read_text("utf-8") == page(), "run python tests/support/folder_matrix.py"
+
+
+IDS = ("image_token_id", "boi_token_id", "eoi_token_id")
+REFUSED_VALUES = [
+    ("text_config.rope_parameters", 5),
+    ("text_config.layer_types", ["full_attention"]),
+    ("text_config.hidden_size", "x"),
+    ("id2label", 5),
+    ("num_labels", "x"),
+    ("architectures", 5),
+    ("attn_implementation", "nope"),
+    ("text_config._attn_implementation", "nope"),
+    ("pad_token_id", "x"),
+    ("text_config.pad_token_id", [1]),
+    ("vision_config.label2id", "x"),
+    ("vision_config.initializer_range", "small"),
+    ("problem_type", 5),
+    ("eos_token_id", {}),
+    ("return_dict", "yes"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_VALUES, ids=[key for key, _ in REFUSED_VALUES])
+def test_what_transformers_refuses_in_a_config_is_refused_by_its_key(
+    key: str, value: Any, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Where no model is built, too: at `inspect`, the start of `run`, and before a server loads."""
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    *section, name = key.split(".")
+    (config[section[0]] if section else config)[name] = value
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    for read in (load, Checkpoint.open, read_config, lambda place: inspect(place, LOOKS)):
+        with pytest.raises(InputError) as error:
+            read(folder)
+        assert str(error.value).startswith(f"{folder / 'config.json'}: {key} is ")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("section", ["", "text_config", "vision_config"])
+def test_no_field_that_transformers_checks_passes_unchecked(section: str) -> None:
+    """Each field of its classes gets what no field takes."""
+    whole = copy.deepcopy(REAL)
+    built: Any = model_config(copy.deepcopy(whole))  # which changes what it is given
+    unchecked: list[str] = []
+    for field in fields(getattr(built, section) if section else built):
+        wrong = 5 if "dict" in str(field.type) else {"a": [1]}
+        config = copy.deepcopy(whole)
+        (config[section] if section else config)[field.name] = wrong
+        if field.name in IDS and not section:  # `check_ids` looks at them
+            continue
+        if _is_refused(model_config, copy.deepcopy(config)) and not _is_refused(
+            google_form, config
+        ):
+            unchecked.append(field.name)
+    assert unchecked == []
+
+
+def _is_refused(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> bool:
+    try:
+        read(config)
+    except InputError:
+        return True
+    return False
+
+
+def test_other_values_that_transformers_refuses_end_in_its_reason() -> None:
+    with pytest.raises(InputError) as error:
+        model_config(copy.deepcopy(REAL) | {"id2label": 5})
+    said = "config.json: transformers cannot build this model (.*id2label"
+    assert re.match(said.replace("(", r"\("), str(error.value))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("failing", ["pip", "saved_by.py"])
