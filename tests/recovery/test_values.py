@@ -21,7 +21,7 @@ from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
 from quantize.recovery.health import sign_p_values
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.recovery.statistics import compare
-from quantize.recovery.terms import Comparison, Sign, StepInflation, Terms
+from quantize.recovery.terms import Comparison, Interval, Sign, StepInflation, Terms
 
 # 40 questions, 3 answers each: base, quantized; 6 questions lose some answers, 2 win one.
 BASE = np.ones((40, 3))
@@ -212,6 +212,32 @@ def test_sentences_of_one_task() -> None:
     for won, much in ((2, "0.5 points more correctly"), (0, "as many correctly")):
         reason = judge_task("t", one_answer(0, won, 400 - won)).reason
         assert reason.startswith(f"t: answers {much}; at 95% the loss is below ")
+
+
+def test_a_loss_a_tenth_of_a_point_from_the_margin_has_one_digit() -> None:
+    """Nearer ones have two, so that no loss reads as the margin that it is below or above."""
+    passed = replace(one_answer(2, 0, 398), margin_pp=0.1, p_at_least_margin=0.001)
+    for low, words in ((-0.2, "below 0.2 points"), (-0.19, "below 0.19 points")):
+        near = replace(passed, difference_bounds=Interval(low, 1.0))
+        assert f"the loss is {words}; 0.1 are allowed" in judge_task("t", near).reason
+
+
+def test_the_look_that_decided_is_numbered_and_an_open_task_is_told_by_all_answers() -> None:
+    """The second of three looks decides PASS; while nothing is decided, no look is named."""
+    passed = one_answer(2, 0, 398)
+    last = asdict(passed) | asdict(passed.difference_bounds)
+    looks = tuple(
+        last | {"questions": 100 * number, "level": 0.02, "p_at_least_margin": p}
+        for number, p in ((1, 0.5), (2, 0.001), (3, 0.4))
+    )
+    seen = replace(passed, looks=looks)
+    reason = judge_task("t", seen).reason
+    assert (
+        "(200 questions x 1, on these questions, accuracy decided at look 2 of 3; all: " in reason
+    )
+    undecided = judge_task("t", replace(seen, p_at_least_margin=0.5))
+    assert undecided.outcome == "INCONCLUSIVE"
+    assert "(400 questions x 1, on these questions, 3 looks); " in undecided.reason
 
 
 def test_it_is_said_what_would_decide() -> None:

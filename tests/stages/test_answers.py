@@ -122,6 +122,29 @@ def test_the_mark_of_a_whole_evaluation_is_moved_last(
     assert not found.folder.exists()
 
 
+def test_of_all_conditions_that_changed_the_first_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line a task and model: two changed conditions make no second; nothing changed, no line."""
+    telling_one, told = telling(monkeypatch)
+    telling_one._run = RunDir(tmp_path)
+    models: list[Any] = [SimpleNamespace(name=name) for name in ("changed", "same", "new")]
+    now = {"device": "cuda", "threads": 8, "versions": {"torch": "2"}}
+    stored = {"changed": now | {"device": "cpu", "threads": 4}, "same": now}
+    monkeypatch.setattr(answers, "made_with", lambda *_: now)
+    monkeypatch.setattr(
+        Answers,
+        "_stored_scoring",
+        lambda _, model, task: (
+            SimpleNamespace(made_with=stored[model.name]) if model.name in stored else None
+        ),
+    )
+    telling_one.tell_what_differs(models, [FIRST])
+    assert [line.split(", so it is")[0] for line in told] == [
+        "one, changed: scored with device cpu, now cuda"
+    ]
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_parts_are_asked_together_where_none_has_answers(
     begun: bool, monkeypatch: pytest.MonkeyPatch
