@@ -56,7 +56,7 @@ def resolved(
 ) -> Recipe:
     """Return recipe `name` after `for_bundled_model`, if `bundled`, and `asking(tasks, limit)`.
 
-    Warn of edited keys of a file that the bundled model does not use. Raise InputError as
+    Warn of edited keys, also under `bundled`, that the bundled model does not use. Raise InputError as
     `load_recipe` does, or if a task is unknown or has no margin.
     """
     recipe = load_recipe(name)
@@ -64,6 +64,12 @@ def resolved(
         say(
             f"warning: {name}: on the bundled model its section `bundled` holds, so these keys of "
             f"the recipe are not used: {', '.join(keys)}; edit them under `bundled`"
+        )
+    if bundled and recipe.bundled.calibration and recipe.calibration is None:
+        keys = sorted(recipe.bundled.calibration.model_fields_set)
+        say(
+            f"warning: {name}: the recipe has no stage `calibration`, so these keys are not used: "
+            f"{', '.join(f'bundled.calibration.{key}' for key in keys)}; add a section `calibration`"
         )
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 

@@ -12,7 +12,7 @@ from pydantic import create_model
 
 from quantize.cli import cli
 from quantize.errors import InputError
-from quantize.recipe.reading import load_recipe, parse_recipe, shipped_recipes
+from quantize.recipe.reading import load_recipe, parse_recipe, resolved, shipped_recipes
 from quantize.recipe.sections import Evaluation, Gate, OwnTask, Recipe
 from quantize.recovery.catalog import is_private, known_tasks, token_limit
 from quantize.recovery.strict_yaml import read_yaml
@@ -470,3 +470,15 @@ def test_task_files_that_include_one_another_without_end_are_refused(tmp_path: P
     (tmp_path / "a.yaml").write_text(LM_EVAL + "output_type: multiple_choice\n")
     with pytest.raises(InputError, match="key 'output_type' stands twice"):
         load_recipe(str(own_task(tmp_path, lm_eval=str(tmp_path / "a.yaml"))))
+
+
+def test_a_calibration_under_bundled_of_a_recipe_without_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = yaml.safe_load(shipped_recipes()["fp8_dynamic"])
+    calibration = yaml.safe_load(shipped_recipes()["nvfp4"])["bundled"]["calibration"]
+    path = tmp_path / "mine.yaml"
+    for change in ({}, {"calibration": calibration | {"prompts": 8}}):
+        path.write_text(yaml.safe_dump(fields | {"bundled": fields["bundled"] | change}))
+        assert resolved(str(path), bundled=True).calibration is None
+        assert ("bundled.calibration.prompts" in capsys.readouterr().err) == bool(change)
