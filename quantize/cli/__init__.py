@@ -9,6 +9,7 @@ import difflib
 import errno
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from importlib import import_module
@@ -97,6 +98,7 @@ def cli(context: click.Context) -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the outcome calls for."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job ends as by Ctrl-C
     sys.exit(_exit_code())
 
 

@@ -69,7 +69,7 @@ def resolved(
         keys = sorted(recipe.bundled.calibration.model_fields_set)
         say(
             f"warning: {name}: the recipe has no stage `calibration`, so these keys are not used: "
-            f"{', '.join(f'bundled.calibration.{key}' for key in keys)}; add a section `calibration`"
+            f"{', '.join(f'bundled.calibration.{key}' for key in keys)}; leave them out"
         )
     return (recipe.for_bundled_model() if bundled else recipe).asking(tasks, limit)
 

@@ -142,3 +142,15 @@ def test_plan_of_the_real_model_needs_no_weights() -> None:
 
 def test_an_unknown_option_is_usage() -> None:
     assert quantize("run", "--recepi", "nvfp4").returncode == 2
+
+
+def test_sigterm_ends_as_ctrl_c_does() -> None:
+    program = (
+        "import os, signal, sys, quantize.cli as cli\n"
+        "cli.cli.main = lambda **_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.argv = ['quantize', 'run', '--recipe', 'nvfp4']\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "interrupted; `quantize run --recipe nvfp4 --resume` goes on" in done.stderr
