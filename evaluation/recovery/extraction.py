@@ -148,7 +148,7 @@ def _chosen(text: str, forms: list[list[Found]]) -> str | None:
     firm, hypothetical = _said(text)
     formal = next((of_form for of_form in forms if of_form), None)
     if formal:
-        formal = [found for found in formal if not _withdrawn(text, found[0])] or [(0, SEVERAL)]
+        formal = [pair for pair in formal if not _withdrawn(text, pair[0])] or [(0, SEVERAL)]
         after = [number for place, number in firm if place > formal[-1][0]]
         number = after[-1] if after else formal[-1][1]
     elif firm or hypothetical:
