@@ -1,6 +1,5 @@
 """Copies of the bundled model to edit, and GGUF files as the `gguf` package reads them."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ from quantize.bundled import CHECKPOINT
 
 
 def copy_bundled(folder: Path, source: Path = CHECKPOINT) -> Path:
-    """Make a copy of a checkpoint whose small files may be edited; weights are links."""
+    """Copy a checkpoint to edit. No links: a link changes the time of the weights that others read."""
     folder.mkdir(parents=True)
     for file in source.iterdir():
-        if file.suffix == ".safetensors":
-            os.link(file, folder / file.name)
-        else:
-            shutil.copyfile(file, folder / file.name)
+        shutil.copyfile(file, folder / file.name)
     return folder
 
 
