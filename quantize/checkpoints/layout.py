@@ -100,11 +100,10 @@ def _built(config: str) -> dict[str, TensorSpec]:
 
     from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion
 
+    configuration = model_config(json.loads(config))
     try:
         with torch.device("meta"):
-            model = DiffusionGemmaForBlockDiffusion(model_config(json.loads(config)))
-    except InputError:
-        raise
+            model = DiffusionGemmaForBlockDiffusion(configuration)
     except Exception as error:  # whatever transformers and torch make of a wrong value
         raise _refused_by_transformers(error) from error
     return {

@@ -106,9 +106,8 @@ class _CallGrammar:
         self._quote, self._named = quote, 0
         self._root: dict[str, Any] = {}  # the schema that the function's references point into
         self._references: dict[str, str] = {}  # their rules
-        self._unwritten: list[
-            tuple[str, Any, str]
-        ] = []  # of these: rule, schema and where it is used
+        # rule, schema and place of use of the references that are not written yet
+        self._unwritten: list[tuple[str, Any, str]] = []
 
     def parameters_of(self, function: Function) -> str:
         """Return the term of the function's arguments; InputError names a keyword that is not held."""

@@ -212,14 +212,14 @@ def table(args: argparse.Namespace) -> None:
         named, _, activations = mix.partition("+")
         place = Placement("cuda", None, cast("Any", activations or None))
         batches = [int(batch) for batch in args.batches.split(",")]
-        found = bench.bench(
+        measured = bench.bench(
             None, random=named, config=config, steps=[str(STEPS)], batches=batches,
             context=CONTEXT, canvases=5, place=place,
         )  # fmt: skip
         with args.out.open("a") as file:
-            file.write(json.dumps({"mix": mix} | asdict(found)) + "\n")
-        for each in bench.tables(found):
-            Console(width=200).print(each)
+            file.write(json.dumps({"mix": mix} | asdict(measured)) + "\n")
+        for shown in bench.tables(measured):
+            Console(width=200).print(shown)
         gc.collect()
         torch.cuda.empty_cache()
 

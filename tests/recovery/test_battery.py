@@ -76,8 +76,8 @@ def test_of_60_answers_that_version_5_had_not_seen_58_are_read_today() -> None:
     """It read 56 when it first saw them; docs/evaluation.md says which two are still missed."""
     seen = {(line["task"], line["text"]) for name in (BATTERY, HELD_OUT) for line in battery(name)}
     assert not [line for line in battery(HELD_OUT_OF_5) if (line["task"], line["text"]) in seen]
-    found = right(ours, HELD_OUT_OF_5)
-    assert {task: (sum(lines), len(lines)) for task, lines in found.items()} == {
+    marks = right(ours, HELD_OUT_OF_5)
+    assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
         "gsm8k": (22, 24), "svamp": (8, 8), "aime25": (16, 16), "gpqa_diamond": (12, 12),
     }  # fmt: skip
 

@@ -75,11 +75,11 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
 def test_a_look_tells_what_the_rest_takes_at_most(
     task: Any, outcome: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: Any = SimpleNamespace(questions=100, repeats=2 if task is FIRST else 1)
+    comparison: Any = SimpleNamespace(questions=100, repeats=2 if task is FIRST else 1)
     monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, "the reason"))
     telling_one, told = telling(monkeypatch)
-    telling_one.tell_look([FIRST, LAST], task, 1, found)
-    seen = f"look 1 of {len(task.plan.looks)}, {100 * found.repeats} of {task.samples} a model"
+    telling_one.tell_look([FIRST, LAST], task, 1, comparison)
+    seen = f"look 1 of {len(task.plan.looks)}, {100 * comparison.repeats} of {task.samples} a model"
     assert told == [f"{seen}: {said}"]
 
 

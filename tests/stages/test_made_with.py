@@ -136,8 +136,8 @@ def test_a_new_setting_of_the_sampler_asks_again_only_where_it_is_used(
     used = dataclasses.replace(Later.from_checkpoint(CHECKPOINT), top_k=5)
     monkeypatch.setattr(Later, "from_checkpoint", lambda _: used)
     assert asked() == 6
-    told = " ".join(capsys.readouterr().err.split())
-    assert told.count("scored with sampler.top_k None, now 5, so it is asked again") == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert printed.count("scored with sampler.top_k None, now 5, so it is asked again") == 2
 
 
 def with_settings(folder: Path, **settings: Any) -> Path:
