@@ -19,6 +19,7 @@ import click
 
 from quantize import __version__
 from quantize.cli.examples import with_examples
+from quantize.cli.options import continuing
 from quantize.errors import LONGEST, QuantizeError, unexpected_in
 from quantize.host.locks import refuse_several
 from quantize.pipeline.stages import STAGES
@@ -132,9 +133,7 @@ def _exit_code() -> int:
 
 def _going_on() -> str:
     """Return "; `COMMAND` goes on" with the command that continues this one, "" if none can."""
-    words = sys.argv[1:]
-    if words[:1] in (["run"], ["judge"]) and "--resume" not in words:
-        words = [*words, "--resume"]
+    words = continuing(sys.argv[1:])
     known = {"run", "judge", "push", "export", *(stage.name for stage in STAGES)}
     return f"; `{shlex.join(['quantize', *words])}` goes on" if known & set(words[:1]) else ""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import with_options
+from quantize.cli.options import remember_command, with_options
 
 PACK = click.argument("pack", type=click.Path(path_type=Path, dir_okay=False))
 
@@ -33,6 +33,7 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     from quantize.pipeline.run import advance
 
     with judging(checkpoint, against, recipe, out, **options) as judged:
+        remember_command(judged.folder)
         return advance(judged)
 
 

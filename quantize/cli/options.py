@@ -1,5 +1,7 @@
 """Arguments and options that several commands share; `with_options` adds them to a command."""
 
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 import click
 from click.decorators import FC
 
+from quantize.host.files import write_text
 from quantize.host.known_gpus import KNOWN_GPUS
+from quantize.host.processes import is_first
 from quantize.recipe.controls import bounds_of
+from quantize.runs.folder import RunDir
 from quantize.schemes.modes import ACTIVATION_MODES
 
 REAL_MODEL = "google/diffusiongemma-26B-A4B-it"
@@ -135,6 +140,19 @@ SHARED["scoring"] = with_options(
         help="Requests in flight to each server.",
     ),
 )  # fmt: skip
+
+
+def continuing(words: list[str]) -> list[str]:
+    """Return the words of the command line that continues what the command line `words` began."""
+    resumes = words[:1] in (["run"], ["judge"]) and "--resume" not in words
+    return [*words, "--resume"] if resumes else words
+
+
+def remember_command(folder: RunDir) -> None:
+    """Keep, in a run's folder, the command line that continues the command at work."""
+    words = continuing(sys.argv[1:])
+    if is_first():
+        write_text(folder.command, shlex.join(["quantize", *words]))
 
 
 def served_name(checkpoint: str, folder: Path) -> str:

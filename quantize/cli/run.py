@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from quantize.cli.options import with_options
+from quantize.cli.options import remember_command, with_options
 from quantize.pipeline.stages import STAGES
 from quantize.runs.folder import RunDir
 
@@ -22,6 +22,7 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
     from quantize.pipeline.run import advance, started
 
     with started(recipe, model, out, **options) as started_run:
+        remember_command(started_run.folder)
         return advance(started_run, until)
 
 
@@ -75,18 +76,28 @@ def status(run: Path) -> None:
 
 
 def _going_on(folder: RunDir) -> str | None:
-    """Return the commands that do what a run still lacks; None if it lacks nothing, or is none."""
+    """Return the command that does what a run still lacks; None if it lacks nothing, or is none.
+
+    What `quantize run` and `judge` began, they continue; else the stages' own commands do.
+    """
     from quantize.host.files import read_json
     from quantize.pipeline.staleness import why_stale
     from quantize.recipe.reading import read_recipe
 
     if not folder.manifest_json.exists():
         return None
+    began = f"`{folder.command.read_text('utf-8')}`" if folder.command.is_file() else None
     if name := read_json(folder.manifest_json).get("judged"):
-        return None if folder.report_json.exists() else f"`quantize judge {name} ... --resume`"
+        return (
+            None
+            if folder.report_json.exists()
+            else began or f"`quantize judge {name} ... --resume`"
+        )
     if why_stale(folder, STAGES[0]):
-        return f"`{STAGES[0].command(folder)}`"
+        return began or f"`{STAGES[0].command(folder)}`"
     recipe = read_recipe(folder.recipe_yaml)
     needed = [stage for stage in STAGES if stage.is_needed(recipe)]
     first = next((i for i, stage in enumerate(needed) if why_stale(folder, stage)), len(needed))
-    return " && ".join(f"`{stage.command(folder)}`" for stage in needed[first:]) or None
+    if first == len(needed):
+        return None
+    return began or " && ".join(f"`{stage.command(folder)}`" for stage in needed[first:])

@@ -17,6 +17,7 @@ class RunDir:
         self.manifest_json = path / "manifest.json"  # versions, hardware, seconds, peak memory
         self.stages_json = path / "stages.json"  # digests of each stage's result and inputs
         self.lock = path / ".lock"  # held by the process that works on the run
+        self.command = path / ".command"  # the command line that continues the run
         self.progress_json = path / ".progress.json"  # for `quantize status`, while a process works
         self.targets_csv = path / "targets.csv"  # per source tensor: scheme or reason, bytes
         self.calibration = path / "calibration"  # input scales, expert coverage, trajectories

@@ -214,11 +214,28 @@ def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
     """After an interruption, and nothing of a run that is complete."""
     where = quick.folder.path
     assert "go on" not in quick("status", where).out
-    interrupted(quick)
+    stopped = interrupted(quick)
+    (line,) = (text for text in quick("status", where).out.splitlines() if "go on" in text)
+    assert line.startswith("go on with `quantize run --recipe ")
+    assert line.endswith(" --resume`")
+    assert f"{line.removeprefix('go on with ')} goes on" in stopped.last
+    quick.folder.command.unlink()  # as a run has none that an earlier version or Python began
     commands = f"go on with `quantize evaluate {where}` && `quantize report {where}`"
     assert commands in quick("status", where).out
     quick.monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", made_up_scores)
     assert [quick(stage, where).code for stage in ("evaluate", "report")] == [0, 0]
+
+
+def test_status_of_a_judgement_names_its_own_command(quick: Quick) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    quick.monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", stop)
+    stopped = judged(quick)
+    (path,) = quick.out.glob("judge-*")
+    (line,) = (text for text in quick("status", path).out.splitlines() if "go on" in text)
+    assert line.startswith(f"go on with `quantize judge {quick.out.parent / 'theirs'} --against ")
+    assert f"{line.removeprefix('go on with ')} goes on" in stopped.last
 
 
 def test_a_finished_judgement_says_that_nothing_is_left(quick: Quick) -> None:
