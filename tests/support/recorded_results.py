@@ -94,17 +94,37 @@ def _cells(found: Comparison, accuracy: str) -> list[str]:
 
 
 def speed_rows() -> list[str]:
-    """Return the rows of README's table of speed: ms per forward (tokens/s)."""
+    """Return the rows of README's table of speed: ms per forward (tokens/s), and the quotient."""
     rows = sorted(RESULTS["speed"]["rows"], key=lambda row: row["batch"])
     return [
-        f"| {SPEEDS[row['name']]} | {row['batch']} | {_timed(row['vllm'])}| {_timed(row['ours'])}|"
+        f"| {SPEEDS[row['name']]} | {row['batch']} | {_timed(row['vllm'])} | {_timed(row['ours'])} "
+        f"| {_times(row['ours'], row['vllm'])} |"
         for row in rows
     ]
 
 
-def _timed(measured: list[str] | None) -> str:
-    return "{} ({}) ".format(*measured) if measured else ""
+def peer_rows() -> list[str]:
+    """Return the rows of docs/runtime.md's table beside vLLM, by each of vLLM's kernels."""
+    lines: list[str] = []
+    for row in RESULTS["speed"]["rows"]:
+        marlin, times = row.get("vllm_marlin"), _times(row["ours"], row["vllm"])
+        if marlin:
+            times += f", {_times(row['ours'], marlin)}"
+        cells = [row["name"], str(row["batch"]), _timed(row["vllm"])]
+        cells += [_timed(marlin) if marlin else "", _timed(row["ours"]), times]
+        lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    return lines
+
+
+def _timed(measured: list[str]) -> str:
+    return "{} ({})".format(*measured)
+
+
+def _times(ours: list[str], theirs: list[str]) -> str:
+    """Return by how much more tokens/s ours are, of one lease."""
+    fast, slow = (float(tokens.replace(",", "")) for _, tokens in (ours, theirs))
+    return f"{fast / slow:.2f}"
 
 
 if __name__ == "__main__":
-    print("\n".join([*quality_rows(), "", *speed_rows(), "", *evaluation_rows()]))
+    print("\n".join([*quality_rows(), "", *speed_rows(), "", *peer_rows(), "", *evaluation_rows()]))
