@@ -149,6 +149,18 @@ def test_an_unknown_option_does_not_parse() -> None:
         parse(["run", "--recepi", "nvfp4"])
 
 
+def test_forms_that_pages_show_say_where_values_end() -> None:
+    """An integer without a maximum became 120 digits on a model that knows no JSON."""
+    words = (words[-1] for block in ALL for words in block.commands if words[0] == "curl")
+    bodies = [json.loads(text) for text in words if "response_format" in text]
+    assert bodies
+    for body in bodies:
+        schema = body["response_format"]["json_schema"]["schema"]
+        assert schema["additionalProperties"] is False
+        fields = schema["properties"].values()
+        assert all("maximum" in field for field in fields if field["type"] == "integer")
+
+
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_curl_commands_are_answered() -> None:
     commands = [words for block in ALL for words in block.commands if words[0] == "curl"]
@@ -160,6 +172,10 @@ def test_curl_commands_are_answered() -> None:
             answer = answered(words, server)
             if "completions" in " ".join(words):
                 assert "226" in answer, words
+            if form := json.loads(words[-1]).get("response_format") if "-d" in words else None:
+                schema = form["json_schema"]["schema"]
+                (choice,) = json.loads(answer)["choices"]
+                jsonschema_rs.validate(schema, json.loads(choice["message"]["content"]))
     with running(text=text_with_tools(), api_key="a-key") as server:
         for words in with_tools:
             (choice,) = json.loads(answered(words, server))["choices"]
