@@ -31,7 +31,7 @@ lint: $(READY)
 
 # The tests that compute, as other CPUs would run them: all cells of the matrix, or CELLS=2 of them.
 test-cpus: $(READY)
-	$(BIN)/python tests/support/cpus.py $(CELLS)
+	$(BIN)/python -m tests.support.cpus $(CELLS)
 
 # All that tests/data/compiled.json says is compiled anew and compared with it.
 test-compile: $(READY)
@@ -45,7 +45,7 @@ test-gpu:
 # The tests that compute, on the oldest versions that pyproject.toml declares, on those on which speed was
 # measured, and on the newest: all, or CELLS=newest, CELLS=newest/runtime, CELLS=1 (drawn), CELLS=core (CI's).
 test-versions: $(READY)
-	$(BIN)/python tests/support/versions.py $(CELLS)
+	$(BIN)/python -m tests.support.versions $(CELLS)
 
 # torch first and by name: any other package that wants torch would bring a CUDA build of several GB.
 $(READY): pyproject.toml constraints.txt

@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-from numeric import computes
+from tests.support.numeric import computes
 
 if TYPE_CHECKING:
     from quantize.checkpoints.targets import Target
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random BF16 checkpoint as Google writes it: layout and config."""
-    from tiny import LAYERS, tiny_model
-
     from quantize.host.files import write_json
+    from tests.support.tiny import LAYERS, tiny_model
 
     folder = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_model().save_pretrained(folder)

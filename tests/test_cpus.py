@@ -1,8 +1,8 @@
 """The matrix of CPUs: what a processor can run, what a commit draws, and what is said in the end."""
 
-import cpus
-import numeric
 import pytest
+
+from tests.support import cpus, numeric
 
 
 def test_what_is_chosen_for_the_matrix_is_there() -> None:

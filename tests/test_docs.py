@@ -14,15 +14,15 @@ from pathlib import Path
 import click
 import jsonschema_rs
 import pytest
-from documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
-from quick_run import in_few_steps
-from serving import Running, running, text_with_tools
 
 from quantize import cli
 from quantize.pipeline import rehearse
 from quantize.recipe.reading import shipped_recipes
 from quantize.stages import denoising
 from quantize.stages.fidelity import fidelity
+from tests.support.documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
+from tests.support.quick_run import in_few_steps
+from tests.support.serving import Running, running, text_with_tools
 
 ALL = blocks()
 PYTHON_PAGES = ("docs/python.md", "docs/commands.md")

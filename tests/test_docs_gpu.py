@@ -20,12 +20,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from documented import SHELL, Block, blocks
 from filelock import FileLock
-from server_process import KEY, process
 
 from quantize.bundled import CHECKPOINT
 from quantize.recipe.reading import shipped_recipes
+from tests.support.documented import SHELL, Block, blocks
+from tests.support.server_process import KEY, process
 
 pytestmark = pytest.mark.gpu
 FOUND = [b for b in blocks() if b.kind in SHELL and {*b.needs} - {"the network"} == {"a GPU"}]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from recipe_reference import PAGE, page
 
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target, plan_targets
@@ -15,11 +14,12 @@ from quantize.recipe.sections import Recipe
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
 from quantize.stages.plan.plan import tensors_from_config
+from tests.support.recipe_reference import PAGE, page
 
 
 def test_the_reference_is_generated() -> None:
     text = PAGE.read_text("utf-8")
-    assert text == page(text), "run: python tests/support/recipe_reference.py"
+    assert text == page(text), "run: python -m tests.support.recipe_reference"
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

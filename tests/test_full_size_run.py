@@ -10,7 +10,7 @@ import pytest
 
 from quantize.bundled import CHECKPOINT
 
-SCRIPT = Path(__file__).parent / "benchmarks" / "full_size_run.py"
+PROGRAM = "tests.benchmarks.full_size_run"
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "benchmarks" / "full_size_run.py"
 def test_the_whole_chain_at_two_budgets(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(CHECKPOINT, folder / "bf16")
-    command = [sys.executable, SCRIPT, "run", folder, "--recipe", "nvfp4", "--parallel", "2"]
+    command = [sys.executable, "-m", PROGRAM, "run", folder, "--recipe", "nvfp4", "--parallel", "2"]
     command += ["--gpu-memory", "16", "--gpu-memory", "12", "--keep", "nvfp4-12"]
     command += ["--count", "16", "--denoising-steps", "6", "--batch", "8"]
     words = list(map(str, command))

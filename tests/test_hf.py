@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conversions import recipe_for, run
-from two_processes import forked
+
+from tests.support.conversions import recipe_for, run
+from tests.support.two_processes import forked
 
 PROGRAM = """
 import sys, torch

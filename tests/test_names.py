@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import names
 import pytest
+
+from tests.support import names
 
 
 def test_the_product_stores_no_refused_name_and_no_class_twice() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import release
 
 import quantize
+from tests.support import release
 
 ROOT = Path(__file__).parent.parent
 OURS = {"quantize", "fused_dequant"}

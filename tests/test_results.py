@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented import ROOT
-from recorded_results import (
+
+from tests.support.documented import ROOT
+from tests.support.recorded_results import (
     RESULTS,
     compared,
     evaluation_rows,
@@ -31,7 +32,7 @@ STATED = {
 @pytest.mark.parametrize("rows", [quality_rows, speed_rows], ids=lambda rows: rows.__name__)
 def test_tables_of_readme_are_made_from_what_was_recorded(rows) -> None:
     for row in rows():
-        assert row in README.splitlines(), f"{row}: run python tests/support/recorded_results.py"
+        assert row in README.splitlines(), f"{row}: run python -m tests.support.recorded_results"
 
 
 def test_the_pages_of_docs_have_the_same_figures() -> None:
@@ -41,7 +42,7 @@ def test_the_pages_of_docs_have_the_same_figures() -> None:
     runtime = (ROOT / "docs" / "runtime.md").read_text("utf-8").splitlines()
     assert len(peer_rows()) == 12
     for row in peer_rows():
-        assert row in runtime, f"{row}: run python tests/support/recorded_results.py"
+        assert row in runtime, f"{row}: run python -m tests.support.recorded_results"
 
 
 def test_every_other_figure_of_readme_is_derived_too() -> None:

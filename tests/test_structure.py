@@ -1,10 +1,13 @@
 """docs/structure.md names every module, with the sentence that the module begins with."""
 
-from structure import PAGE, ROOT, WINGS, modules, page, sentence
+import subprocess
+import sys
+
+from tests.support.structure import PAGE, ROOT, WINGS, modules, page, sentence
 
 
 def test_the_page_is_made_from_the_modules() -> None:
-    assert PAGE.read_text("utf-8") == page(), "run python tests/support/structure.py"
+    assert PAGE.read_text("utf-8") == page(), "run python -m tests.support.structure"
 
 
 def test_every_folder_of_code_is_listed_and_every_module_says_what_it_is() -> None:
@@ -17,3 +20,13 @@ def test_every_folder_of_code_is_listed_and_every_module_says_what_it_is() -> No
         assert file.parent.relative_to(ROOT).as_posix() in WINGS, file
         assert sentence(file).endswith((".", ":", "?")), file
         assert file.name in listed or file.name.startswith("__")
+
+
+def test_every_benchmark_is_imported() -> None:
+    """In one process, from the repository's root, as `python -m tests.benchmarks.NAME` finds them."""
+    names = sorted(file.stem for file in (ROOT / "tests" / "benchmarks").glob("*.py"))
+    assert len(names) > 20
+    program = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    words = [sys.executable, "-c", program, *(f"tests.benchmarks.{name}" for name in names)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import subjects
+
+from tests.support import subjects
 
 LONG = "A" * 73
 WHO = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import versions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+from tests.support import versions
 
 PROJECT = tomllib.loads((versions.ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = [Requirement(line) for line in PROJECT["dependencies"]]

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from chats import add_chats
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
@@ -24,6 +23,7 @@ from quantize.runtime.gpu.placement import CPU
 from quantize.stages.denoising import Denoising
 from quantize.stages.evaluate.evaluate import evaluate
 from quantize.stages.round_weights.round_weights import round_weights
+from tests.support.chats import add_chats
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "structure.md").read_text("utf-8")

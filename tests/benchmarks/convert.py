@@ -1,6 +1,6 @@
 """Convert side by side with its peers on a synthetic checkpoint of real layer shapes.
 
-    python tests/benchmarks/convert.py SCRATCH_FOLDER [--runs 5] [--experts 128]
+    python -m tests.benchmarks.convert SCRATCH_FOLDER [--runs 5] [--experts 128]
 
   FP8_DYNAMIC  ours against llm-compressor's model_free_ptq
   NVFP4A16     ours against compressed-tensors' own functions, Linear by Linear (model_free_ptq stops
@@ -194,9 +194,7 @@ def main(
         print(json.dumps(astuple(measured(WORK[work](folder, out)))))
         return
     from quantize.checkpoints.reader import Checkpoint
-
-    sys.path.append(str(Path(__file__).parents[1] / "support"))
-    from synthetic import synthetic_config, write_synthetic
+    from tests.support.synthetic import synthetic_config, write_synthetic
 
     source = write_synthetic(folder / "bf16", synthetic_config(2, experts, 1, 4096))
     gigabytes = Checkpoint.open(source).nbytes / 1e9

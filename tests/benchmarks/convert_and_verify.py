@@ -1,7 +1,7 @@
 """Where the seconds of convert and verify go: one run of each on a checkpoint that is there already.
 
-    python tests/support/synthetic.py /dev/shm/bf16
-    python tests/benchmarks/convert_and_verify.py /dev/shm/bf16 /dev/shm/out --recipe nvfp4
+    python -m tests.support.synthetic /dev/shm/bf16
+    python -m tests.benchmarks.convert_and_verify /dev/shm/bf16 /dev/shm/out --recipe nvfp4
 
 A recipe with GPTQ gets codes that were rounded to nearest, in files as the stage `round` writes them.
 Prints what the machine does by itself (reading and writing files, sha256, the link), then for each

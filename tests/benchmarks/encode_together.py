@@ -1,6 +1,6 @@
 """Times how finished canvases are encoded where no sample may depend on its batch, on one GPU.
 
-    python tests/benchmarks/encode_together.py [--mixes fp8,nvfp4,nvfp4+fp8,bf16]
+    python -m tests.benchmarks.encode_together [--mixes fp8,nvfp4,nvfp4+fp8,bf16]
 
 Random weights of the 26B shape, each canvas behind its own number of tokens. Prints a JSON line for
 every mix (NVFP4 with "+fp8" behind it is multiplied as W4A8) and number of canvases: ms in passes of

@@ -1,9 +1,9 @@
 """Tokens/s of evaluation beside those of `quantize bench`, and what a recipe's evaluation would take.
 
-    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl [--activations none]
-    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl --gpu-memory 22 --slots 16
-    python tests/benchmarks/evaluate_rates.py measure CHECKPOINT REPORT.jsonl --behind 16384 --slots 16
-    python tests/benchmarks/evaluate_rates.py project REPORT.jsonl [REPORT.jsonl ...]
+    python -m tests.benchmarks.evaluate_rates measure CHECKPOINT REPORT.jsonl [--activations none]
+    python -m tests.benchmarks.evaluate_rates measure CHECKPOINT REPORT.jsonl --gpu-memory 22 --slots 16
+    python -m tests.benchmarks.evaluate_rates measure CHECKPOINT REPORT.jsonl --behind 16384 --slots 16
+    python -m tests.benchmarks.evaluate_rates project REPORT.jsonl [REPORT.jsonl ...]
 
 `measure` needs a GPU. At each number of slots it answers twice as many chats, of four canvases
 each and a fixed number of steps, as evaluation does: batch-invariantly, slots refilled as samples end,

@@ -1,7 +1,7 @@
 """Export a checkpoint as GGUF: seconds, memory, and whether the `gguf` package reads all of it.
 
-    python tests/support/synthetic.py BF16      # or with --layers 2 --vision-layers 1
-    python tests/benchmarks/export.py BF16 SCRATCH_FOLDER
+    python -m tests.support.synthetic BF16      # or with --layers 2 --vision-layers 1
+    python -m tests.benchmarks.export BF16 SCRATCH_FOLDER
 
 The BF16 checkpoint is exported as BF16 and as Q8_0; then it is quantized to NVFP4A16 (whose files hold
 what NVFP4's do, without input scales) and exported so. Each export is a process of its own; imports are
@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from convert import measured, ours
+
+from tests.benchmarks.convert import measured, ours
 
 
 def export(source: Path, out: Path, kept_as: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The frontier of the bundled model: accuracy and speed of nine points, one factor at a time.
 
-    python tests/benchmarks/frontier.py run OUT            # a GPU, or a CPU with --problems 20
-    python tests/benchmarks/frontier.py best OUT t5 t10    # these points with thinking too, x 4
-    python tests/benchmarks/frontier.py choose OUT         # the choice by hand: rows and numpy alone
-    python tests/benchmarks/frontier.py draw OUT FILE.svg  # the report's chart as a file
+    python -m tests.benchmarks.frontier run OUT            # a GPU, or a CPU with --problems 20
+    python -m tests.benchmarks.frontier best OUT t5 t10    # these points with thinking too, x 4
+    python -m tests.benchmarks.frontier choose OUT         # the choice by hand: rows and numpy alone
+    python -m tests.benchmarks.frontier draw OUT FILE.svg  # the report's chart as a file
 
 `run` calls `quantize run RECIPE --operating-points --all`. Of nvfp4 it judges the model's own settings,
 fixed steps (T = 5, 10, 20, 48) and entropy bounds (0.05, 0.2, 0.4; the model's own is 0.1), of

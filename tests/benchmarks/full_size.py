@@ -1,6 +1,6 @@
 """The real size on one machine: write, convert, verify, load and calibrate 25.2B random parameters.
 
-    python tests/benchmarks/full_size.py SCRATCH_FOLDER REPORT.jsonl [STEP ...]
+    python -m tests.benchmarks.full_size SCRATCH_FOLDER REPORT.jsonl [STEP ...]
 
 Steps, in the order of their worth: write, fp8_dynamic, verify-fp8_dynamic, nvfp4a16,
 verify-nvfp4a16, load-nvfp4a16, calibrate. Each is a process of its own under its own time limit; one
@@ -88,8 +88,7 @@ def shipped(name: str) -> Recipe:
 
 def write(folder: Path, layers: int, vocabulary: int, experts: int = 128) -> Facts:
     """Write the synthetic BF16 checkpoint."""
-    sys.path.append(str(Path(__file__).parents[1] / "support"))
-    from synthetic import synthetic_config, write_synthetic
+    from tests.support.synthetic import synthetic_config, write_synthetic
 
     vision = 27 if layers == 30 else 1
     config = synthetic_config(layers, experts, vision, vocabulary)
@@ -145,11 +144,11 @@ def verify(folder: Path, name: str) -> Facts:
 def load(folder: Path, name: str) -> Facts:
     """Load an artifact, run encoder and decoder once, and say how tokens spread over experts."""
     import torch
-    from modules_oracle.inputs import watch_inputs
-    from modules_oracle.passes import text_config
 
     from quantize.checkpoints.load import load as load_checkpoint
     from quantize.stages.calibrate.coverage import Coverage
+    from tests.support.modules_oracle.inputs import watch_inputs
+    from tests.support.modules_oracle.passes import text_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()

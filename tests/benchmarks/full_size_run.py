@@ -1,8 +1,8 @@
 """The whole chain at the real size, from a BF16 folder to report.html, at budgets of GPU memory.
 
-    python tests/benchmarks/full_size_run.py prepare FOLDER
-    python tests/benchmarks/full_size_run.py run FOLDER --parallel 4 [--gptq-layers 6 --until convert]
-    python tests/benchmarks/full_size_run.py summary FOLDER
+    python -m tests.benchmarks.full_size_run prepare FOLDER
+    python -m tests.benchmarks.full_size_run run FOLDER --parallel 4 [--gptq-layers 6 --until convert]
+    python -m tests.benchmarks.full_size_run summary FOLDER
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint, unless FOLDER/bf16 is there, prompts and
 problems as local jsonl files. A chain is one recipe at one budget: 64 prompts x 1 canvas x 16 steps of
@@ -38,8 +38,9 @@ from typing import Any
 
 import click
 import yaml
-from full_size import QUESTION, Peak, shipped, write
-from full_size_compare import compare_runs
+
+from tests.benchmarks.full_size import QUESTION, Peak, shipped, write
+from tests.benchmarks.full_size_compare import compare_runs
 
 LEAST_SECONDS = 10  # a process takes that to start
 ENDED = (0, 1, 4)  # random weights may well fail the gate: the report is there all the same

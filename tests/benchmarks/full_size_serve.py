@@ -1,6 +1,6 @@
 """The server on a GPU at the real size.
 
-    PYTHONPATH=tests/support python tests/benchmarks/full_size_serve.py CHECKPOINT REPORT.json
+    python -m tests.benchmarks.full_size_serve CHECKPOINT REPORT.json
 
 Serves CHECKPOINT from this process, asks it over HTTP from another, and then takes its engine for the
 same work without a server: 16 fixed steps a canvas, twelve canvases, prompts of 1,020 tokens. It tells
@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from streams import Heard, asked_together, prompt_of, rate
 
 from quantize.bench.speed import NEVER, _measure
 from quantize.bundled import CHECKPOINT
@@ -43,6 +42,7 @@ from quantize.serve.options import Options
 from quantize.serve.server import Server, open_engine
 from quantize.serve.service import Service
 from quantize.serve.text import Text
+from tests.support.streams import Heard, asked_together, prompt_of, rate
 
 PORT = 8123
 URL = f"http://127.0.0.1:{PORT}"

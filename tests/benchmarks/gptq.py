@@ -1,6 +1,6 @@
 """What GPTQ of one layer of the 26B model takes on this GPU, part by part.
 
-    python tests/benchmarks/gptq.py [--torch-experts 2] [--llm-compressor]
+    python -m tests.benchmarks.gptq [--torch-experts 2] [--llm-compressor]
 
 Random weights, Hessians of random correlated activations, NVFP4. For every unit of a layer it prints
 the time of a layer, and in brackets what the host took to launch it: Hessians of eight passes of 2,048
@@ -19,13 +19,13 @@ from unittest.mock import patch
 import click
 import torch
 from torch import Tensor
-from transfer import seconds
 
 from quantize.schemes import gptq, hessians
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import E2M1_GROUPS, block_scale, global_scale
 from quantize.stages.round_weights.round_weights import experts_at_once
+from tests.benchmarks.transfer import seconds
 
 # experts, rows, inputs, choices of a token that are rows of the input, and those that are not
 UNITS = {

@@ -1,6 +1,6 @@
 """By how much hostile requests delay another client's canvases, and how much memory they keep.
 
-    PYTHONPATH=tests/support:tests/serve python tests/benchmarks/hostile_delay.py [--within 200]
+    python -m tests.benchmarks.hostile_delay [--within 200]
 
 `quantize serve bundled` runs as a user starts it. A victim streams the same answer again and again, and
 the time between two of its canvases is measured; a newcomer asks for answers of one canvas, and the
@@ -31,12 +31,12 @@ from typing import Any
 
 import httpx
 import psutil
-from hostile_requests import CHAT, CHATS, bodies, nested, tool
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from server_process import KEY, process
-from test_hostile_forms import BODIES
 
 from quantize.host.processes import best_device
+from tests.serve.test_hostile_forms import BODIES
+from tests.support.hostile_requests import CHAT, CHATS, bodies, nested, tool
+from tests.support.server_process import KEY, process
 
 STEPS = {"num_inference_steps": 8}
 # Words that no model ends after one canvas.

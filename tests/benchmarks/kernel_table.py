@@ -1,6 +1,6 @@
 """Times products and sampler at the real model's shapes on this GPU.
 
-    python tests/benchmarks/kernel_table.py
+    python -m tests.benchmarks.kernel_table
 
 Data are random. Weights do not stay in the L2: they are larger than the L2, or copies of them are
 read in turn. A time is the median of CUDA graph replays. `MB` counts each byte that must be read or

@@ -1,6 +1,6 @@
 """Times kernels with what would take their place, in turns, on one GPU of sm_90, in about a minute.
 
-    python tests/benchmarks/kernel_turns.py
+    python -m tests.benchmarks.kernel_turns
 
 Parts are `logits_read_or_not`, `small` and `experts`, which run by default, and `products`.
 JSON lines of microseconds: lm_head, sampler and soft embedding, reading the logits and looking at them

@@ -1,7 +1,7 @@
 """Calibrate and GPTQ at the real size and budgets of GPU memory: seconds by part, peaks, bytes, sha256.
 
-    python tests/benchmarks/layer_by_layer.py exact FOLDER
-    python tests/benchmarks/layer_by_layer.py run FOLDER --gpu-memory 22 --gpu-memory 76
+    python -m tests.benchmarks.layer_by_layer exact FOLDER
+    python -m tests.benchmarks.layer_by_layer run FOLDER --gpu-memory 22 --gpu-memory 76
 
 FOLDER (in memory: /dev/shm) gets a synthetic BF16 checkpoint and prompts, unless these are there.
 `exact` compares Hessians of some layers, summed in the loop and layer by layer, bit for bit; `run`
@@ -27,8 +27,9 @@ from typing import Any
 
 import click
 import torch
-from full_size import Peak, shipped
-from full_size_run import gpu_bytes, link_rate, prepare, shape_options
+
+from tests.benchmarks.full_size import Peak, shipped
+from tests.benchmarks.full_size_run import gpu_bytes, link_rate, prepare, shape_options
 
 Facts = dict[str, Any]
 REPORT = "layers.jsonl"

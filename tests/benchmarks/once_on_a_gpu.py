@@ -1,6 +1,6 @@
 """What only a GPU can answer, in one unattended run: each check a process with a time limit of its own.
 
-    python tests/benchmarks/once_on_a_gpu.py OUT [--part results] [--only REGEX] [--price 3]
+    python -m tests.benchmarks.once_on_a_gpu OUT [--part results] [--only REGEX] [--price 3]
 
 Checks of results run beside each other, those of times one after the other, behind them. OUT gets the
 output of each check, and a line of JSON on stdout says how it ended, after how many seconds, and

@@ -1,6 +1,6 @@
 """Time to the first canvas behind a long prefix that several prompts share, cold and warm.
 
-    python tests/benchmarks/prefix_cache.py CHECKPOINT | --random-weights MIX
+    python -m tests.benchmarks.prefix_cache CHECKPOINT | --random-weights MIX
         [--tokens 8000] [--rounds 5] [--device cuda]
 
 Each round makes up another prefix and asks it twice, with questions of 50 tokens of their own: the

@@ -1,8 +1,8 @@
 """A server under 1, 4, 16 and 64 clients, and two behind one port, on a machine of two GPUs.
 
-    python tests/support/synthetic.py /dev/shm/bf16
+    python -m tests.support.synthetic /dev/shm/bf16
     python -m quantize run --recipe nvfp4a16 --model /dev/shm/bf16 --until convert --out /dev/shm/run
-    PYTHONPATH=tests/support python tests/benchmarks/serve_load.py /dev/shm/run/*/checkpoint \\
+    python -m tests.benchmarks.serve_load /dev/shm/run/*/checkpoint \\
         REPORT.json --one-token --plan-check /dev/shm/bf16
 
 Needs no network. Starts `quantize serve` as a user does, its generation config set to 16 fixed steps,
@@ -39,7 +39,8 @@ from typing import Any
 import click
 import httpx
 import psutil
-from streams import Heard, LostError, heard
+
+from tests.support.streams import Heard, LostError, heard
 
 FIXED = {"max_denoising_steps": 16, "confidence_threshold": 1e-30}
 REQUESTS = 2  # of each client

@@ -1,6 +1,6 @@
 """The cost of the server on a GPU, without one.
 
-    python tests/benchmarks/serve_overhead.py CHECKPOINT [ROUNDS]
+    python -m tests.benchmarks.serve_overhead CHECKPOINT [ROUNDS]
 
 An engine that only sleeps takes the place of the model: 25 ms a prompt, 260 ms a canvas alone, 500 ms
 four; it queues a step while the one before runs, as `FusedEngine` does. CHECKPOINT gives tokenizer and
@@ -18,13 +18,13 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
-from streams import rate
 
 from quantize.runtime.engine.interface import Canvas, Meanwhile, OnDraft
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.sampler.known_tokens import Given
 from quantize.runtime.sampler.sampler import Sampler
+from tests.benchmarks.full_size_serve import CANVASES, CONTEXT, FIXED, STEPS, asked, serving
+from tests.support.streams import rate
 
 PROMPT = 0.025
 SECONDS = {1: 0.26, 2: 0.35, 3: 0.5, 4: 0.5}  # a canvas of so many slots

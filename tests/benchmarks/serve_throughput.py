@@ -1,6 +1,6 @@
 """Tokens a second over HTTP at batch 1 and 4, bundled model.
 
-    PYTHONPATH=tests/support python tests/benchmarks/serve_throughput.py
+    python -m tests.benchmarks.serve_throughput
 
 Two server processes, `--max-num-seqs 1` and `4`, get the same problems with the same seeds at eight
 connections, in turns, so that a slot never waits for a client; the answers must be the same. Prints
@@ -17,9 +17,9 @@ from argparse import ArgumentParser
 
 import httpx
 import psutil
-from server_process import KEY, process
 
 from quantize.bundled import HELDOUT
+from tests.support.server_process import KEY, process
 
 BATCHES, CONNECTIONS = (1, 4), 8
 DISTURBED = 0.1  # cores that other processes use

@@ -1,10 +1,10 @@
 """Times a forward of random 26B weights at many batch sizes, and what each change brought, on one GPU.
 
-    python tests/benchmarks/step_speed.py rows --out FILE [--mixes fp8,nvfp4] [--batches 1,4]
-    python tests/benchmarks/step_speed.py compile       what `rows` launches, with all cores
-    python tests/benchmarks/step_speed.py table --out FILE [--mixes nvfp4+fp8] [--batches 1,4,16,32]
-    python tests/benchmarks/step_speed.py bundled --out FILE
-    python tests/benchmarks/step_speed.py all --out FOLDER [--seconds 480]
+    python -m tests.benchmarks.step_speed rows --out FILE [--mixes fp8,nvfp4] [--batches 1,4]
+    python -m tests.benchmarks.step_speed compile       what `rows` launches, with all cores
+    python -m tests.benchmarks.step_speed table --out FILE [--mixes nvfp4+fp8] [--batches 1,4,16,32]
+    python -m tests.benchmarks.step_speed bundled --out FILE
+    python -m tests.benchmarks.step_speed all --out FOLDER [--seconds 480]
 
 `rows` appends a JSON line to FILE for every mix and batch as soon as it is measured, and prints it. A
 mix of NVFP4 with "+fp8" behind it is multiplied as W4A8.
@@ -48,7 +48,7 @@ import torch
 from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from fused_dequant.weights import tuning  # noqa: E402
 
@@ -79,8 +79,9 @@ COMMANDS = ("rows", "compile", "table", "bundled")
 
 def compile_launches(job: tuple[str, int]) -> str:
     """Compile, in a worker, what a pass of so many rows launches, on tensors without storage."""
-    from kernels_support import launches
     from triton.runtime.jit import KernelInterface
+
+    from tests.support.kernels_support import launches
 
     made: Any = lambda self, grid: partial(self.run, grid=grid, warmup=True)  # noqa: E731
     KernelInterface.__getitem__ = made
@@ -289,7 +290,7 @@ def queue(out: Path) -> list[tuple[float, list[str]]]:
         (220, [*many, "--mixes", "nvfp4_fp8,nvfp4,bf16,fp8", "--seconds", "200"]),
         (60, [*me, "bundled", "--out", stops, "--problems", "100"]),
         (90, [*adaptive, "--random-weights", "fp8"]),
-        (80, [sys.executable, str(Path(__file__).with_name("kernel_turns.py"))]),
+        (80, [sys.executable, "-m", "tests.benchmarks.kernel_turns"]),
         (200, [*steps, "--batches", "1,4"]),
         (200, parity),
     ]

@@ -1,6 +1,6 @@
 """Answers of the bundled model with and without a form: how many fit it, and how many are right.
 
-    PYTHONPATH=tests/support python tests/benchmarks/structured_output.py [--problems 200] [--form NAME]
+    python -m tests.benchmarks.structured_output [--problems 200] [--form NAME]
 
 The first held-out problems, over HTTP, to a server as a user starts it (the kernels, where there is a
 GPU), with their index as seed. A JSON answer is right when its number is; a text when the number behind
@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import openai
-from server_process import KEY, process
 
 from quantize.bundled import HELDOUT
+from tests.support.server_process import KEY, process
 
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
 SCHEMA = {

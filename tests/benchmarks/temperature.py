@@ -1,6 +1,6 @@
 """Would OpenAI's `temperature`, as a factor of t_min and t_max, behave like a temperature?
 
-    python tests/benchmarks/temperature.py [--problems 200] [--samples 4] [--factor 0.25 ...]
+    python -m tests.benchmarks.temperature [--problems 200] [--samples 4] [--factor 0.25 ...]
 
 The bundled model answers each held-out problem several times under each factor, one line of JSON each:
 

@@ -1,6 +1,6 @@
 """Are the artifacts of a recipe the same bytes for 1, 2 and 4 threads? On the bundled model, by a CPU.
 
-python tests/benchmarks/threads.py [RECIPE ...]: each recipe up to its checkpoint, in a process for each
+python -m tests.benchmarks.threads [RECIPE ...]: each recipe up to its checkpoint, in a process for each
 number of threads, with few prompts; it prints the files that differ and exits with 1 if any does.
 """
 

@@ -1,6 +1,6 @@
 """How fast the bytes of a checkpoint reach this GPU, by every way there is.
 
-    python tests/benchmarks/transfer.py FOLDER [--layers N]
+    python -m tests.benchmarks.transfer FOLDER [--layers N]
 
 FOLDER holds a checkpoint, in memory (/dev/shm) to measure the link and not a disk. Prints GB/s of one
 copy from pinned memory, of both ways of `quantize.runtime.gpu.transfer`, what registering costs, and

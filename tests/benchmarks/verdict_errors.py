@@ -1,6 +1,6 @@
 """How often verdicts err in worlds drawn at random: the table of docs/evaluation.md.
 
-    python tests/benchmarks/verdict_errors.py [--worlds 500] [--rounds 2000] [--first 0] --out FILE
+    python -m tests.benchmarks.verdict_errors [--worlds 500] [--rounds 2000] [--first 0] --out FILE
 
 Appends a JSON line to FILE for every world as soon as it is simulated (a second run goes on behind the
 last), then prints the table. `tests/support/random_worlds.py` says what a world is; its seed is its
@@ -20,9 +20,9 @@ import numpy as np
 from scipy.special import bdtrc, ndtri
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-from random_worlds import ALPHA, RandomWorld, many_verdicts  # noqa: E402
+from tests.support.random_worlds import ALPHA, RandomWorld, many_verdicts  # noqa: E402
 
 BLOCK = 250
 KINDS = (

@@ -10,13 +10,13 @@ import yaml
 from experiments.rounding import VARIANTS
 from fused_dequant.formats import interleave_gate_up
 from fused_dequant.weights import Weight, dequantize
-from quick_run import in_few_steps
 
 import quantize
 from quantize.host.files import read_json
 from quantize.recipe.reading import shipped_recipes
 from quantize.runtime.weights.load import load_packed
 from quantize.schemes.records import SCHEMES
+from tests.support.quick_run import in_few_steps
 
 CALIBRATION = {
     "datasets": ["bundled"], "prompts": 2, "canvases": 1, "batch_size": 4, "thinking": 0.5, "seed": 0,

@@ -18,11 +18,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from conversions import recipe_for, run
-from folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page, save
-from folder_matrix import REFUSED as REFUSED_ALIKE
 from safetensors.torch import load_file, save_file
-from saved_by import SINGLE, VARIANTS, logits
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT
@@ -36,6 +32,10 @@ from quantize.pipeline.run import check_source
 from quantize.runtime.gpu.memory import cache_bytes
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.weights.beside import INSPECTED, LOOKS, load
+from tests.support.conversions import recipe_for, run
+from tests.support.folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page, save
+from tests.support.folder_matrix import REFUSED as REFUSED_ALIKE
+from tests.support.saved_by import SINGLE, VARIANTS, logits
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_configs"
 VERSIONS = ("5.11.0", "5.13.0", "5.15.0", "5.17.0", "5.20.0", "5.24.0")
@@ -78,7 +78,7 @@ def test_the_matrix_of_versions_holds_what_is_tested_here() -> None:
         saved = {name: said for name, said in found.items() if said != NOT_SAVED}
         assert saved == {name: expected[name] for name in saved}, version
         assert len(saved) >= len(VARIANTS) - 1
-    assert PAGE.read_text("utf-8") == page(), "run python tests/support/folder_matrix.py"
+    assert PAGE.read_text("utf-8") == page(), "run python -m tests.support.folder_matrix"
 
 
 IDS = ("image_token_id", "boi_token_id", "eoi_token_id")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from conversions import DENSE, IGNORE, MIXED, recipe_for, run
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints.inspect import inspect, inspection_table
 from quantize.cli import cli
 from quantize.errors import InputError
+from tests.support.conversions import DENSE, IGNORE, MIXED, recipe_for, run
+from tests.support.tiny import EXPERTS, LAYERS
 
 EXPERT_LINEARS = LAYERS * EXPERTS * 3
 GATE = "model.decoder.layers.0.experts.3.gate_proj"

@@ -3,15 +3,15 @@
 import json
 from typing import Any
 
-import layouts
 import pytest
-from tiny import tiny_config
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints import layout
 from quantize.checkpoints.config_form import SIZES, google_form
 from quantize.checkpoints.layout import KNOWN, bf16_layout, built, shape_key
 from quantize.checkpoints.reader import known_config, read_json_object
+from tests.support import layouts
+from tests.support.tiny import tiny_config
 
 SHAPELESS = {"top_k_experts", "sliding_window", "max_position_embeddings", "pooling_kernel_size"}
 FLAGS = {"text_config": ["layer_types"], "vision_config": ["standardize", "use_clipped_linears"]}

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conversions import DENSE, MIXED, recipe_for, run
 from safetensors.torch import load_file, save_file
-from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints import load as load_module
 from quantize.checkpoints.config_form import google_form
@@ -19,6 +17,8 @@ from quantize.checkpoints.load import lazy_weights, load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.stages.verify.decompression import Decompressor
+from tests.support.conversions import DENSE, MIXED, recipe_for, run
+from tests.support.tiny import EXPERTS, LAYERS
 
 EXPERT = "model.decoder.layers.2.experts.3.up_proj"
 Tensors = dict[str, torch.Tensor]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import recipe_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -22,6 +21,7 @@ from quantize.checkpoints.reader import INDEX, SINGLE, Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.errors import InputError, QuantizeError
 from quantize.stages.convert.convert import convert
+from tests.support.conversions import recipe_for
 
 RECIPE = recipe_for("NVFP4A16")
 EXPERTS = "model.decoder.layers.2.experts.gate_up_proj"

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import Foreign, Format, config_with, foreign
 from fused_dequant import Weight, formats, weights
-from modules_oracle.simulated import load_rounding
-from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints.inspect import inspect
 from quantize.checkpoints.layout import bf16_layout, quantized_layout, schemes_by_module
@@ -21,6 +18,9 @@ from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.errors import InputError
 from quantize.runtime.weights.load import TextWeights, load_packed
+from tests.support.foreign import Foreign, Format, config_with, foreign
+from tests.support.modules_oracle.simulated import load_rounding
+from tests.support.tiny import EXPERTS, LAYERS
 
 TEXT = ["experts", "self_attn", "mlp"]
 # What the cards say is left alone (RedHatAI), and what ModelOpt writes for "everything but experts".

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import recipe_for, run
 from safetensors.torch import load_file
-from synthetic import synthetic_config, write_synthetic
 
 import quantize.checkpoints.shards
 from quantize.checkpoints.layout import TensorSpec
@@ -32,6 +30,8 @@ from quantize.checkpoints.shards import (
     write_shards,
 )
 from quantize.errors import InputError, ResourceError
+from tests.support.conversions import recipe_for, run
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 LENGTH = 1000
 

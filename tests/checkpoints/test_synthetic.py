@@ -7,14 +7,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from synthetic import (
-    _piece,
-    _write_tokenizer,
-    main,
-    synthetic_config,
-    write_synthetic,
-)
-from tiny import tiny_config
 from transformers import AutoTokenizer
 
 from quantize.checkpoints.config_form import google_form
@@ -23,6 +15,14 @@ from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.shards import plan_shards
 from quantize.errors import InputError
+from tests.support.synthetic import (
+    _piece,
+    _write_tokenizer,
+    main,
+    synthetic_config,
+    write_synthetic,
+)
+from tests.support.tiny import tiny_config
 
 REAL = {"tensors": 1047, "bytes": 51_647_562_456, "shards": 11}  # google/diffusiongemma-26B-A4B-it
 

@@ -15,8 +15,9 @@ from experiments.bundled.forward import (
 from experiments.bundled.problems import WIDE
 from experiments.bundled.tokenizer import VOCABULARY
 from experiments.bundled.train import Bank, Trainer, load_state, pack_shard, save_state
-from modules_oracle.passes import CACHE
 from transformers import DynamicCache
+
+from tests.support.modules_oracle.passes import CACHE
 
 ROWS, LENGTH = 3, 96
 

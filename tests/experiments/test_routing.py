@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from experiments.routing import held_choice, routers_held
-from tiny import CANVAS
 
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.record.trajectory import Prompt, record
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.runtime.weights.load import load_packed
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
+from tests.support.tiny import CANVAS
 
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)
 

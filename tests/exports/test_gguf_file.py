@@ -10,8 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conversions import recipe_for, run
-from exported import read_keys, read_tensors, shape_of, values_of
 from fused_dequant.formats import unpack_e2m1
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +21,8 @@ from quantize.errors import ResourceError
 from quantize.exports.gguf_file import export_gguf
 from quantize.host.locks import locked
 from quantize.runs.manifest import fingerprint
+from tests.support.conversions import recipe_for, run
+from tests.support.exported import read_keys, read_tensors, shape_of, values_of
 
 LAYERS, FULL = 6, 5
 # GGUF's names, per layer, beside those on disk; written down from llama.cpp's table, not from ours.

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import MIXED, recipe_for, run
-from exported import copy_bundled
 from safetensors.torch import load_file, save_file
 
 from quantize import cli
@@ -18,6 +16,8 @@ from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.exports.gguf_file import export_gguf
+from tests.support.conversions import MIXED, recipe_for, run
+from tests.support.exported import copy_bundled
 
 Edit = Callable[[Path], object]
 

@@ -9,7 +9,8 @@ import torch
 from fused_dequant import reference
 from fused_dequant.formats import FOUR_BIT
 from fused_dequant.reference import relative_error
-from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS, random
+
+from tests.support.kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS, random
 
 pytestmark = MARKS
 QUANTIZED = ("fp8", "int8", FOUR_BIT)

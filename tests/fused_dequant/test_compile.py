@@ -32,7 +32,10 @@ from fused_dequant.attention import attend
 from fused_dequant.launch.dispatch import launched_as_one_of
 from fused_dequant.launch.targets import TARGETS, Capability, name_of
 from fused_dequant.products import matmul, nvfp4_hopper
-from kernels_support.compile_check import (
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.runtime.jit import KernelInterface
+
+from tests.support.kernels_support.compile_check import (
     COMPILE,
     RECORD,
     Size,
@@ -42,7 +45,7 @@ from kernels_support.compile_check import (
     size,
     write_record,
 )
-from kernels_support.launches import (
+from tests.support.kernels_support.launches import (
     HEADS,
     TOKENS,
     Launch,
@@ -51,8 +54,6 @@ from kernels_support.launches import (
     launches,
     noted_on,
 )
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.runtime.jit import KernelInterface
 
 SPILLED = 8  # most bytes of stack of a thread: two registers
 # Without a product a kernel's code depends on the target's number alone where it may be chained (sm_90

@@ -9,10 +9,10 @@ import torch
 from fused_dequant import CanvasState
 from fused_dequant.sampler import canvas
 from fused_dequant.sampler.canvas import uniforms
-from kernels_support.device import DEVICE, INTERPRETED, MARKS
-from kernels_support.draws import assert_drawn, begin
 
 from quantize.runtime import Sampler
+from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS
+from tests.support.kernels_support.draws import assert_drawn, begin
 
 pytestmark = MARKS
 SETTINGS = Sampler(

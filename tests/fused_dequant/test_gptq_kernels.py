@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from fused_dequant.launch import dispatch
-from kernels_support.device import DEVICE, INTERPRETED, MARKS
 from torch import Tensor
 
 from quantize.schemes import gptq
@@ -27,6 +26,7 @@ from quantize.schemes.rounding import (
     global_scale,
 )
 from quantize.stages.memory_needs import rounding_bytes
+from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 GRIDS = {codes.name: codes for codes in (E2M1_GROUPS, E4M3_ROWS, INT8_ROWS)}
 LAYERS = [(1, 24, 32)] if INTERPRETED else [(2, 96, 336), (8, 704, 2816), (1, 4224, 2112)]

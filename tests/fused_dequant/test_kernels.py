@@ -20,8 +20,9 @@ from fused_dequant.reference import relative_error
 from fused_dequant.tune import cases
 from fused_dequant.tune.cases import rounded
 from fused_dequant.weights import fragments, tuning, w4a16
-from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 from triton.runtime.jit import KernelInterface
+
+from tests.support.kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
 
 pytestmark = MARKS
 

@@ -12,8 +12,9 @@ from fused_dequant.sampler import sampling
 from fused_dequant.sampler.canvas import uniforms
 from fused_dequant.tune import cases
 from fused_dequant.vocabulary import dense
-from kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
-from kernels_support.draws import assert_drawn, begin
+
+from tests.support.kernels_support.device import DEVICE, HOPPER, INTERPRETED, MARKS
+from tests.support.kernels_support.draws import assert_drawn, begin
 
 pytestmark = MARKS
 CAP, WIDTH = 30.0, 256

@@ -22,8 +22,9 @@ from fused_dequant.tune import candidates, cases, search
 from fused_dequant.weights import tuning, w4a8, w4a16
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels_support import breaking, ptx
-from kernels_support.device import in_the_interpreter
+
+from tests.support.kernels_support import breaking, ptx
+from tests.support.kernels_support.device import in_the_interpreter
 
 ROOT = Path(__file__).parents[2]
 HOPPER = (9, 0)

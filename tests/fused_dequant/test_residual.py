@@ -5,7 +5,8 @@ import pytest
 import torch
 from fused_dequant import formats, reference
 from fused_dequant.reference import relative_error
-from kernels_support.device import DEVICE, INTERPRETED, MARKS, random
+
+from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS, random
 
 pytestmark = MARKS
 SHAPES = [(3, 80), (5, 704)] if INTERPRETED else [(3, 80), (256, 2816), (1024, 2816)]

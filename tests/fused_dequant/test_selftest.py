@@ -12,7 +12,8 @@ from fused_dequant.formats import FOUR_BIT
 from fused_dequant.launch import dispatch
 from fused_dequant.launch.targets import fp4_units
 from fused_dequant.tune import cases, selftest, steptest
-from kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS
+
+from tests.support.kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS
 
 SCHEMES = ["bf16", "fp8", "int8", "nvfp4", "mxfp4", "nvfp4_e4m3", FOUR_BIT]
 

@@ -7,9 +7,9 @@ import torch
 from fused_dequant import reference, simulated, weights
 from fused_dequant.launch import dispatch
 from fused_dequant.tune import cases
-from kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 from quantize.schemes.records import SCHEMES
+from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 
 def rows(count: int, width: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ from fused_dequant.reference import relative_error
 from fused_dequant.tune import cases
 from fused_dequant.tune.cases import HIDDEN, INNER, LINEAR_SHAPES
 from fused_dequant.weights import Weight, layouts, w4a4
-from kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS, random
+
+from tests.support.kernels_support.device import DEVICE, GPU, INTERPRETED, MARKS, random
 
 SCALE = 2688 / 6  # a global scale: rows of standard normal numbers reach 5
 TOLERANCE = 2.5e-3  # a bf16 result alone costs 1.6e-3

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import run as torchrun
-from two_processes import forked, in_two
 
 import quantize
 from quantize.errors import InputError
 from quantize.host.processes import ALONE, joined
 from quantize.pipeline import run as pipeline
 from quantize.pipeline.stages import STAGES, Stage
+from tests.support.two_processes import forked, in_two
 
 
 def work(rank: int, fails: bool, said: Path) -> None:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_hub import TOKEN, FakeHub
 from huggingface_hub import constants
+
+from tests.support.fake_hub import TOKEN, FakeHub
 
 
 @pytest.fixture

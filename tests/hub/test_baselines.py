@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import TOKEN, FakeHub, Fault
 
 from quantize import cli
 from quantize.host.files import read_json
 from quantize.stages.evaluate.baseline_pack import FORMAT, _digest, find_pack, imports
+from tests.support.fake_hub import TOKEN, FakeHub, Fault
 
 REPO = "org/bf16-answers"
 MADE = {"model": {"weights": "w"}, "device": "cpu", "planned": {"questions": 1, "repeats": 1}}

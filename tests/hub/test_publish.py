@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import TOKEN, FakeHub, Fault
-from finished_run import BASE, COMMIT, base_files, bless, finished_run, write_checkpoint
 from huggingface_hub import HfApi, constants
 
 from quantize import cli
@@ -24,6 +22,15 @@ from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import new_manifest
 from quantize.stages.report.report import judge_run
+from tests.support.fake_hub import TOKEN, FakeHub, Fault
+from tests.support.finished_run import (
+    BASE,
+    COMMIT,
+    base_files,
+    bless,
+    finished_run,
+    write_checkpoint,
+)
 
 REPO = "org/model"
 WEIGHTS, CARD = "Weights of nvfp4-0123abc", "Model card of nvfp4-0123abc"

@@ -18,13 +18,13 @@ if not importlib.util.find_spec("model_signing"):  # importing it takes a second
 from click.testing import CliRunner
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from finished_run import finished_run
 
 from quantize.cli import cli
 from quantize.errors import GateError, InputError, QuantizeError, ResourceError
 from quantize.hub import signing
 from quantize.hub.release import ReleaseRequest, prepare
 from quantize.hub.signing import SIGNATURE, sign, verify
+from tests.support.finished_run import finished_run
 
 
 def new_key(folder: Path, name: str, key: Any = None) -> Path:

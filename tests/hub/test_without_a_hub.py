@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_run import BASE, COMMIT, finished_run
 from huggingface_hub import ModelCard, constants
 
 from quantize import cli
@@ -16,6 +15,7 @@ from quantize.pipeline.staleness import why_stale
 from quantize.recipe.reading import read_recipe
 from quantize.runs.folder import README, RESULTS, RunDir
 from quantize.runs.manifest import checksums
+from tests.support.finished_run import BASE, COMMIT, finished_run
 
 TASKS = ("aime25", "gpqa_diamond", "gsm8k")
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from quick_run import Quick
 
 from quantize.pipeline.stages import STAGES
 from quantize.recipe.reading import load_recipe
+from tests.support.quick_run import Quick
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_run import bless
-from quick_run import TASK, Done, Quick, made_up_ranges
 from safetensors.torch import load_file, save_file
 
 from quantize.checkpoints.reader import GENERATION, Checkpoint
@@ -23,6 +21,8 @@ from quantize.reports.provenance import without_places
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.manifest import checksums, fingerprint
 from quantize.runtime import Sampler
+from tests.support.finished_run import bless
+from tests.support.quick_run import TASK, Done, Quick, made_up_ranges
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from quick_run import Quick
 
 from quantize.bundled import CHECKPOINT
 from quantize.cli import cli
@@ -19,6 +18,7 @@ from quantize.host.files import read_json
 from quantize.recipe.reading import parse_recipe
 from quantize.reports.card import SERVING
 from quantize.runtime import Sampler
+from tests.support.quick_run import Quick
 
 ROOT = Path(__file__).parents[2]
 # vLLM's, as docs/upstream and serving.yaml's comment name its version; argparse refuses any other flag.

@@ -13,7 +13,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from quick_run import TASK, Done, Quick, made_up_replay, made_up_scores
 
 from quantize.host.files import read_json, write_json
 from quantize.host.units import size
@@ -23,6 +22,7 @@ from quantize.reports.headline import facts
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.stages.convert.convert import convert
+from tests.support.quick_run import TASK, Done, Quick, made_up_replay, made_up_scores
 
 SUMMARY = "summary.md"
 

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from quick_run import TASK, Quick, made_up_scores
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -21,6 +20,7 @@ from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
 from quantize.runs.weights import Weights
 from quantize.stages.evaluate.compared_models import ModelOptions
+from tests.support.quick_run import TASK, Quick, made_up_scores
 
 
 def test_a_checkpoint_is_judged(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from quick_run import Quick, command, made_up_scores
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -29,6 +28,7 @@ from quantize.stages import denoising
 from quantize.stages.calibrate import calibrate as calibrate_stage
 from quantize.stages.evaluate import recording
 from quantize.stages.evaluate.tasks import open_tasks
+from tests.support.quick_run import Quick, command, made_up_scores
 
 NAMES = ("calibrate", "convert", "verify", "fidelity", "evaluate", "report")
 PROBLEMS = 30

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from quick_run import Done, Quick, made_up_replay, made_up_scores
 
 from quantize.host.files import read_json, write_json
 from quantize.pipeline import rehearse
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Recipe
 from quantize.stages.evaluate.tasks import open_tasks
+from tests.support.quick_run import Done, Quick, made_up_replay, made_up_scores
 
 STAGES = ["plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report"]
 CHECKS = ["weights", "disk", "GPU memory", "calibration prompts", "tasks"]

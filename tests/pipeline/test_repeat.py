@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from quick_run import command, in_few_steps
 
 from quantize.host.files import read_json
 from quantize.pipeline.rehearse import small
@@ -14,6 +13,7 @@ from quantize.pipeline.run import started
 from quantize.recipe.reading import read_recipe, resolved
 from quantize.stages import denoising
 from quantize.stages.evaluate import recording
+from tests.support.quick_run import command, in_few_steps
 
 
 def test_the_recipe_in_a_folder_resolves_to_itself_on_the_bundled_model(tmp_path: Path) -> None:

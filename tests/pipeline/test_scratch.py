@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quick_run import Quick
 
 from quantize.errors import ResourceError
 from quantize.host.locks import locked
@@ -15,6 +14,7 @@ from quantize.pipeline.run import opened
 from quantize.pipeline.stages import Run, stage
 from quantize.runs.folder import RunDir
 from quantize.stages.denoising import Denoising
+from tests.support.quick_run import Quick
 
 
 def at(quick: Quick, folder: Path, scratch: Path) -> Run:

@@ -12,9 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from chats import add_chats
-from conversions import recipe_for, write_input_scales
-from quick_run import in_few_steps
 from safetensors.torch import save_file
 
 import quantize
@@ -46,6 +43,9 @@ from quantize.schemes.modes import ActivationMode
 from quantize.stages import denoising
 from quantize.stages.convert.convert import convert
 from quantize.stages.plan.gpu_support import floor
+from tests.support.chats import add_chats
+from tests.support.conversions import recipe_for, write_input_scales
+from tests.support.quick_run import in_few_steps
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8_DYNAMIC")
 

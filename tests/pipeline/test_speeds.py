@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from quick_run import TASK, rows
 
 from quantize.bundled import CHECKPOINT
 from quantize.host.files import read_json, write_json
@@ -16,6 +15,7 @@ from quantize.recovery.rows import Scoring
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runtime.gpu.placement import Placement
+from tests.support.quick_run import TASK, rows
 
 POINTS = {"ten": OperatingPoint(max_denoising_steps=10), "w4a8": OperatingPoint(activations="fp8")}
 

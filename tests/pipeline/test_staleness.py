@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from quick_run import Quick, made_up_replay
 
 from quantize.host.files import read_json, write_json
 from quantize.pipeline.run import _set_by_the_machine
@@ -16,6 +15,7 @@ from quantize.pipeline.staleness import why_stale
 from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages.convert import convert
+from tests.support.quick_run import Quick, made_up_replay
 
 NAMES = [stage.name for stage in STAGES if stage.is_needed(load_recipe("nvfp4_w4a4"))]
 

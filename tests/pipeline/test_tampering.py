@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from finished_run import bless
-from quick_run import TASK, Done, Quick
 
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
+from tests.support.finished_run import bless
+from tests.support.quick_run import TASK, Done, Quick
 
 # Every file of a run, and the stage that makes it again when it was changed or removed.
 FILES = {

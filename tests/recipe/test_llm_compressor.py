@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import yaml
-from llm_compressor_oracle import need_llm_compressor
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -14,6 +13,7 @@ from quantize.errors import InputError, ResourceError
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Recipe
 from quantize.schemes.records import SCHEMES
+from tests.support.llm_compressor_oracle import need_llm_compressor
 
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]
 PRESET = {"scheme": "NVFP4", "targets": "Linear", "ignore": IGNORE}

@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extractors import (
+
+from quantize.recovery import extraction
+from quantize.recovery.extraction import boxed_number, final_number
+from quantize.recovery.letters import final_letter
+from quantize.recovery.numerals import SEVERAL, rational, stated_number, written
+from tests.support.extractors import (
     BATTERY,
     HELD_OUT,
     HELD_OUT_OF_5,
@@ -28,12 +33,7 @@ from extractors import (
     page,
     right,
 )
-from scripted import run, write_jsonl
-
-from quantize.recovery import extraction
-from quantize.recovery.extraction import boxed_number, final_number
-from quantize.recovery.letters import final_letter
-from quantize.recovery.numerals import SEVERAL, rational, stated_number, written
+from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
@@ -184,7 +184,7 @@ def test_lm_evals_own_definitions_read_less() -> None:
 
 
 def test_docs_have_the_table_of_today() -> None:
-    assert PAGE.read_text("utf-8") == page(), "run python tests/support/extractors.py"
+    assert PAGE.read_text("utf-8") == page(), "run python -m tests.support.extractors"
     kept = json.loads(RECORD.read_text("utf-8"))
     for name, found in ((BATTERY, kept["right"]), (HELD_OUT, kept["held_out"]["right"])):
         assert {task: len(lines) for task, lines in found.items()} == {

@@ -5,9 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faulty import scoring
 from scipy.special import gammaincc, stdtr
-from worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
 
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats, margin_p_values, total, units
 from quantize.recovery.gate import judge
@@ -17,6 +15,8 @@ from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan, nominal_levels
 from quantize.recovery.statistics import holm
 from quantize.recovery.terms import Comparison, Terms
+from tests.support.faulty import scoring
+from tests.support.worlds import RECIPES, Bench, World, many_answers, questions, three_sigma
 
 LOOP = "Then Ruth gives away 19 coins and sells 6. " * 3
 NINE = "a b c d e f g h i "

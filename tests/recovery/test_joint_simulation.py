@@ -1,11 +1,14 @@
 """Error rates of whole verdicts: accuracy, signs and steps of several tasks, and points, at once.
 
 `random_worlds` draws worlds in which nothing is above its limit and something is exactly at it.
-`python tests/benchmarks/verdict_errors.py` makes the table of docs/evaluation.md from 500 of them.
+`python -m tests.benchmarks.verdict_errors` makes the table of docs/evaluation.md from 500 of them.
 """
 
 import pytest
-from random_worlds import (
+from scipy.special import bdtrc
+
+from quantize.recovery.estimands import ESTIMANDS, Estimand
+from tests.support.random_worlds import (
     ALPHA,
     Damage,
     JudgedTask,
@@ -15,10 +18,7 @@ from random_worlds import (
     many_verdicts,
     one_verdict,
 )
-from scipy.special import bdtrc
-from worlds import Bench
-
-from quantize.recovery.estimands import ESTIMANDS, Estimand
+from tests.support.worlds import Bench
 
 ROUNDS = 400
 

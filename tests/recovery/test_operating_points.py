@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from faulty import scoring
 
 from quantize.errors import InputError
 from quantize.recipe.controls import JUDGED
@@ -15,6 +14,7 @@ from quantize.recovery.pairing import paired
 from quantize.recovery.terms import Comparison, Terms
 from quantize.reports.headline import chosen_point
 from quantize.runtime import Sampler
+from tests.support.faulty import scoring
 
 
 def at(steps: int, **fault: Any) -> Comparison | Verdict:

@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from faulty import scoring
 
 from quantize.recovery.gate import Verdict
 from quantize.recovery.limits import most_steps
@@ -12,6 +11,7 @@ from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.terms import Comparison, Terms
+from tests.support.faulty import scoring
 
 PLAN = Plan("such_questions", 400, 1, 0)
 TERMS = Terms(estimand="such_questions", margin_pp=5)

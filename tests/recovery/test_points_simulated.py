@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from worlds import RECIPES, Bench, by_name, many_points, three_sigma
 
 from quantize.recovery.estimands import Estimand, Floats, margin_p_values, total
 from quantize.recovery.gate import passing
 from quantize.recovery.sequential import Plan, at_looks, nominal_levels, until_decided
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Comparison, Terms
+from tests.support.worlds import RECIPES, Bench, by_name, many_points, three_sigma
 
 ALPHA, BLOCK, MOST = 0.05, 100, 6
 SHORT = Bench(200, 1, 0.75, 10)

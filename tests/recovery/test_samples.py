@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from syncs import noted_syncs
 
 from quantize.recovery.samples import (
     Completion,
@@ -20,6 +19,7 @@ from quantize.recovery.samples import (
     Share,
     sample_seed,
 )
+from tests.support.syncs import noted_syncs
 
 REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
 MADE_WITH = {"model": "a", "sampler": {"t": 1}}

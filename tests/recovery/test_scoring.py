@@ -14,7 +14,6 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
-from scripted import Answer, answering, run, write_jsonl
 
 from quantize.recovery.catalog import TASKS
 from quantize.recovery.filters import final_choice, integer
@@ -24,6 +23,7 @@ from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Request, SampleStore
 from quantize.recovery.scoring import first_requests, known_tasks, score, size
 from quantize.recovery.sequential import Part
+from tests.support.scripted import Answer, answering, run, write_jsonl
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 

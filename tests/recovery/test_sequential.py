@@ -6,17 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.special import ndtri
-from worlds import (
-    CERTAIN,
-    DAMAGE,
-    RECIPES,
-    SHIPPED,
-    Bench,
-    World,
-    by_name,
-    many_answers,
-    three_sigma,
-)
 
 from quantize.recipe.reading import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand, margin_p_values, total
@@ -34,6 +23,17 @@ from quantize.recovery.sequential import (
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Sign, StepInflation, Terms
 from quantize.stages.plan.estimate import SEQUENTIAL, tokens_by_task
+from tests.support.worlds import (
+    CERTAIN,
+    DAMAGE,
+    RECIPES,
+    SHIPPED,
+    Bench,
+    World,
+    by_name,
+    many_answers,
+    three_sigma,
+)
 
 EVENLY = (0.2, 0.4, 0.6, 0.8, 1.0)
 ALPHA, BLOCK = 0.05, 50

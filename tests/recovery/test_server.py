@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_processes import forked
 
 from quantize.recovery.samples import Request, SampleStore
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 from quantize.recovery.served import AnsweringServer, ServerError, Servers
+from tests.support.two_processes import forked
 
 SAMPLE = Path(__file__).parents[1] / "data" / "gsm8k_sample.jsonl"
 FULL = os.environ.get("GSM8K_TEST")  # path of the whole test set, for the slow test

@@ -12,18 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.special import bdtr, ndtr, stdtrit
-from worlds import (
-    CERTAIN,
-    DAMAGE,
-    FEW,
-    RECIPES,
-    Bench,
-    World,
-    by_name,
-    many_answers,
-    questions,
-    three_sigma,
-)
 
 from quantize.recovery.estimands import (
     ESTIMANDS,
@@ -38,6 +26,18 @@ from quantize.recovery.estimands import (
 from quantize.recovery.gate import judge_task
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Interval, Terms
+from tests.support.worlds import (
+    CERTAIN,
+    DAMAGE,
+    FEW,
+    RECIPES,
+    Bench,
+    World,
+    by_name,
+    many_answers,
+    questions,
+    three_sigma,
+)
 
 BLOCK = 100  # rounds
 ROUNDS = 1000

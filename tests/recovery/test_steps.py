@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from worlds import RECIPES, Bench, by_name, many_costs, three_sigma
 
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats
 from quantize.recovery.gate import judge
@@ -14,6 +13,7 @@ from quantize.recovery.sequential import Plan, nominal_levels
 from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Comparison, Terms
+from tests.support.worlds import RECIPES, Bench, by_name, many_costs, three_sigma
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
 

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from scripted import answering, run, write_jsonl
 
 from quantize.recovery.samples import Request, SampleStore
 from quantize.recovery.scoring import first_requests, score, size
 from quantize.recovery.sequential import Part
+from tests.support.scripted import answering, run, write_jsonl
 
 
 def test_ifeval_is_checked_by_lm_evals_own_program(

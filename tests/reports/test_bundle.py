@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from finished_run import finished_run
 
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json, write_text
+from tests.support.finished_run import finished_run
 
 SECRET = "How many pens has Tom?"
 

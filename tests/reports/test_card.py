@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
-from fake_hub import FakeHub
-from finished_run import BASE, COMMIT, finished_run
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from huggingface_hub.repocard import metadata_load
 from safetensors.numpy import save_file
@@ -32,6 +30,8 @@ from quantize.reports.card import (
     serve_command,
 )
 from quantize.runs.folder import RunDir
+from tests.support.fake_hub import FakeHub
+from tests.support.finished_run import BASE, COMMIT, finished_run
 
 COUNT = 256  # prompts that the recipe calibrates on
 REPO = "org/diffusiongemma-NVFP4"

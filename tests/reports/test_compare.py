@@ -4,7 +4,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from quick_run import TASK, rows
 
 from quantize.host.files import write_json
 from quantize.recovery.rows import Scoring
@@ -14,6 +13,7 @@ from quantize.recovery.terms import Terms
 from quantize.reports.compare import compare_runs
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
+from tests.support.quick_run import TASK, rows
 
 PLAN = Plan("such_questions", 100, 1, 0)
 

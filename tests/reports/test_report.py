@@ -17,17 +17,6 @@ from xml.etree import ElementTree
 
 import jsonschema_rs  # schemathesis brings it
 import pytest
-from scripted_run import (
-    GSM8K,
-    HOSTILE,
-    MARKER,
-    TASKS,
-    Recorder,
-    add_optional_parts,
-    make_run,
-    mock_data,
-    recipe,
-)
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
@@ -46,6 +35,17 @@ from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate.recording import RECORDED, leave_questions, record_differing
 from quantize.stages.report.report import report
+from tests.support.scripted_run import (
+    GSM8K,
+    HOSTILE,
+    MARKER,
+    TASKS,
+    Recorder,
+    add_optional_parts,
+    make_run,
+    mock_data,
+    recipe,
+)
 
 VOID = {"meta", "link", "input", "br"}
 

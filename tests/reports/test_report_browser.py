@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_run import Recorder, add_optional_parts, make_run, mock_data, recipe, steps_of
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.stages.evaluate.recording import leave_questions, record_differing
 from quantize.stages.report.report import report as write_report
+from tests.support.scripted_run import (
+    Recorder,
+    add_optional_parts,
+    make_run,
+    mock_data,
+    recipe,
+    steps_of,
+)
 
 pytestmark = pytest.mark.slow
 

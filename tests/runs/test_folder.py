@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from syncs import noted_syncs, synced
 
 from quantize.host.files import folder_when_complete, read_json, write_json, write_text
+from tests.support.syncs import noted_syncs, synced
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from modules_oracle.engine import ModelEngine
-from modules_oracle.passes import decode_canvas, encode_prompts
-from parity import assert_same, prompts
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
 )
@@ -26,6 +23,9 @@ from quantize.runtime import Sampler, generate
 from quantize.runtime.model.cells import Cache
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.weights.load import load_packed
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.modules_oracle.passes import decode_canvas, encode_prompts
+from tests.support.parity import assert_same, prompts
 
 LENGTH = 64  # a canvas of the bundled model
 
@@ -81,7 +81,9 @@ def test_kernels_in_bf16_agree_with_transformers(
         taken.append((canvas.clone(), None if given is None else given.clone(), logits[0].clone()))
         return logits
 
-    monkeypatch.setattr(import_module("modules_oracle.batch"), "decode_canvas", recorded)
+    monkeypatch.setattr(
+        import_module("tests.support.modules_oracle.batch"), "decode_canvas", recorded
+    )
     slot, sampler, found = torch.zeros(1, dtype=torch.int32), Sampler(), Agreement()
     for seed, ids in enumerate(prompts(thinking=False)[:count]):
         taken.clear()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from parity import assert_same, prompts
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
@@ -10,6 +9,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.load import load
+from tests.support.parity import assert_same, prompts
 
 
 @pytest.fixture(scope="module")

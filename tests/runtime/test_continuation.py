@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import telling_checkpoint
 
 from quantize.bench.one_token import Continuation
 from quantize.checkpoints.load import load
 from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.weights.load import load_packed
+from tests.support.layers import telling_checkpoint
 
 SAMPLER = Sampler(max_denoising_steps=1)
 COUNT = 12

@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant.launch.targets import FORCE
-from modules_oracle.passes import decode_canvas, encode_prompts
-from modules_oracle.simulated import load_rounding
 from PIL import Image
-from synthetic import synthetic_config, write_synthetic
 
 from quantize.bench.one_token import Continuation
 from quantize.bench.steps import profile_step
@@ -37,6 +34,9 @@ from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity.replay import Compared, remember, replay
+from tests.support.modules_oracle.passes import decode_canvas, encode_prompts
+from tests.support.modules_oracle.simulated import load_rounding
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 pytestmark = pytest.mark.gpu
 VOCABULARY, CANVAS = 32_768, 256

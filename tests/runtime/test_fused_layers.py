@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import Judge, Pass, joined, recorded, relative, telling_checkpoint
-from modules_oracle.passes import encode_prompts
-from modules_oracle.simulated import load_rounding
 from PIL import Image
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
@@ -34,6 +31,9 @@ from quantize.runtime.prompt.pieces import pictures, pieces
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.convert.convert import convert
+from tests.support.layers import Judge, Pass, joined, recorded, relative, telling_checkpoint
+from tests.support.modules_oracle.passes import encode_prompts
+from tests.support.modules_oracle.simulated import load_rounding
 
 RECIPES: dict[str, ActivationMode] = {
     "bf16": "none", "fp8_dynamic": "per_expert", "int8_dynamic": "per_expert", "nvfp4a16": "none",

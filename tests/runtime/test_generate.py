@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from modules_oracle.engine import ModelEngine, generate_as_heard
-from modules_oracle.noise import Heard, heard
-from modules_oracle.passes import decode_canvas, encode_prompts, encode_tokens
-from tiny import CANVAS, VOCAB, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.errors import InputError
 from quantize.runtime import Sample, Sampler, StepRecord, generate
 from quantize.runtime.prompt.images import Images
+from tests.support.modules_oracle.engine import ModelEngine, generate_as_heard
+from tests.support.modules_oracle.noise import Heard, heard
+from tests.support.modules_oracle.passes import decode_canvas, encode_prompts, encode_tokens
+from tests.support.tiny import CANVAS, VOCAB, tiny_model
 
 # A stop threshold that random weights reach now and then (their mean entropy is 3.8 to 5.5 nats), and
 # no demand for stability: rows stop at different steps.

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CANVAS
 from torch import Tensor
 
 from quantize.runtime import Sampler, StepRecord, generate
@@ -14,6 +13,7 @@ from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import Canvas, Engine
 from quantize.runtime.sampler.known_tokens import Given, GuideVerdict
 from quantize.runtime.weights.load import load_packed
+from tests.support.tiny import CANVAS
 
 SAMPLER = Sampler(max_denoising_steps=3, stability_threshold=0)
 PROMPT = [5, 6, 7, 8, 9]

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from fused_dequant import CanvasState, sample
-from tiny import CANVAS, VOCAB
 
 from quantize.errors import InputError
 from quantize.runtime import Sampler
@@ -14,6 +13,7 @@ from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import Canvas, Engine
 from quantize.runtime.sampler.known_tokens import FREE, Given
 from quantize.runtime.weights.load import load_packed
+from tests.support.tiny import CANVAS, VOCAB
 
 SAMPLER = Sampler(max_denoising_steps=4)
 PROMPT = [5, 6, 7, 8, 9]

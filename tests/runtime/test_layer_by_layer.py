@@ -7,10 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from chats import add_chats
 from PIL import Image
 from safetensors.torch import load_file
-from tiny import CANVAS, EXPERTS, LAYERS
 
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
@@ -23,6 +21,8 @@ from quantize.runtime.record.recording import Recorder
 from quantize.runtime.record.trajectory import Prompt
 from quantize.schemes.hessians import Hessians
 from quantize.stages.denoising import Denoising
+from tests.support.chats import add_chats
+from tests.support.tiny import CANVAS, EXPERTS, LAYERS
 
 KINDS = (
     "self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj",

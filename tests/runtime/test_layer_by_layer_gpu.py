@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic import synthetic_config, write_synthetic
 
 from quantize.recipe.sections import Calibration
 from quantize.runtime.engine.fused_engine import FusedEngine
@@ -23,6 +22,7 @@ from quantize.runtime.weights.load import load_packed
 from quantize.schemes.hessians import Hessians
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.denoising import Denoising
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 pytestmark = pytest.mark.gpu
 LAYERS, EXPERTS, CONTEXT = 6, 16, 2304

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from exported import copy_bundled
-from llama_cpp_program import install
-from modules_oracle.engine import ModelEngine
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.load import load
@@ -26,6 +23,9 @@ from quantize.runtime.engine.llama_cpp import LlamaCpp, made_from
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.evaluate import evaluate
+from tests.support.exported import copy_bundled
+from tests.support.llama_cpp_program import install
+from tests.support.modules_oracle.engine import ModelEngine
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from fused_dequant.weights import weight as weights
-from modules_oracle.opening import open_modules
 from safetensors.torch import save_file
 
 from quantize.bundled import CALIBRATION, CHECKPOINT
@@ -40,6 +39,7 @@ from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity import fidelity
 from quantize.stages.fidelity.fidelity import summarize
 from quantize.stages.fidelity.replay import Compared, replay
+from tests.support.modules_oracle.opening import open_modules
 
 PROMPTS, STEPS, ROOM = 4, 3, 512
 TIPPED = 0.05  # nats

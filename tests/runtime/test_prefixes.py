@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from pictures import picture
 
 from quantize.runtime import Sampler
 from quantize.runtime.engine import encoding
@@ -13,6 +12,7 @@ from quantize.runtime.gpu import memory
 from quantize.runtime.prompt.images import place, prepare
 from quantize.runtime.prompt.prefixes import PrefixCache
 from quantize.runtime.weights.load import load_packed
+from tests.support.pictures import picture
 
 SAMPLER = Sampler(max_denoising_steps=3)
 BLOCK = 32

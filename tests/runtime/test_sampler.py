@@ -18,7 +18,6 @@ from fused_dequant.sampler.canvas import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import GENERATION
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     DiffusionGemmaGenerationConfig,
     EntropyBoundSampler,
@@ -33,6 +32,7 @@ from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import complete
 from quantize.runtime.sampler.sampler import WITHOUT_EFFECT, Sampler
 from quantize.runtime.weights.load import load_packed
+from tests.support.synthetic import GENERATION
 
 ONES = 0xFFFFFFFF
 

@@ -13,7 +13,6 @@ import torch
 from fused_dequant import linear
 from fused_dequant import weights as kernel_weights
 from fused_dequant.tune import cases
-from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -28,6 +27,7 @@ from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.runtime.weights.packing import Keep
 from quantize.runtime.weights.streaming import StreamedLayers, _Slot, kept_bytes
 from quantize.stages.convert.convert import convert
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 pytestmark = pytest.mark.gpu
 MEMORY = Path(f"/dev/shm/quantize-streaming-test-{os.getpid()}")  # one a test process

@@ -6,7 +6,6 @@ import pytest
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from fused_dequant.formats import block_scale, unpack_e2m1
-from llm_compressor_oracle import llm_compressor
 from torch import Tensor
 
 from quantize.errors import QuantizeError
@@ -14,6 +13,7 @@ from quantize.schemes import gptq as module
 from quantize.schemes.gptq import Rounded, energy, gptq, shrunk
 from quantize.schemes.records import SCHEMES
 from quantize.schemes.rounding import E2M1_GROUPS, Codes, global_scale
+from tests.support.llm_compressor_oracle import llm_compressor
 
 EXPERTS, OUT, IN = 3, 32, 96
 

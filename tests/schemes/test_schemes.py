@@ -11,8 +11,6 @@ from fused_dequant import formats
 from fused_dequant.formats import E2M1, pack_e2m1, round_e2m1, unpack_e2m1
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm_compressor_oracle import llm_compressor
-from oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
 from quantize.checkpoints.reader import DTYPES
 from quantize.schemes.records import SCHEMES, Scheme, scheme_of_group
@@ -23,6 +21,8 @@ from quantize.schemes.rounding import (
     sound_scales,
 )
 from quantize.stages.convert.shard_pieces import LARGEST
+from tests.support.llm_compressor_oracle import llm_compressor
+from tests.support.oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 NVFP4 = SCHEMES["NVFP4"]

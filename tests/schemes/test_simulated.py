@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from modules_oracle.simulated import load_rounding, rounding, simulate_activations
-from tiny import EXPERTS, LAYERS
 from torch.nn.functional import linear
 
 from quantize.checkpoints.load import load, read_input_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.schemes.records import SCHEMES
+from tests.support.modules_oracle.simulated import load_rounding, rounding, simulate_activations
+from tests.support.tiny import EXPERTS, LAYERS
 
 LAYER = 1
 QUERY = f"model.decoder.layers.{LAYER}.self_attn.q_proj"

@@ -5,7 +5,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from serving import Running, ScriptedEngine, running, text_with_tools
+
+from tests.support.serving import Running, ScriptedEngine, running, text_with_tools
 
 USER: Any = {"role": "user", "content": "x"}
 HOSTILE: list[Any] = [

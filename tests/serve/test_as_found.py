@@ -11,7 +11,6 @@ import jsonschema_rs
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import FEW, Running, TellingEngine, running, text_with_tools, tokenizer
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
@@ -19,6 +18,7 @@ from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.serve.calls import read_call
 from quantize.serve.server import KNOWS, say_what_it_knows, with_template
 from quantize.serve.text import NO_TOOLS
+from tests.support.serving import FEW, Running, TellingEngine, running, text_with_tools, tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 QUESTION = "Tom has 9 pens. Tom loses 4. How many pens are left?"

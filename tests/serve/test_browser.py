@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pictures import data_url, encoded, part, picture
-from serving import QUESTION, ScriptedEngine, running, text_of
-from serving import in_process as runtime_answer
+
+from tests.support.pictures import data_url, encoded, part, picture
+from tests.support.serving import QUESTION, ScriptedEngine, running, text_of
+from tests.support.serving import in_process as runtime_answer
 
 pytestmark = pytest.mark.slow
 

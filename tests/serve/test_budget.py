@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from serving import Running, ScriptedEngine, running, text_with_tools, tokenizer
 
 from quantize.errors import InputError
 from quantize.serve import budget, constraint
@@ -21,6 +20,7 @@ from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.protocol import ChatRequest
 from quantize.serve.scheduler import Job, Scheduler
+from tests.support.serving import Running, ScriptedEngine, running, text_with_tools, tokenizer
 
 L, V, EOS = 16, 1024, (1, 106, 50)
 USER: Any = {"role": "user", "content": "x"}

@@ -9,9 +9,9 @@ import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import text_with_tools
 
 from quantize.serve.calls import DEEPEST, MARKERS, Call, read_call, read_calls
+from tests.support.serving import text_with_tools
 
 NAMES = ("weather", "a.b-c")
 WORDS = st.text("aZ0_é", min_size=1, max_size=4)

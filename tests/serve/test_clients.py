@@ -12,11 +12,11 @@ from typing import Any
 import openai
 import pytest
 from click.testing import CliRunner
-from serving import Running, TellingEngine, running, text_with_tools
 
 from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.serve.unsupported import IGNORABLE
+from tests.support.serving import Running, TellingEngine, running, text_with_tools
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "clients.json").read_text("utf-8"))
 NEUTRAL: dict[str, Any] = {"temperature": 1, "top_p": 1, "store": False}

@@ -4,9 +4,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from serving import Running, TellingEngine, running, text_with_tools, tokenizer
 
 from quantize.serve.unsupported import ECHOED, ECHOED_ANSWER
+from tests.support.serving import Running, TellingEngine, running, text_with_tools, tokenizer
 
 USER: Any = {"role": "user", "content": "Tom has 9 pens."}
 FUNCTION: Any = {"name": "f", "arguments": '{"a": [1, {"b": "x"}]}'}

@@ -15,11 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
-import scripted_server
 import torch
 from prometheus_client import generate_latest
-from server_process import KEY, process
-from serving import ScriptedEngine
 from starlette.types import Message
 
 from quantize.errors import ResourceError
@@ -30,6 +27,9 @@ from quantize.serve.fleet import Fleet, beginning
 from quantize.serve.options import Options
 from quantize.serve.server import held
 from quantize.serve.workers import Worker, target
+from tests.support import scripted_server
+from tests.support.server_process import KEY, process
+from tests.support.serving import ScriptedEngine
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
 
@@ -159,7 +159,7 @@ def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPa
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers serve without a model; one process imports what they need, and they are forks of it."""
     forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["quantize.serve.workers", "scripted_server"])
+    forking.set_forkserver_preload(["quantize.serve.workers", "tests.support.scripted_server"])
 
     def process(target: Callable[..., None], args: tuple[object, ...], name: str) -> object:
         return forking.Process(target=target, args=(dict(os.environ), *args), name=name)

@@ -9,7 +9,15 @@ import jsonschema_rs
 import openai
 import pytest
 import torch
-from serving import (
+
+from quantize.errors import InputError
+from quantize.serve.calls import read_calls
+from quantize.serve.constraint import Constraint
+from quantize.serve.failures import RequestError
+from quantize.serve.forms import Forms
+from quantize.serve.grammars import Grammars, Matcher
+from quantize.serve.protocol import ChatRequest
+from tests.support.serving import (
     FEW,
     QUESTION,
     Running,
@@ -19,14 +27,6 @@ from serving import (
     text_with_tools,
     tokenizer,
 )
-
-from quantize.errors import InputError
-from quantize.serve.calls import read_calls
-from quantize.serve.constraint import Constraint
-from quantize.serve.failures import RequestError
-from quantize.serve.forms import Forms
-from quantize.serve.grammars import Grammars, Matcher
-from quantize.serve.protocol import ChatRequest
 
 ASKED: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "time"}}]

@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from serving import tokenizer
 
 from quantize.errors import InputError
 from quantize.serve.budget import Allowance
@@ -25,6 +24,7 @@ from quantize.serve.constraint import Constraint
 from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
 from quantize.serve.protocol import ChatRequest
+from tests.support.serving import tokenizer
 
 L, V, EOS, LARGEST = 64, 1024, (1, 106, 50), 64 << 10
 DELAY, MEGABYTES = 0.5, 256

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies
 from pydantic import ValidationError
-from serving import Running, ScriptedEngine, running, text_with_tools
 
 from quantize.runtime.prompt.chat import _without_thoughts
 from quantize.serve import guard
@@ -20,6 +18,8 @@ from quantize.serve import server as module
 from quantize.serve.protocol import ChatRequest
 from quantize.serve.service import MAX_ENTRIES
 from quantize.serve.text import held
+from tests.support.hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies
+from tests.support.serving import Running, ScriptedEngine, running, text_with_tools
 
 LARGE = 128 << 10
 JSON = {"Content-Type": "application/json"}

@@ -5,7 +5,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import QUESTION, Running, running, tokenizer
+
+from tests.support.serving import QUESTION, Running, running, tokenizer
 
 PROMPT = f"<|turn>user\n{QUESTION}<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
 

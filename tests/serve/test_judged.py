@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from finished_run import finished_run
-from serving import TellingEngine
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
@@ -22,6 +20,8 @@ from quantize.serve import server
 from quantize.serve.judged import judged_modes, mode_line
 from quantize.serve.options import Options
 from quantize.serve.service import Service
+from tests.support.finished_run import finished_run
+from tests.support.serving import TellingEngine
 
 
 def checkpoint_of(*schemes: str) -> Any:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import httpx
 import psutil
 import pytest
-from server_process import KEY, process
-from serving import FEW, HASTY, in_process, tokenizer
 
 from quantize.bundled import HELDOUT
 from quantize.serve.text import Text
+from tests.support.server_process import KEY, process
+from tests.support.serving import FEW, HASTY, in_process, tokenizer
 
 SEED, TOKENS = 0, 64
 KINDS = {"whole": 40, "stream": 20, "gone": 16, "oversized": 8, "malformed": 8, "unauthorised": 8}

@@ -14,9 +14,7 @@ import httpx
 import openai
 import pytest
 import torch
-from pictures import bomb, data_url, encoded, part, picture
 from PIL import Image
-from serving import SAMPLER, Running, ScriptedEngine, engine_of, model, running, text_of, tokenizer
 
 from quantize.checkpoints.from_transformers import Gemma4ImageProcessorPil
 from quantize.errors import InputError
@@ -25,6 +23,17 @@ from quantize.runtime.prompt.chat import encode_chat
 from quantize.runtime.prompt.images import place, prepare
 from quantize.serve import pictures as module
 from quantize.serve.pictures import MAX_BYTES, MAX_PICTURES, MAX_SCANS, prepared, read
+from tests.support.pictures import bomb, data_url, encoded, part, picture
+from tests.support.serving import (
+    SAMPLER,
+    Running,
+    ScriptedEngine,
+    engine_of,
+    model,
+    running,
+    text_of,
+    tokenizer,
+)
 
 QUESTION = {"type": "text", "text": "What is this?"}
 PNG = data_url(encoded(picture()))

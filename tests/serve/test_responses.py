@@ -7,7 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import Running, TellingEngine, running, text_with_tools
+
+from tests.support.serving import Running, TellingEngine, running, text_with_tools
 
 PARIS = '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>'
 SAID = f"<|channel>thought\nhm, where<channel|>I look at it now.{PARIS}"

@@ -5,7 +5,6 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import pytest
-from serving import SAMPLER, ScriptedEngine, tokenizer
 
 from quantize.runtime.engine.interface import Canvas
 from quantize.serve import scheduler
@@ -13,6 +12,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.metrics import Metrics
 from quantize.serve.scheduler import Event, Job, Scheduler
 from quantize.serve.text import Answer, Delta, Text
+from tests.support.serving import SAMPLER, ScriptedEngine, tokenizer
 
 
 class Case:

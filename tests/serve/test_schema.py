@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Generator
 
 import pytest
-from serving import Running, ScriptedEngine, running
+
+from tests.support.serving import Running, ScriptedEngine, running
 
 
 @pytest.fixture(scope="module")

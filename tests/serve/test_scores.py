@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import SAMPLER, Running, engine_of, in_process, running, text_of, tokenizer
 
 from quantize.bundled import HELDOUT
 from quantize.recovery.samples import Completion, Request
@@ -14,6 +13,15 @@ from quantize.recovery.scoring import first_requests
 from quantize.recovery.served import Servers
 from quantize.runtime import generate
 from quantize.runtime.prompt.chat import encode_chat
+from tests.support.serving import (
+    SAMPLER,
+    Running,
+    engine_of,
+    in_process,
+    running,
+    text_of,
+    tokenizer,
+)
 
 IN_FLIGHT = 8
 MANY = pytest.param(200, marks=pytest.mark.slow)

@@ -17,8 +17,16 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
-from pictures import part
-from serving import (
+
+from quantize import __version__
+from quantize.cli import cli
+from quantize.cli.options import served_name
+from quantize.errors import InputError, ResourceError
+from quantize.recovery.served import AnsweringServer
+from quantize.serve import guard
+from quantize.serve.options import Options
+from tests.support.pictures import part
+from tests.support.serving import (
     FEW,
     HASTY,
     QUESTION,
@@ -30,14 +38,6 @@ from serving import (
     running,
     text_of,
 )  # fmt: skip
-
-from quantize import __version__
-from quantize.cli import cli
-from quantize.cli.options import served_name
-from quantize.errors import InputError, ResourceError
-from quantize.recovery.served import AnsweringServer
-from quantize.serve import guard
-from quantize.serve.options import Options
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 
@@ -220,7 +220,7 @@ def test_plain_completions_take_text_and_tokens(server: Running) -> None:
 
 
 def server_tokens(text: str) -> list[int]:
-    from serving import tokenizer
+    from tests.support.serving import tokenizer
 
     return tokenizer().encode(text, add_special_tokens=False)
 

@@ -6,8 +6,9 @@ from typing import Any
 import openai
 import pytest
 import torch
-from server_process import KEY, process
-from serving import chances_after_one_step
+
+from tests.support.server_process import KEY, process
+from tests.support.serving import chances_after_one_step
 
 pytestmark = pytest.mark.gpu
 QUESTION = "Tom has 9 pens. Tom loses 4. How many pens are left?"

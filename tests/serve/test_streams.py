@@ -1,7 +1,8 @@
 """The client that measures a server: the rate does not depend on who is heard first at a boundary."""
 
 import pytest
-from streams import Heard, rate
+
+from tests.support.streams import Heard, rate
 
 
 def test_the_rate_is_that_of_the_boundaries() -> None:

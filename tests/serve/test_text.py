@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import SAMPLER, tokenizer
 
 from quantize.runtime.engine.interface import Canvas
 from quantize.serve.text import Answer, Text, cut, held
+from tests.support.serving import SAMPLER, tokenizer
 
 EOS = 1
 

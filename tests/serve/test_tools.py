@@ -5,7 +5,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import TellingEngine, running, text_with_tools
+
+from tests.support.serving import TellingEngine, running, text_with_tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "weather", "description": "Weather of a city.", "parameters": SCHEMA}

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_model
+
+from tests.support.tiny import tiny_model
 
 PLUGIN = Path(__file__).parents[2] / "quantize/serve/vllm_plugin"
 MODEL = "diffusiongemma_vllm_repair.model"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import recipe_for, run
-from foreign import foreign
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.stages.verify.against_source import compare
+from tests.support.conversions import recipe_for, run
+from tests.support.foreign import foreign
+from tests.support.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
 Fault = Callable[[Tensors], None]

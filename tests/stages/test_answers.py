@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty import scoring
 
 from quantize.host.processes import ALONE
 from quantize.recipe.controls import JUDGED
@@ -17,6 +16,7 @@ from quantize.recovery.sequential import Part, Plan
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate import answers
 from quantize.stages.evaluate.answers import AnswerRates, Answers
+from tests.support.faulty import scoring
 
 
 def look(questions: int, repeats: int) -> SimpleNamespace:

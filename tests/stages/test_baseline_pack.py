@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from quick_run import TASK, command
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import GateError, InputError
@@ -42,6 +41,7 @@ from quantize.stages.evaluate.baseline_pack import (
 from quantize.stages.evaluate.compared_models import ModelOptions
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.report.report import _imported
+from tests.support.quick_run import TASK, command
 
 SETTINGS = Evaluation(tasks=[TASK], limit={TASK: 24}, batch_size=2)
 GATE = Gate(estimand="such_questions", margin_pp={TASK: 30}, max_step_inflation=None)

@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from chats import add_chats
 from fused_dequant import Activation, Weight, simulated
-from llm_compressor_oracle import need_llm_compressor
-from modules_oracle.engine import ModelEngine
-from modules_oracle.inputs import watch_inputs
 from safetensors.torch import load_file
-from tiny import CANVAS, EXPERTS, LAYERS
-from two_processes import in_two
 
 from quantize.checkpoints.load import load
 from quantize.errors import InputError, QuantizeError, ResourceError
@@ -44,6 +38,12 @@ from quantize.stages.calibrate.calibrate import (
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.fidelity.replay import replay
 from quantize.stages.prompts import load_prompts
+from tests.support.chats import add_chats
+from tests.support.llm_compressor_oracle import need_llm_compressor
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.modules_oracle.inputs import watch_inputs
+from tests.support.tiny import CANVAS, EXPERTS, LAYERS
+from tests.support.two_processes import in_two
 
 NVFP4_MODULES = LAYERS * EXPERTS * 3 + LAYERS * 7 - 1  # the full-attention layer has no v_proj
 HELD_OUT = 5  # a batch of four, and one more
@@ -301,7 +301,7 @@ def test_modules_that_share_an_input_share_a_scale() -> None:
 
 def test_scales_are_those_of_llm_compressors_oneshot(source: Path) -> None:
     need_llm_compressor()
-    from oneshot import oneshot_scales
+    from tests.support.oneshot import oneshot_scales
 
     quantization = load_recipe("nvfp4_w4a4").quantization
     modules = calibrated_modules(source, quantization)

@@ -16,13 +16,9 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
-from conversions import DENSE, MIXED, note_codes, recipe_for, run, write_input_scales
 from fused_dequant import formats
-from modules_oracle.simulated import load_rounding
-from oracle import assert_equal_quantization, assert_same_bits, oracle
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import EXPERTS, LAYERS
 
 from quantize.checkpoints.config_form import google_form
 from quantize.checkpoints.reader import Checkpoint
@@ -40,6 +36,10 @@ from quantize.stages.convert import convert as convert_module
 from quantize.stages.convert.convert import convert
 from quantize.stages.device import Device
 from quantize.stages.verify import witness as witness_module
+from tests.support.conversions import DENSE, MIXED, note_codes, recipe_for, run, write_input_scales
+from tests.support.modules_oracle.simulated import load_rounding
+from tests.support.oracle import assert_equal_quantization, assert_same_bits, oracle
+from tests.support.tiny import EXPERTS, LAYERS
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

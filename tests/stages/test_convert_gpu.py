@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import note_codes, recipe_for, run
 from safetensors.torch import load_file, save_file
-from synthetic import synthetic_config, write_synthetic
 
 from quantize.errors import InputError
 from quantize.recipe.reading import load_recipe, shipped_recipes
@@ -16,6 +14,8 @@ from quantize.schemes.records import SCHEMES, Scheme
 from quantize.schemes.rounding import global_scale
 from quantize.stages.convert import convert as convert_module
 from quantize.stages.convert.shard_pieces import LARGEST
+from tests.support.conversions import note_codes, recipe_for, run
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 pytestmark = pytest.mark.gpu
 GPU = "cuda:0"

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from modules_oracle.engine import ModelEngine
-from tiny import CANVAS, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.host.processes import ALONE, Processes
@@ -28,6 +26,8 @@ from quantize.stages.fidelity.fidelity import (
 )
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
 from quantize.stages.fidelity.routing import RoutingDistance
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.tiny import CANVAS, tiny_model
 
 # Stop at mean entropies that random weights reach now and then: canvases of unequal length.
 SAMPLER = Sampler(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pictures import picture
 
 from quantize.bundled import CHECKPOINT
 from quantize.errors import InputError
@@ -23,6 +22,7 @@ from quantize.runtime.record.trajectory import (
 from quantize.stages.fidelity.fidelity import summarize
 from quantize.stages.fidelity.replay import Compared, replay
 from quantize.stages.prompts import load_prompts
+from tests.support.pictures import picture
 
 WINDOW = 512  # of the bundled model
 KINDS = ["past the window", "pictures", "text"]

@@ -7,10 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conversions import recipe_for, run
-from modules_oracle.engine import ModelEngine
 from safetensors.torch import load_file, save_file
-from two_processes import in_two
 
 from quantize.checkpoints.load import load
 from quantize.checkpoints.reader import Checkpoint
@@ -29,6 +26,9 @@ from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity import linear_checks
 from quantize.stages.fidelity.fidelity import fidelity
 from quantize.stages.fidelity.linear_checks import ENOUGH, InputRanges, check_linears
+from tests.support.conversions import recipe_for, run
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.two_processes import in_two
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.3."

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from quick_run import TASK, rows
 
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
@@ -32,6 +31,7 @@ from quantize.stages.evaluate import local_model as answerer
 from quantize.stages.evaluate.answers import Answers
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.evaluate.tasks import open_tasks
+from tests.support.quick_run import TASK, rows
 
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 GATE: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 30, "confidence": 0.95}

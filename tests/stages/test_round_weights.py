@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from chats import add_chats
-from conversions import recipe_for
-from modules_oracle.engine import ModelEngine
-from quick_run import rounding_roughly
 from safetensors.torch import load_file
-from tiny import EXPERTS, LAYERS, tiny_model
 from torch import Tensor, nn
 
 from quantize.checkpoints.load import load
@@ -38,6 +33,11 @@ from quantize.stages.convert.convert import convert
 from quantize.stages.denoising import SCRATCH, Denoising
 from quantize.stages.round_weights import round_weights as stage
 from quantize.stages.round_weights.round_weights import round_weights, units_of
+from tests.support.chats import add_chats
+from tests.support.conversions import recipe_for
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.quick_run import rounding_roughly
+from tests.support.tiny import EXPERTS, LAYERS, tiny_model
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"

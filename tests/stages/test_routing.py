@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import CANVAS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.reports.sections import routing_cost_lines
@@ -26,6 +25,7 @@ from quantize.stages.fidelity.routing import (
     routing_distances,
     routing_figures,
 )
+from tests.support.tiny import CANVAS
 
 LAYER = "model.decoder.layers.2."
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from chats import add_chats
-from tiny import EXPERTS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -25,6 +23,8 @@ from quantize.stages.calibrate.calibrate import calibrate
 from quantize.stages.convert.convert import convert
 from quantize.stages.round_weights import round_weights as round_weights_stage
 from quantize.stages.round_weights.round_weights import round_weights
+from tests.support.chats import add_chats
+from tests.support.tiny import EXPERTS
 
 
 @pytest.fixture

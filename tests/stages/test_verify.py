@@ -439,7 +439,7 @@ def test_verification_json_tells_every_check(
 def test_another_source_is_found(
     artifact: Path, tiny_checkpoint: Path, scheme: str, tmp_path: Path
 ) -> None:
-    from tiny import tiny_model
+    from tests.support.tiny import tiny_model
 
     tiny_model(seed=1).save_pretrained(tmp_path / "other")
     found = run_verify(artifact, tmp_path / "other", scheme, tmp_path)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversions import run
-from synthetic import synthetic_config, write_synthetic
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
 from quantize.recipe.reading import load_recipe
 from quantize.runs.folder import RunDir
 from quantize.stages.verify.verify import verify
+from tests.support.conversions import run
+from tests.support.synthetic import synthetic_config, write_synthetic
 
 pytestmark = pytest.mark.gpu
 # A CPU's float32 norm of a block of 2^19 values was seen 2.4e-5 off; an error is a quotient of two.

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import recipe_for, write_input_scales
-from tiny import EXPERTS
 
 from quantize.checkpoints import shards
 from quantize.checkpoints.reader import Checkpoint, TensorInfo
@@ -26,6 +24,8 @@ from quantize.stages.verify import witness as witness_module
 from quantize.stages.verify.decompression import Decompressor
 from quantize.stages.verify.verify import VerificationResult, verify
 from quantize.stages.verify.witness import BEHIND_CONVERT, Witness, recall
+from tests.support.conversions import recipe_for, write_input_scales
+from tests.support.tiny import EXPERTS
 
 LAYER = "model.decoder.layers.2."
 EXPERT = f"{LAYER}experts.1."

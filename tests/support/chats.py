@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-from tiny import VOCAB
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.tiny import VOCAB
 
 SHORT = {"max_denoising_steps": 3, "eos_token_id": [1], "pad_token_id": 0}
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tiny import LAYERS
 
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import Target, fused_with, plan_targets
@@ -14,6 +13,7 @@ from quantize.recipe.sections import Recipe
 from quantize.runs.digests import xxh3_of
 from quantize.schemes.records import SCHEMES
 from quantize.stages.convert.convert import Conversion, convert
+from tests.support.tiny import LAYERS
 
 DENSE = LAYERS * 7 - 1  # q, k, v, o, gate, up, down a layer; the full-attention layer has no v
 IGNORE = ["lm_head", "re:.*router.*", "re:.*self_conditioning.*", "re:.*vision.*"]

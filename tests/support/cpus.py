@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from numeric import CHOSEN
+from tests.support.numeric import CHOSEN
 
 ROOT = Path(__file__).parents[2]
 CORES = os.cpu_count() or 1

@@ -1,7 +1,7 @@
 r"""Reads the battery of answers by our rule, lm-eval's and math-verify; makes docs' table.
 
-    python tests/support/extractors.py            # docs/evaluation.md's table again
-    pip install --target DIR math-verify && PYTHONPATH=DIR python tests/support/extractors.py --record
+    python -m tests.support.extractors            # docs/evaluation.md's table again
+    pip install --target DIR math-verify && PYTHONPATH=DIR python -m tests.support.extractors --record
 
 `tests/data/answers.jsonl` has an answer's text by task, and the value that a careful human reads in
 it, null where the answer states none. An extractor is right on a line if it reads this value, or

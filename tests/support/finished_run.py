@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quick_run import rows
 from safetensors.numpy import save, save_file
 
 from quantize.checkpoints.reader import Checkpoint, known_config
@@ -18,6 +17,7 @@ from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import checksums, fingerprint
 from quantize.stages.report.report import judge_run
+from tests.support.quick_run import rows
 
 BASE = "google/diffusiongemma-26B-A4B-it"
 COMMIT = "0f28bc42f588fbd8f71e08102b1c3960298a1358"

@@ -1,7 +1,7 @@
 """Saves VARIANTS of `saved_by` with six versions of transformers, reads them here, writes docs' table.
 
-    python tests/support/folder_matrix.py           # installs the versions into build/transformers
-    python tests/support/folder_matrix.py 5.24.0    # one version again; the others stay as recorded
+    python -m tests.support.folder_matrix           # installs the versions into build/transformers
+    python -m tests.support.folder_matrix 5.24.0    # one version again; the others stay as recorded
     rm -r build/transformers                        # what was saved there is not saved again
 
 A folder is "equal" if our model gives, bit for bit or within 1e-6, the logits that the version's own
@@ -26,15 +26,12 @@ import torch
 from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from saved_by import VARIANTS, logits
-
 from quantize.checkpoints.inspect import inspect
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
 from quantize.runtime.weights.beside import LOOKS, load
+from tests.support.saved_by import VARIANTS, logits
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "data" / "folder_matrix.json"
@@ -53,8 +50,9 @@ def save(version: str, built: Path) -> Path:
     if not package.exists():
         _install(version, package)
     partial = _partial(out)
-    program = [sys.executable, str(Path(__file__).with_name("saved_by.py")), str(partial)]
-    subprocess.run(program, check=True, env=os.environ | {"PYTHONPATH": str(package)})
+    program = [sys.executable, "-m", "tests.support.saved_by", str(partial)]
+    environment = os.environ | {"PYTHONPATH": str(package)}
+    subprocess.run(program, check=True, cwd=ROOT, env=environment)
     return partial.rename(out)
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from tiny import tiny_config
+
+from tests.support.tiny import tiny_config
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 Format = Literal["modelopt-nvfp4", "modelopt-w4a16", "modelopt-fp8", "ct-fp8", "ct-nvfp4"]

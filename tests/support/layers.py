@@ -16,14 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from modules_oracle.passes import CACHE
 from safetensors.torch import load_file, save_file
-from tiny import tiny_config, tiny_model
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.runtime.model import text_stack
 from quantize.runtime.model.text_stack import FusedModel
+from tests.support.modules_oracle.passes import CACHE
+from tests.support.tiny import tiny_config, tiny_model
 
 # What the text stack calls in every layer, and where in its result the wanted tensors are.
 SEEN = ("begin", "attend", "choose_experts", "after_experts")

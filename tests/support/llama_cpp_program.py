@@ -49,10 +49,10 @@ def answering() -> Callable[[Path], str]:
     """Load the model; return what answers one request."""
     import numpy as np
     import torch
-    from modules_oracle.passes import decode_canvas, encode_prompts
 
     from quantize.bundled import CHECKPOINT
     from quantize.checkpoints.load import load
+    from tests.support.modules_oracle.passes import decode_canvas, encode_prompts
 
     model, kept, read, prefix = load(CHECKPOINT), None, [], None
 

@@ -1,6 +1,6 @@
 """The lint of names: what is stored says what it holds, and no two classes bear one name.
 
-    python tests/support/names.py     lists what is refused; ends with 1 if anything is
+    python -m tests.support.names     lists what is refused; ends with 1 if anything is
 
 A name is stored where it is assigned, a parameter, or the variable of a loop.
 """

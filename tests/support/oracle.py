@@ -3,9 +3,9 @@
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
-from llm_compressor_oracle import llm_compressor
 
 from quantize.schemes.records import Scheme
+from tests.support.llm_compressor_oracle import llm_compressor
 
 PRESETS = {"INT8_DYNAMIC": "INT8"}
 FORMATS = {

@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 import torch
-from modules_oracle.engine import generate_as_heard
-from modules_oracle.noise import heard
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sampler
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from tests.support.modules_oracle.engine import generate_as_heard
+from tests.support.modules_oracle.noise import heard
 
 NEW_TOKENS = 128  # two canvases
 

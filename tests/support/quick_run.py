@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from conversions import write_input_scales
 
 from quantize import cli
 from quantize.bundled import CHECKPOINT
@@ -30,6 +29,7 @@ from quantize.runs.models import AT_POINT
 from quantize.runtime import Sampler
 from quantize.schemes import gptq
 from quantize.stages.evaluate.compared_models import ModelOptions
+from tests.support.conversions import write_input_scales
 
 TASK = "word_problems"
 PROBLEMS = 60

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from worlds import Bench, by_name, many_costs, solved
 
 from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats, margin_p_values, total, units
 from quantize.recovery.gate import judge, passing
@@ -35,6 +34,7 @@ from quantize.recovery.sequential import Look, Plan, at_looks, nominal_levels, u
 from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Comparison, Terms
+from tests.support.worlds import Bench, by_name, many_costs, solved
 
 ALPHA, INFLATION = 0.05, 0.1
 DAMAGE = ("single", "whole", "mixed")

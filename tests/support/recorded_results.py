@@ -1,6 +1,6 @@
 """Makes README's and docs' tables of results from `tests/data/results.json`.
 
-    python tests/support/recorded_results.py      # prints README's tables and those of docs
+    python -m tests.support.recorded_results      # prints README's tables and those of docs
 
 What was measured is recorded there: how many problems each model solved, lost and won, and times.
 Every other figure of the tables follows from it by this code.

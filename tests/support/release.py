@@ -1,4 +1,4 @@
-"""The release checklist as one command; it stops before the upload: python tests/support/release.py.
+"""The release checklist as one command; it stops before the upload: python -m tests.support.release.
 
 Version, changelog and tag must agree and nothing may be uncommitted. Wheel and source distribution
 are built from the committed files alone, and must state that version; their sha256 sums go beside

@@ -1,6 +1,6 @@
 """Makes docs/report.png, the picture of a report in README, from the report of a run.
 
-    python tests/support/report_picture.py outputs/nvfp4-0123abc/report.html
+    python -m tests.support.report_picture outputs/nvfp4-0123abc/report.html
 
 Needs playwright and a Chromium, as tests/serve/test_browser.py does.
 """

@@ -1,6 +1,6 @@
 """Saves a tiny model, as people have it, with the transformers that is imported; says what it answers.
 
-    PYTHONPATH=FOLDER_OF_A_TRANSFORMERS python tests/support/saved_by.py OUT
+    PYTHONPATH=FOLDER_OF_A_TRANSFORMERS python -m tests.support.saved_by OUT
 
 For each of VARIANTS, OUT/VARIANT is a folder that `save_pretrained` wrote (some are changed after it,
 as their names say). OUT/VARIANT.logits has what that version's own class computes from the folder: the
@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from tiny import CANVAS, VOCAB, tiny_config, tiny_model
 from transformers import DiffusionGemmaForBlockDiffusion
+
+from tests.support.tiny import CANVAS, VOCAB, tiny_config, tiny_model
 
 SINGLE = "model.safetensors"
 QUERY = "model.decoder.layers.1.self_attn.q_proj.weight"

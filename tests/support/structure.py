@@ -1,6 +1,6 @@
 """docs/structure.md's list of modules, made from the first sentence of each module's docstring.
 
-python tests/support/structure.py     writes it anew
+python -m tests.support.structure     writes it anew
 """
 
 import ast

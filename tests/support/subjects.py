@@ -1,6 +1,6 @@
 """The lint of commits: a subject is at most 72 characters long, so that every list shows it whole.
 
-    python tests/support/subjects.py     lists subjects that are longer; ends with 1 if any is
+    python -m tests.support.subjects     lists subjects that are longer; ends with 1 if any is
 
 Commits up to FIRST are let be. A shallow clone may lack FIRST: then all that it has are later. Without
 git, or where the folder is no repository of its own, there are no commits to look at.

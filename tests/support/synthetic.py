@@ -1,7 +1,7 @@
 """Writes a random BF16 checkpoint in the exact layout of the real one, at full size or smaller.
 
-    python tests/support/synthetic.py OUT            # 1,047 tensors, 51.6 GB, 11 shards
-    python tests/support/synthetic.py OUT --layers 2 --vision-layers 1 --vocabulary 4096 # 3.4 GB
+    python -m tests.support.synthetic OUT            # 1,047 tensors, 51.6 GB, 11 shards
+    python -m tests.support.synthetic OUT --layers 2 --vision-layers 1 --vocabulary 4096 # 3.4 GB
 
 Sizes, speed, memory and restarts can be tried with it; its answers are noise. Names, shapes, dtypes and
 sharding are those of google/diffusiongemma-26B-A4B-it, whose config ships; the tokenizer is the bundled

@@ -5,7 +5,7 @@
     make test-versions CELLS=newest/runtime     one cell: a set and a folder of tests
     make test-versions CELLS=1                  one cell, drawn by the commit's hash
     make test-versions CELLS=core               what CI runs: the newest, laid over what is installed
-    python tests/support/versions.py record     write tests/data/newest.txt anew
+    python -m tests.support.versions record     write tests/data/newest.txt anew
 
     oldest     Python 3.12, and of every package the least that pyproject.toml declares
     measured   Python 3.12, torch 2.11 and triton 3.6, on which all figures of speed were measured
@@ -38,9 +38,10 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from llm_compressor_oracle import WITHOUT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.support.llm_compressor_oracle import WITHOUT
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("QUANTIZE_TEST_VERSIONS", ROOT / "build" / "versions"))

@@ -24,11 +24,12 @@ from typing import Any
 
 import triton
 from fused_dequant.launch.targets import Capability, name_of
-from kernels_support.launches import Launch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import get_cache_manager
+
+from tests.support.kernels_support.launches import Launch
 
 RECORD = Path(__file__).parents[2] / "data" / "compiled.json"
 COMPILE = "QUANTIZE_TEST_COMPILE"

@@ -13,7 +13,7 @@ from fused_dequant.launch.targets import is_hopper
 ROOT = Path(__file__).parents[3]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    from kernels_support import interpreter
+    from tests.support.kernels_support import interpreter
 
     interpreter.install()
     gc.freeze()  # what is imported by now stays, and need not be walked again

@@ -2,7 +2,8 @@
 
 import torch
 from fused_dequant import CanvasState, Draw
-from kernels_support.device import DEVICE
+
+from tests.support.kernels_support.device import DEVICE
 
 
 def begin(B: int, L: int, V: int, stability: int = 1) -> CanvasState:

@@ -1,15 +1,18 @@
-"""Prints which instruction multiplies what on each target: `python -m kernels_support.matrix`.
+"""Prints which instruction multiplies what on each target.
+
+    PYTHONPATH=.:kernels python -m tests.support.kernels_support.matrix
 
 One line a kind of product, of the launches that tests/fused_dequant/test_compile.py compiles: the
 instruction, and the most shared memory, registers and stack of any of them. What no test compiled yet
-is compiled now. Needs tests/support and tests/fused_dequant on PYTHONPATH.
+is compiled now. Needs the repository and its folder kernels on PYTHONPATH.
 """
 
 import sys
 
 from fused_dequant.launch.targets import TARGETS, name_of
-from kernels_support.compile_check import size
-from test_compile import ELDER, OPERAND, compiled, of_its_own, operand
+
+from tests.fused_dequant.test_compile import ELDER, OPERAND, compiled, of_its_own, operand
+from tests.support.kernels_support.compile_check import size
 
 BLACKWELL = [target for target in TARGETS if target >= (10, 0)]
 

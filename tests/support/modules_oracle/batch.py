@@ -10,8 +10,11 @@ from fused_dequant.sampler.canvas import sample
 from torch import Tensor, nn
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from modules_oracle.noise import Heard
-from modules_oracle.passes import (
+from quantize.runtime.engine.interface import Decoded
+from quantize.runtime.model.choices import Choices
+from quantize.runtime.prompt.images import Images
+from tests.support.modules_oracle.noise import Heard
+from tests.support.modules_oracle.passes import (
     Prefix,
     canvas_length,
     decode_canvas,
@@ -19,9 +22,6 @@ from modules_oracle.passes import (
     encode_tokens,
     text_config,
 )
-from quantize.runtime.engine.interface import Decoded
-from quantize.runtime.model.choices import Choices
-from quantize.runtime.prompt.images import Images
 
 
 class ModulePasses:

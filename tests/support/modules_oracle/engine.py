@@ -7,15 +7,15 @@ from unittest import mock
 
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from modules_oracle.batch import ModulePasses
-from modules_oracle.inputs import watch_inputs
-from modules_oracle.noise import Heard
-from modules_oracle.passes import canvas_length, text_config
 from quantize.runtime import Sample, generate
 from quantize.runtime.engine import generate as batch
 from quantize.runtime.engine.interface import BatchEngine
 from quantize.runtime.model.watching import Observer
 from quantize.runtime.prompt.images import Images
+from tests.support.modules_oracle.batch import ModulePasses
+from tests.support.modules_oracle.inputs import watch_inputs
+from tests.support.modules_oracle.noise import Heard
+from tests.support.modules_oracle.passes import canvas_length, text_config
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from modules_oracle.engine import ModelEngine
-from modules_oracle.simulated import load_rounding
 from quantize.schemes.modes import ActivationMode
+from tests.support.modules_oracle.engine import ModelEngine
+from tests.support.modules_oracle.simulated import load_rounding
 
 
 def open_modules(

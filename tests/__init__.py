@@ -1,0 +1,1 @@
+"""Tests, what they share (`support`), and programs that measure (`benchmarks`)."""

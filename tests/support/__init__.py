@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: tiny models, oracles, drivers, and the tools of `make`."""
