@@ -178,8 +178,19 @@ def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
     out, place = run.folder.rounding, run.machine.place
+    _trust_rounding(run)
     with run.at_recording() as recording:
         round_weights(run.source, run.targets, run.recipe, out, place, scratch=recording)
+
+
+def _trust_rounding(run: Run) -> None:
+    """Test GPTQ's kernels where they will run, before any work; raise ResourceError if one is wrong."""
+    from torch import device
+
+    from quantize.runtime.gpu.trust import trust_rounding
+
+    schemes = (target.scheme for target in run.targets if target.scheme)
+    trust_rounding(schemes, device(run.machine.place.device))
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -386,7 +397,7 @@ STAGES = (
         "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
         "Takes calibrate's recording through all layers, one by one. A damaged one is made again.",
-        is_needed=_rounds_weights, options=("machine", "scratch"),
+        is_needed=_rounds_weights, ahead=_trust_rounding, options=("machine", "scratch"),
     ),
     Stage(
         "convert", "checkpoint", ("plan", "calibrate", "round"), _convert,

@@ -5,14 +5,17 @@ contracts products and sums, so a few codes near a tie differ, and later ones wi
 hardly does.
 """
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from fused_dequant.launch import dispatch
+from fused_dequant.tune import cases, selftest
 from torch import Tensor
 
+from quantize.runtime.gpu import gptqtest
 from quantize.schemes import gptq
 from quantize.schemes.gptq import add_product, descend_span, round_block
 from quantize.schemes.hessians import Hessians, whole
@@ -182,6 +185,21 @@ class TestOnTheKernels:
         assert torch.equal(mine[1], nearest[1])
         assert not torch.equal(mine[0], nearest[0])
         torch.testing.assert_close(found.loss[::2], whole.loss[::2], rtol=1e-3, atol=0)
+
+    def test_the_self_test_finds_no_fault(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if INTERPRETED:  # the second side only, which stands for the GPU's
+            sides, losses = itertools.count(), gptqtest._losses
+
+            def on_its_side(*arguments: Any) -> tuple[Tensor, Tensor]:
+                monkeypatch.setattr(dispatch, "interpreted", next(sides) == 1)
+                return losses(*arguments)
+
+            monkeypatch.setattr(gptqtest, "_losses", on_its_side)
+            monkeypatch.setattr(gptqtest, "OUT", 8)
+            monkeypatch.setattr(cases, "INNER", 32)
+            monkeypatch.setattr(gptq, "SWEEPS", 1)
+        error = gptqtest.relative_error(SCHEMES["FP8_DYNAMIC"], torch.device(DEVICE))
+        assert 0 < error < selftest.LARGEST_ERROR / 2
 
     @pytest.mark.parametrize("transposed", [False, True])
     def test_products_are_as_exact_as_in_float32(self, transposed: bool) -> None:

@@ -1,10 +1,12 @@
 """The self-test at the door of a GPU that is not here, and what happens where a kernel is broken."""
 
 import ast
+import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ from fused_dequant.weights import layout_for, tuning
 from fused_dequant.weights.tuning import Config
 from triton.compiler.errors import CompilationError
 
+import quantize
 from quantize.errors import ResourceError
-from quantize.runtime.gpu import gpus, trust
+from quantize.runtime.gpu import gptqtest, gpus, trust
+from quantize.runtime.gpu.placement import Placement
+from quantize.schemes.gptq import Rounded, gptq
 from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import SCHEMES, Scheme
 
 CUDA = torch.device("cuda")
 B200, H200 = ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0))
@@ -217,6 +223,71 @@ def test_a_kernel_between_products_has_no_plainer_one(
     assert runs == [1]
 
 
+def test_a_gpu_that_cannot_round_by_gptq_is_refused_for_that_alone(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each format of codes is tested once, and known to the next process; nearest needs none."""
+    pretend(H200)
+    why = "do not run with triton 3.8.0: OutOfResources: out of resource"
+    tested: list[str] = []
+
+    def fault(scheme: Scheme, _: torch.device) -> str | None:
+        tested.append(scheme.codes.name)
+        return why if scheme.codes.name == "int8" else None
+
+    monkeypatch.setattr(gptqtest, "fault", fault)
+    able = [SCHEMES[name] for name in ("NVFP4", "FP8_DYNAMIC", "NVFP4A16")]
+    trust.trust_rounding([*able, SCHEMES["INT8_DYNAMIC"]], torch.device("cpu"))
+    assert tested == []
+    for _ in range(2):
+        trust.trust_rounding(able, CUDA)
+        with pytest.raises(
+            ResourceError, match=f"^NVIDIA H200: GPTQ's kernels for int8 codes {why}.*nearest"
+        ):
+            trust.trust_rounding([SCHEMES["INT8_DYNAMIC"], *able], CUDA)
+    assert tested == ["e2m1", "e4m3", "int8"]
+    trust.trust({"int8"}, None, CUDA)
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC", "INT8_DYNAMIC"])
+def test_a_fault_of_rounding_is_named(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU torch computes both sides; the second, the GPU's, is spoiled."""
+    monkeypatch.setattr(cases, "INNER", 64)
+    cpu, calls = torch.device("cpu"), itertools.count()
+    assert gptqtest.fault(SCHEMES[scheme], cpu) is None
+
+    def spoiled(*arguments: Any) -> Rounded:
+        rounded = gptq(*arguments)
+        if next(calls) % 2:
+            name = next(iter(rounded.tensors))  # the codes
+            rounded.tensors[name] = rounded.tensors[name].roll(1, 1)
+        return rounded
+
+    monkeypatch.setattr(gptqtest, "gptq", spoiled)
+    said = str(gptqtest.fault(SCHEMES[scheme], cpu))
+    assert said.startswith("are wrong: a relative error of ")
+    monkeypatch.setattr(gptqtest, "gptq", lambda *_: 1 / 0)
+    said = str(gptqtest.fault(SCHEMES[scheme], cpu))
+    assert (
+        said == f"do not run with triton {triton.__version__}: ZeroDivisionError: division by zero"
+    )
+
+
+def test_a_run_that_rounds_by_gptq_tests_it_before_its_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(schemes: Iterable[Scheme], device: torch.device) -> None:
+        assert {scheme.name for scheme in schemes} == {"NVFP4", "NVFP4A16"}
+        assert device == torch.device(Placement.here(None).device)
+        raise ResourceError("GPTQ's kernels are wrong")
+
+    monkeypatch.setattr(trust, "trust_rounding", refuse)
+    with pytest.raises(ResourceError, match="are wrong"):
+        quantize.run("nvfp4", out=tmp_path)
+    (run,) = tmp_path.iterdir()
+    assert not (run / "targets.csv").exists()
+
+
 def test_a_process_whose_gpu_is_gone_ends_and_the_next_one_knows(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +330,13 @@ class TestOnTheGpu:
             trust.trust(schemes, mode, CUDA)
             print(f"self-test of mode {mode}: {time.monotonic() - began:.1f} s")
         assert not dispatch.distrusted
+
+    def test_gptq_s_kernels_are_right_in_seconds(self) -> None:
+        for scheme in ("NVFP4", "FP8_DYNAMIC", "INT8_DYNAMIC"):
+            began = time.monotonic()
+            error = gptqtest.relative_error(SCHEMES[scheme], CUDA)
+            print(f"self-test of GPTQ, {scheme}: {error:.1e}, {time.monotonic() - began:.1f} s")
+            assert error <= selftest.LARGEST_ERROR / 2
 
     def test_broken_on_purpose_the_plain_kernel_multiplies(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -4,7 +4,7 @@
     W4A4 on FP4 units                rows are rounded as in W4A4, and multiplied in bf16 (`inputs`)
     Hopper's own kernel for NVFP4    the plain kernel for NVFP4 is used
     W4A8 (the mode `fp8`)            the kernel for FP8 is used
-    any other kernel                 the GPU is refused
+    any other kernel                 the GPU is refused; for GPTQ's, recipes that round by it are
 
 A kernel that the installed Triton cannot compile for the GPU counts as one with wrong results. Results
 stay in the user's cache folder. If a plainer kernel is used, a printed line asks for a report.
@@ -34,6 +34,7 @@ from quantize.host.files import write_json
 from quantize.host.progress import say
 from quantize.runtime.gpu.gpus import TUNED, check_gpu
 from quantize.schemes.modes import ActivationMode
+from quantize.schemes.records import Scheme
 
 REMEMBERED = TUNED.with_name("selftest")
 REPORT = "please report this, with what `quantize doctor` says"
@@ -62,6 +63,22 @@ def trust(schemes: Iterable[str], activations: ActivationMode | None, device: to
             f"{results.name}: {why}; {REPORT}; CUDA_VISIBLE_DEVICES= hides this GPU"
         )
     return "nvfp4" in wanted and results.layout("nvfp4", activations) == FOUR_BIT
+
+
+def trust_rounding(schemes: Iterable[Scheme], device: torch.device) -> None:
+    """Test GPTQ's kernels for weights of `schemes`, unless they were tested before, or on a CPU.
+
+    Raise ResourceError if one is wrong, or does not compile: GPTQ has no plainer kernels.
+    """
+    if device.type != "cuda":
+        return
+    results = _Results(device)
+    for codes, scheme in sorted({scheme.codes.name: scheme for scheme in schemes}.items()):
+        if why := results.rounding_fault(codes, scheme):
+            raise ResourceError(
+                f"{results.name}: GPTQ's kernels for {codes} codes {why}; {REPORT}; a recipe that says "
+                f"`rounding: nearest` does without, and CUDA_VISIBLE_DEVICES= hides this GPU"
+            )
 
 
 def has_own_weights(mode: ActivationMode | None, device: torch.device) -> bool:
@@ -140,6 +157,13 @@ class _Results:
         """Return what is wrong with the kernels between products; None if nothing is."""
         test = partial(steptest.fault, self.device)
         return self._known(STEP, "bf16", "all other kernels", test)
+
+    def rounding_fault(self, codes: str, scheme: Scheme) -> str | None:
+        """Return what is wrong with GPTQ's rounding of `scheme` to `codes`; None if nothing is."""
+        from quantize.runtime.gpu import gptqtest  # triton comes with it
+
+        test = partial(gptqtest.fault, scheme, self.device)
+        return self._known(f"gptq {codes}", "bf16", f"GPTQ's rounding to {codes}", test)
 
     def _known(
         self, name: str, layout: str, tested: str, test: Callable[[], str | None]
