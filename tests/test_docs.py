@@ -19,7 +19,7 @@ from quantize import cli
 from quantize.pipeline import rehearse
 from quantize.recipe.reading import shipped_recipes
 from quantize.stages import denoising
-from quantize.stages.fidelity import fidelity
+from quantize.stages.fidelity import fidelity, held_out
 from tests.support.documented import NEEDS, PAGES, ROOT, SHELL, Block, blocks
 from tests.support.quick_run import in_few_steps
 from tests.support.serving import Running, running, text_with_tools
@@ -63,8 +63,8 @@ def test_commands_and_python_run(
     monkeypatch.setattr(rehearse, "HELD_OUT", 1)
     monkeypatch.setattr(rehearse, "QUESTIONS", 2)
     in_few_steps(monkeypatch, steps=2)
-    few = fidelity.FRESH.model_copy(update={"prompts": 1, "canvases": 1})
-    monkeypatch.setattr(fidelity, "FRESH", few)
+    few = held_out.FRESH.model_copy(update={"prompts": 1, "canvases": 1})
+    monkeypatch.setattr(held_out, "FRESH", few)
     # The first steps are the farthest from BF16; what is found there is test_fidelity's.
     monkeypatch.setattr(fidelity, "find_faults", lambda *_: [])
     for page in PYTHON_PAGES:

@@ -26,7 +26,9 @@ def judge(checkpoint: str, against: str | None, recipe: str, out: Path, **option
     """Judge a checkpoint that others built: inspect, compare weights, replay, evaluate, report, gate.
 
     CHECKPOINT is a folder or a Hub id (NVIDIA's, RedHatAI's, a fine-tuned model's); the recipe's tasks
-    and gate judge it. `quantize compare` compares the resulting folder with one of `quantize run`.
+    and gate judge it. BF16's answers and recorded trajectories are those of other runs in --out, if
+    there are any; in the replay BF16 reads the trajectories again. `quantize compare` compares the
+    resulting folder with one of `quantize run`.
     Exit codes are those of `quantize run`.
     """
     from quantize.pipeline.judge import judging

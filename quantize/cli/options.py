@@ -32,7 +32,9 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "recipe": click.option("--recipe", default="nvfp4", show_default=True, help="Name or YAML file."),
     "limit": click.option(
-        "--limit", type=click.IntRange(min=2), help="Score only the first N problems per task."
+        "--limit", type=click.IntRange(min=2),
+        help="Score only the first N problems per task, and replay fewer trajectories of BF16: one "
+        "for five problems, at least 4."
     ),
     "task": click.option(
         "--task", "tasks", multiple=True, metavar="NAME",

@@ -33,7 +33,7 @@ from quantize.recipe.reading import resolved
 from quantize.recipe.sections import Recipe
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.weights.beside import LOOKS
-from quantize.stages.memory_needs import HELD_OUT
+from quantize.stages.memory_needs import HELD_OUT, replayed_of
 from quantize.stages.plan.estimate import cannot_pass
 
 RESULT = "rehearsal.json"
@@ -188,8 +188,9 @@ def _measured(run: Run, stage: Stage) -> str:
 def projection(run: Run, whole: Recipe) -> dict[str, Any]:
     """Return the whole run's seconds by stage, disk and peak memory in bytes; None if not measured.
 
-    Calibration and rounding are scaled by prompts and canvases, replay by canvases, evaluation by
-    answers. The seconds are an upper bound: loading is scaled too, and no early end is assumed.
+    Calibration and rounding are scaled by prompts and canvases, replay by trajectories and canvases,
+    evaluation by answers. The seconds are an upper bound: loading is scaled too, and no early end is
+    assumed.
     """
     stages = read_json(run.folder.manifest_json, "stages")["stages"]
     grows = _growth(run.recipe, whole)
@@ -211,14 +212,15 @@ def projection(run: Run, whole: Recipe) -> dict[str, Any]:
 
 def _growth(here: Recipe, whole: Recipe) -> dict[str, float]:
     """Return stage -> the whole run's work on prompts, as a multiple of the rehearsal's."""
+    replayed = replayed_of(whole) / replayed_of(here)
     if here.calibration is None or whole.calibration is None:
-        return {}
+        return {"fidelity": replayed}
     canvases = whole.calibration.canvases / here.calibration.canvases
     prompts = (whole.calibration.prompts + HELD_OUT) / (here.calibration.prompts + HELD_OUT)
     return {
         "calibrate": prompts * canvases,
         "round": prompts * canvases,
-        "fidelity": canvases if here.needs_calibration else 1.0,
+        "fidelity": replayed * (canvases if here.needs_calibration else 1.0),
     }
 
 

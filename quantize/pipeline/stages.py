@@ -18,7 +18,7 @@ from quantize.errors import GateError, InputError, ResourceError
 from quantize.host.files import read_json, write_json
 from quantize.host.locks import locked
 from quantize.host.processes import best_device, is_first
-from quantize.runs.folder import RunDir
+from quantize.runs.folder import SHARED, RunDir
 from quantize.runs.models import AT_POINT, BASELINE_AGAIN, CANDIDATE
 from quantize.runs.weights import is_scored
 
@@ -239,6 +239,7 @@ def _verified(run: Run) -> int:
 
 def _fidelity(run: Run) -> None:
     from quantize.stages.fidelity.fidelity import fidelity
+    from quantize.stages.memory_needs import replayed_of
 
     fidelity(
         run.source.folder,
@@ -249,6 +250,8 @@ def _fidelity(run: Run) -> None:
         limits=run.recipe.gate.max_kl_nats,
         overlaps=run.recipe.gate.min_routing_overlap,
         more=run.options.get("modes", ()),
+        count=replayed_of(run.recipe),
+        shared=run.folder.path.parent / SHARED,
         place=run.machine.place,
     )
 

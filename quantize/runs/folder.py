@@ -5,6 +5,7 @@ from pathlib import Path
 from quantize.errors import InputError
 
 README, RESULTS = "README.md", ".eval_results"  # the model card, beside the checkpoint it describes
+SHARED = ".bf16"  # beside the runs: what they share of one BF16 model
 EARLIER = "evaluation-earlier"  # scores that were replaced by scores under other conditions
 
 

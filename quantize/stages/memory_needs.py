@@ -19,6 +19,7 @@ from quantize.schemes.modes import ActivationMode
 
 TILE = 128  # side of the tiles that Hessians are held in (`schemes.hessians`)
 HELD_OUT = 16  # prompts that are recorded for the replay and not observed
+LEAST_REPLAYED = 4  # of them, however few questions are asked
 REPLAYED = 16  # trajectories that are replayed at once
 # Rows of six inputs that wait to be added to Hessians, 256 MB each at most, and their order.
 WAITING_BYTES = 1.817e9
@@ -28,6 +29,17 @@ SHUTTLE_BYTES = 0.4e9  # rows of recorded passes on their way (`record.shuttle`)
 ROUNDING_BYTES = 6e9
 QUESTION_TOKENS = 1024  # room for a question; a longer one gets room when it comes
 FRESH_TOKENS = 2048  # of a prompt that is recorded for the replay if nothing was calibrated
+
+
+def replayed_of(recipe: Recipe) -> int:
+    """Return how many held-out trajectories are replayed for a recipe: HELD_OUT.
+
+    Where every task is limited (`--limit N`), there is one for five questions, and LEAST_REPLAYED at
+    least: a trial of few questions shall be short, and its verdict is uncertain anyway.
+    """
+    settings = recipe.evaluation
+    asked = max(settings.limit.get(task, 5 * HELD_OUT) for task in settings.tasks)
+    return min(HELD_OUT, max(LEAST_REPLAYED, asked // 5))
 
 
 def needs(

@@ -56,6 +56,18 @@ def test_a_plan_of_the_real_model_says_what_judging_takes() -> None:
     assert code == 0
     assert "passes all six in 85 % of runs" in told
     assert "asks only its own model: BF16's answers stay" in told
+    assert "BF16 reads them again beside each model" in told
+    assert "held-out trajectories" not in told
+
+
+def test_a_plan_with_a_limit_says_how_much_is_replayed() -> None:
+    real = ("--model", "google/diffusiongemma-26B-A4B-it")
+    for words, said in (
+        ((), "replay: 8 held-out trajectories"),
+        (real, "replay: 8 of 16 held-out"),
+    ):
+        _, told = plan("--recipe", "nvfp4", "--limit", 40, *words)
+        assert said in " ".join(told.split())
 
 
 def test_keys_that_the_bundled_section_replaces_are_named(

@@ -75,7 +75,7 @@ def test_every_check_and_stage_is_tried_and_the_whole_run_projected(quick: Rehea
     assert list(seconds) == STAGES[1:]
     assert seconds["convert"] == took["convert"]
     assert seconds["calibrate"] == pytest.approx(took["calibrate"] * (64 + 16) / (32 + 16) * 2)
-    assert seconds["fidelity"] == pytest.approx(took["fidelity"] * 2)
+    assert seconds["fidelity"] == pytest.approx(took["fidelity"] * 2 * 16 / 4)
     assert seconds["evaluate"] == pytest.approx(2000 * 3 / 60 + 2000 * 3 / 30)
     assert result["whole_run"]["disk_bytes"] > result["source"]["bytes"]
     assert {"tool", "versions", "hardware", "notes"} <= result.keys()

@@ -30,7 +30,7 @@ from quantize.recovery.rows import Answer
 from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
 from quantize.recovery.sequential import Plan
 from quantize.reports.scores import read_scoring, scored_tasks
-from quantize.runs.folder import RunDir
+from quantize.runs.folder import SHARED, RunDir
 from quantize.runs.models import BASELINE
 
 FORMAT = "diffusiongemma-quantize baseline 1"
@@ -146,7 +146,7 @@ def key_of(made_with: Mapping[str, Any]) -> str:
 
 def store_path(run: RunDir, task: str, made_with: Mapping[str, Any]) -> Path:
     """Return the file of local BF16's answers to a task, shared by runs with equal `made_with`."""
-    return run.path.parent / ".bf16" / f"{task}-{key_of(made_with)}.jsonl"
+    return run.path.parent / SHARED / f"{task}-{key_of(made_with)}.jsonl"
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def held(
 
 def imports(runs: Path) -> Path:
     """Return the folder of the imported packs, which all runs in the folder `runs` may use."""
-    return runs / ".bf16" / "imported"
+    return runs / SHARED / "imported"
 
 
 def export_pack(run: RunDir, out: Path) -> Pack:

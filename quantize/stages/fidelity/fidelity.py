@@ -44,35 +44,25 @@ from torch import Tensor
 from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
-from quantize.host.processes import Processes, joined
+from quantize.host.processes import joined
 from quantize.host.units import digits
-from quantize.recipe.sections import Calibration
 from quantize.runtime import Placement, open, sized
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.memory import EMBEDDING
 from quantize.runtime.gpu.placement import CPU, free_unused
 from quantize.runtime.gpu.trust import has_own_weights
 from quantize.runtime.model.choices import RoutingLog
-from quantize.runtime.record.trajectory import (
-    Trajectory,
-    context_of,
-    load_trajectories,
-    longest,
-    record_all,
-)
-from quantize.runtime.sampler.sampler import Sampler
+from quantize.runtime.record.trajectory import longest
 from quantize.schemes.modes import ActivationMode
+from quantize.stages.fidelity.held_out import held_out_trajectories
 from quantize.stages.fidelity.linear_checks import check_linears
 from quantize.stages.fidelity.replay import Compared, StepDistance, remember, replay
 from quantize.stages.fidelity.routing import routing_at_step, routing_figures
-from quantize.stages.memory_needs import REPLAYED
-from quantize.stages.prompts import BUNDLED, load_prompts
+from quantize.stages.memory_needs import HELD_OUT, REPLAYED
 
 # Bounds on BF16's entropy of a position in nats: certain, nearly so, undecided, noise.
 ENTROPY_BINS = (0.0, 0.01, 0.1, 1.0, float("inf"))
 RESAMPLES = 2000
-# Without a calibration (FP8 needs none) these prompts are recorded: word problems fit any model.
-FRESH = Calibration(datasets=[BUNDLED], prompts=16, canvases=2, thinking=0.5)
 
 
 def fidelity(
@@ -85,11 +75,14 @@ def fidelity(
     limits: Mapping[ActivationMode, float],
     overlaps: Mapping[ActivationMode, float] | None = None,
     more: Sequence[ActivationMode] = (),
+    count: int = HELD_OUT,
+    shared: Path | None = None,
     place: Placement = CPU,
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
-    The folder `calibration` has recorded trajectories; without it, new ones are recorded. The
+    The folder `calibration` has recorded trajectories; without it, they come from the folder
+    `shared`, or are recorded (`held_out`). At most `count` of them are replayed. The
     replayed activation modes are `none`, the gated mode `activations`, and those of `limits`,
     `overlaps` and `more`. `limits` is mode -> largest mean KL allowed, in nats. `overlaps` is mode ->
     smallest mean share of BF16's experts allowed in any layer. A batch has REPLAYED trajectories, or
@@ -105,7 +98,9 @@ def fidelity(
         check_mode(Checkpoint.open(checkpoint), mode)
     linears, linear_faults = None, []
     with joined() as processes:
-        trajectories, sampler = held_out_trajectories(source, calibration, place, processes)
+        trajectories, sampler = held_out_trajectories(
+            source, calibration, place, processes, count=count, shared=shared
+        )
         place = replace(place, capacity=REPLAYED, max_context=longest(trajectories), compares=True)
         baseline, places = _placed(source, checkpoint, modes, place)
         engine = open(source, baseline)
@@ -233,22 +228,6 @@ def _opened(checkpoint: Path, group: Group, place: Placement) -> dict[Activation
     for mode in group:
         engines[mode] = beside = open(checkpoint, replace(place, activations=mode), beside=beside)
     return engines
-
-
-def held_out_trajectories(
-    source: Path, calibration: Path, place: Placement, processes: Processes
-) -> tuple[list[Trajectory], Sampler]:
-    """Return held-out trajectories and their sampler, read from `calibration` or else recorded anew."""
-    if calibration.is_dir():
-        trajectories, sampler = load_trajectories(calibration)
-        return [item for item in trajectories if item.held_out], sampler
-    sampler = Sampler.from_checkpoint(source)
-    prompts = load_prompts(source, FRESH, FRESH.prompts)
-    context = context_of(source, [prompt.ids for prompt in prompts], FRESH.canvases)
-    reference = open(source, replace(place, capacity=FRESH.batch_size, max_context=context))
-    settings = FRESH.model_copy(update={"batch_size": reference.capacity})
-    how: dict[str, Any] = {"title": "recording BF16", "processes": processes}
-    return record_all(reference, prompts, settings, sampler, **how), sampler
 
 
 def summarize(

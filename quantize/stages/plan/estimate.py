@@ -15,7 +15,7 @@ from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.runtime.gpu.memory import MemoryPlan, Need, cache_bytes, plan
-from quantize.stages.memory_needs import HELD_OUT, choice_bytes, needs
+from quantize.stages.memory_needs import choice_bytes, needs, replayed_of
 from quantize.stages.plan.gpu_support import CONTEXT, tokens_a_second
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class _Stages:
     def _fidelity(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:
         settings = self._recipe.calibration if self._recipe.needs_calibration else None
         canvases, row = settings.canvases if settings else 2, self._row(bf16, quantized)
-        tokens = HELD_OUT * canvases * STEPS * self._config["canvas_length"]
+        tokens = replayed_of(self._recipe) * canvases * STEPS * self._config["canvas_length"]
         return replace(row, host=row.host + 2 * tokens * choice_bytes(self._config))
 
     def _evaluate(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:

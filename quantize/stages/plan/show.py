@@ -14,6 +14,7 @@ from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
 from quantize.recovery.estimands import IN_WORDS
+from quantize.stages.memory_needs import HELD_OUT, replayed_of
 from quantize.stages.plan.estimate import (
     StageRow,
     cannot_pass,
@@ -44,7 +45,9 @@ TO_THE_LIMITS = (
     "from answers of typical length until the verdict is certain, to all at their limits"
 )
 JUDGING = (
-    "a second recipe on this model in the same --out asks only its own model: BF16's answers stay",
+    "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "
+    "answers stay. So do the trajectories that BF16 is recorded on without a calibration; BF16 reads "
+    "them again beside each model, for its results of all steps would take gigabytes",
     "with the shipped tasks a model without loss passes all six in 85 % of runs (docs/evaluation.md)",
 )
 
@@ -87,7 +90,9 @@ def show_plan(
     (asking,) = (row.seconds for row in rows if row.stage == "evaluate")
     if asking:
         screen.print(task_table(recipe, asking))
-    lines = [*ending(asking), *JUDGING, serving_line(config, targets, within)]
+    count = replayed_of(recipe)
+    few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
+    lines = [*few, *ending(asking), *JUDGING, serving_line(config, targets, within)]
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         screen.print(recipes_table(config, tensors, within))
@@ -129,6 +134,7 @@ def asking_lines(recipe: Recipe) -> list[str]:
     steps = gate.max_step_inflation
     return [
         *looks,
+        f"replay: {replayed_of(recipe)} held-out trajectories",
         f"gate at {gate.confidence:.0%}, {IN_WORDS[gate.estimand]}; KL "
         f"{f'at most {kl}' if kl else 'not judged'}; steps "
         f"{'not judged' if steps is None else f'at most {steps:.0%} more'}",
