@@ -104,8 +104,8 @@ def follow(words: list[str], run: Path, monkeypatch: pytest.MonkeyPatch) -> int:
             assert_targets(targets)
         case ["python", "-m", "pytest", *files]:
             assert all((ROOT / file).exists() for file in files), words
-        case ["python", script, *_]:
-            assert (ROOT / script).is_file(), words
+        case ["python", "-m", module, *_]:
+            assert (ROOT / module.replace(".", "/")).with_suffix(".py").is_file(), words
         case ["curl", *_]:
             pass  # below, against a server
         case ["quantize", "serve", *_]:

@@ -10,7 +10,9 @@ from quantize.pipeline.stages import STAGES, Stage
 
 
 @click.command()
-@with_options("recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu")
+@with_options(
+    "recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu", "hourly-price"
+)
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without "
@@ -31,16 +33,17 @@ def plan(
     """Show what a recipe would do, and what each stage takes on a GPU; no weights are read.
 
     --model may also be a config.json: the plan then needs no other file. Figures are for --gpu;
-    default: this GPU, else an H200. The exit code is 3 if a stage does not fit --gpu-memory, and 4
-    if the gate cannot PASS, whatever the answers are; `quantize run --until plan` ends alike. Answers
-    of BF16 that were imported into --out are looked at too: too few are refused.
+    default: this GPU, else an H200. --hourly-price adds what evaluation costs. The exit code is 3 if a
+    stage does not fit --gpu-memory, and 4 if the gate cannot PASS, whatever the answers are; `quantize
+    run --until plan` ends alike. Answers of BF16 that were imported into --out are looked at too: too
+    few are refused.
     """
     from quantize.pipeline.run import check_imported
     from quantize.stages.plan.serving import show_serving
     from quantize.stages.plan.show import show_plan
 
     if serve:
-        del options["tasks"], options["limit"]
+        del options["tasks"], options["limit"], options["hourly_price"]
         show_serving(model or REAL_MODEL, context=context, clients=clients, **options)
         return 0
     code = show_plan(recipe, model, **options)

@@ -171,7 +171,16 @@ def measured(work: Work) -> Measurement:
 def measure(name: str, source: Path, out: Path) -> Measurement:
     """Run one conversion in a process of its own."""
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, __file__, "--work", name, str(source), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.convert",
+        "--work",
+        name,
+        str(source),
+        "--out",
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")

@@ -62,7 +62,15 @@ def main(source: Path, folder: Path, work: str | None) -> None:
     for kept_as, checkpoint in (("BF16", source), ("Q8_0", source), ("BF16", quantized)):
         if not checkpoint.exists():
             ours(source, quantized, "nvfp4a16")()
-        command = [sys.executable, __file__, "--work", kept_as, str(checkpoint), str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.export",
+            "--work",
+            kept_as,
+            str(checkpoint),
+            str(out),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         about = {"checkpoint": checkpoint.name, "type": kept_as}
         print(json.dumps(about | json.loads(done.stdout)), flush=True)

@@ -264,7 +264,7 @@ def main(
         print(json.dumps(measured(work[only])))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, str(folder), str(report)]
+    command = [sys.executable, "-m", "tests.benchmarks.full_size", str(folder), str(report)]
     command += ["--layers", str(layers), "--vocabulary", str(vocabulary)]
     command += ["--prompts", str(prompts), "--denoising-steps", str(denoising_steps)]
     print(

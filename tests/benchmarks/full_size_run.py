@@ -260,7 +260,14 @@ def process(
         print(f"{chain.name}: out of time; the same command goes on")
         return None
     before, code = len(chain.lines()), None
-    command = [sys.executable, __file__, "command", str(chain.report), json.dumps(words)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.full_size_run",
+        "command",
+        str(chain.report),
+        json.dumps(words),
+    ]
     with chain.log.open("w") as shown, suppress(subprocess.TimeoutExpired):
         code = subprocess.run(
             command, stderr=shown, timeout=left, env=os.environ | place,

@@ -46,7 +46,7 @@ def made_with(recipe: str, threads: int, out: Path) -> dict[str, str]:
     """Make a recipe's artifacts in a process of so many threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     environment = os.environ | dict.fromkeys(names, str(threads))
-    words = [sys.executable, __file__, "--make", recipe, str(out)]
+    words = [sys.executable, "-m", "tests.benchmarks.threads", "--make", recipe, str(out)]
     subprocess.run(words, env=environment, check=True, stderr=subprocess.DEVNULL)
     return digests(out)
 

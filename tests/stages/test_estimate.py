@@ -30,7 +30,7 @@ from quantize.stages.plan.estimate import (
 from quantize.stages.plan.gpu_support import planned_gpu
 from quantize.stages.plan.plan import plans_of, tensors_from_config
 from quantize.stages.plan.serving import serving_table
-from quantize.stages.plan.show import stage_table, task_table
+from quantize.stages.plan.show import between, stage_table, task_table
 
 GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}
@@ -110,6 +110,20 @@ def test_where_evaluating_takes_days_the_ways_out_are_named(gpu: str, days: bool
         assert (f"`{command}" in said) is days
     assert ("(never run on one)" in said) is days
     assert "min)" not in said  # no recipe is recommended by a time
+
+
+def test_a_pulled_baseline_leaves_the_candidates_time_and_an_hour_has_a_price() -> None:
+    whole = rows(NVFP4, planned_gpu(GPUS["h200"], None))["evaluate"]
+    assert whole.seconds is not None
+    assert whole.candidate is not None
+    pairs = list(zip(whole.candidate, whole.seconds, strict=True))
+    assert all(0.3 * both < alone < 0.6 * both for alone, both in pairs)
+    words = ["plan", "--recipe", "nvfp4", "--model", REAL_MODEL, "--gpu", "h200"]
+    shown = CliRunner().invoke(cli, [*words, "--hourly-price", "3"], env={"COLUMNS": "80"})
+    said = " ".join(shown.output.split())
+    for sentence, seconds in (("evaluate: ", whole.seconds), ("or `import`): ", whole.candidate)):
+        low, high = (f"{second / 1200:,.2f}" for second in seconds)
+        assert f"{sentence}{between(seconds)}, at 3 an hour: {low} to {high}" in said
 
 
 def test_sixteen_gb_are_told_what_they_lack() -> None:

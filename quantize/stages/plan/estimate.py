@@ -41,6 +41,9 @@ class StageRow:
     stage: str  # its name
     # (low, high) end of evaluation's time; None of another stage, or if the GPU's rates are not known
     seconds: tuple[float, float] | None = None
+    candidate: tuple[float, float] | None = (
+        None  # what the quantized model alone takes of `seconds`
+    )
     gpu: float = 0.0  # bytes of the GPU's memory
     streamed: float = 0.0  # bytes that one pass of all batches in lockstep takes over the link
     host: float = OWN_BYTES  # bytes of host memory that the stage holds for itself
@@ -134,8 +137,9 @@ class _Stages:
         row = self._row(bf16, quantized)
         if self._gpu.rates is None:
             return row
-        most = sum(self._asked_seconds(placed) for placed in (bf16, quantized))
-        return replace(row, seconds=(TYPICAL * SEQUENTIAL * most, most))
+        both = [self._asked_seconds(placed) for placed in (bf16, quantized)]
+        ranges = [(TYPICAL * SEQUENTIAL * most, most) for most in (sum(both), both[1])]
+        return replace(row, seconds=ranges[0], candidate=ranges[1])
 
     def _asked_seconds(self, placed: MemoryPlan) -> float:
         """Return the seconds in which a model gives all answers, each at its limit."""

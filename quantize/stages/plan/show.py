@@ -44,6 +44,7 @@ DAYS = (
 TO_THE_LIMITS = (
     "from answers of typical length until the verdict is certain, to all at their limits"
 )
+PACK = "`quantize baseline pull`, or `import`"
 JUDGING = (
     "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "
     "answers stay. So do the trajectories that BF16 is recorded on without a calibration; BF16 reads "
@@ -60,11 +61,13 @@ def show_plan(
     gpu: str | None = None,
     tasks: Sequence[str] = (),
     limit: int | None = None,
+    hourly_price: float | None = None,
 ) -> int:
     """Print what a recipe would do to a model, from headers or only from the model's config.
 
     Stages are estimated for `gpu` (None: this machine's GPU or, if it has none, an H200) with
-    `gpu_memory` bytes (None: all). They are left out for the bundled model if both are None. Return 4
+    `gpu_memory` bytes (None: all). They are left out for the bundled model if both are None. With
+    `hourly_price`, the price of an hour of the GPU, evaluation's cost stands beside its time. Return 4
     if the gate cannot PASS on a task, whatever the answers are, else 0.
     Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
@@ -87,12 +90,13 @@ def show_plan(
     within = planned_gpu(chosen, gpu_memory)
     rows = planned(recipe, config, tensors, targets, within)
     screen.print(stage_table(recipe.name, rows, within))
-    (asking,) = (row.seconds for row in rows if row.stage == "evaluate")
-    if asking:
-        screen.print(task_table(recipe, asking))
+    (asking,) = (row for row in rows if row.stage == "evaluate")
+    if asking.seconds:
+        screen.print(task_table(recipe, asking.seconds))
     count = replayed_of(recipe)
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
-    lines = [*few, *ending(asking), *JUDGING, serving_line(config, targets, within)]
+    lines = [*few, *ending(asking, hourly_price), *JUDGING]
+    lines.append(serving_line(config, targets, within))
     screen.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         screen.print(recipes_table(config, tensors, within))
@@ -176,12 +180,23 @@ def rounded(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def ending(seconds: tuple[float, float] | None) -> list[str]:
-    """Return sentences on evaluation's time, and on what to do where it takes days."""
-    if seconds is None:
+def ending(row: StageRow, hourly_price: float | None = None) -> list[str]:
+    """Return sentences on evaluation's time and cost, and on what makes a verdict cheaper."""
+    if row.seconds is None or row.candidate is None:
         return []
-    takes = f"evaluate: {between(seconds)}, {TO_THE_LIMITS}"
-    return [takes, DAYS] if seconds[0] > A_DAY else [takes]
+    lines = [
+        f"evaluate: {takes(row.seconds, hourly_price)}, {TO_THE_LIMITS}",
+        f"with BF16's answers from a pack ({PACK}): {takes(row.candidate, hourly_price)}",
+    ]
+    return [*lines, DAYS] if row.seconds[0] > A_DAY else lines
+
+
+def takes(seconds: tuple[float, float], hourly_price: float | None) -> str:
+    """Return a range of times and, if an hour has a price, what they cost."""
+    if hourly_price is None:
+        return between(seconds)
+    low, high = (f"{second / 3600 * hourly_price:,.2f}" for second in seconds)
+    return f"{between(seconds)}, at {hourly_price:g} an hour: {low} to {high}"
 
 
 def recipes_table(
