@@ -20,6 +20,7 @@ from rich.text import Text
 
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
+from quantize.errors import InputError
 from quantize.host.progress import console, say
 from quantize.runtime import Placement, Sample, Sampler, open
 from quantize.runtime.engine.interface import complete
@@ -41,8 +42,11 @@ def watch(
     """Generate and show the answer to a prompt; the arguments are options of `quantize generate`.
 
     `write` gets the answer without thoughts: whole or, with `plain`, canvas by canvas. InputError:
-    a checkpoint or picture cannot be loaded, or the prompt is too long. ResourceError: no memory.
+    a checkpoint or picture cannot be loaded, or the prompt is empty or too long. ResourceError: no
+    memory.
     """
+    if not (prompt.strip() or pictures):
+        raise InputError("the prompt is empty; write what the model shall answer, in quotes")
     tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
     config = model_config(Checkpoint.open(checkpoint).config)

@@ -52,10 +52,8 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     Lists the questions that only one run got right, or that both got wrong with different answers.
     A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable.
     """
-    from rich.console import Console
-
     from quantize.errors import InputError
-    from quantize.host.progress import say
+    from quantize.host.progress import say, screen
     from quantize.pipeline.run import failed_check
     from quantize.reports.compare import compare_runs, comparison_table, question_tables
     from quantize.runs.folder import existing_run
@@ -67,7 +65,7 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
                 f"{run.path}: it ended at a failed check, so it has no scores: {reason}"
             )
     comparison = compare_runs(a, b)
-    Console().print(comparison_table(comparison, a, b), *question_tables(comparison, questions))
+    screen().print(comparison_table(comparison, a, b), *question_tables(comparison, questions))
     if comparison.not_comparable:
         say(f"NOT COMPARABLE: {comparison.not_comparable}")
         return 4

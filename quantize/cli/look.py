@@ -84,16 +84,14 @@ def inspect(checkpoint: str) -> int:
     Reads all weights' headers and, of values, scales of whole matrices and tied copies. CHECKPOINT is a
     folder or a Hub id; `bundled` is the model that ships. The exit code is 1 if something is wrong.
     """
-    from rich.console import Console
-
     from quantize.checkpoints.inspect import inspect as inspect_checkpoint
     from quantize.checkpoints.inspect import inspection_table
     from quantize.checkpoints.reader import resolve
-    from quantize.host.progress import say
+    from quantize.host.progress import say, screen
     from quantize.runtime.weights.beside import INSPECTED
 
     inspection = inspect_checkpoint(resolve(checkpoint), INSPECTED)
-    Console().print(inspection_table(inspection))
+    screen().print(inspection_table(inspection))
     for problem in inspection.problems:
         say(f"problem: {problem}")
     return 1 if inspection.problems else 0

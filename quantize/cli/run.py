@@ -7,7 +7,7 @@ import click
 
 from quantize.cli.options import remember_command, with_options
 from quantize.pipeline.stages import STAGES
-from quantize.runs.folder import RunDir
+from quantize.runs.folder import RunDir, continued_by
 
 
 @click.command()
@@ -86,18 +86,14 @@ def _going_on(folder: RunDir) -> str | None:
 
     if not folder.manifest_json.exists():
         return None
-    began = f"`{folder.command.read_text('utf-8')}`" if folder.command.is_file() else None
+    began = continued_by(folder, "")
     if name := read_json(folder.manifest_json).get("judged"):
-        return (
-            None
-            if folder.report_json.exists()
-            else began or f"`quantize judge {name} ... --resume`"
-        )
+        began = began or f"quantize judge {name} ... --resume"
+        return None if folder.report_json.exists() else f"`{began}`"
     if why_stale(folder, STAGES[0]):
-        return began or f"`{STAGES[0].command(folder)}`"
+        return f"`{began or STAGES[0].command(folder)}`"
     recipe = read_recipe(folder.recipe_yaml)
     needed = [stage for stage in STAGES if stage.is_needed(recipe)]
     first = next((i for i, stage in enumerate(needed) if why_stale(folder, stage)), len(needed))
-    if first == len(needed):
-        return None
-    return began or " && ".join(f"`{stage.command(folder)}`" for stage in needed[first:])
+    commands = [began] if began else [stage.command(folder) for stage in needed[first:]]
+    return " && ".join(f"`{command}`" for command in commands) if needed[first:] else None

@@ -103,7 +103,6 @@ def serve(
     options = Options(
         name,
         api_key=os.environ.get(KEY_VARIABLE),
-        activations=activations or "as served",
         prefix_bytes=prefix_mib << 20,
         **settings,
     )

@@ -105,11 +105,10 @@ def bench(
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
       quantize bench --random-weights nvfp4 --batch 1 --batch 4 --autoregressive --hourly-price 3
     """
-    from rich.console import Console
-
     from quantize.bench.speed import bench as measure
     from quantize.bench.speed import tables
     from quantize.checkpoints.reader import known_config, resolve
+    from quantize.host.progress import screen
     from quantize.runtime import Placement
 
     if (checkpoint is None) == (options["random"] is None):
@@ -120,7 +119,7 @@ def bench(
     if as_json:
         click.echo(json.dumps(asdict(result), indent=1))
     else:
-        Console().print(*tables(result))
+        screen().print(*tables(result))
 
 
 @click.command()
@@ -136,11 +135,10 @@ def tune(only: str) -> None:
     takes about two minutes on an H200. The table goes into the user's cache folder, from which
     generate, bench, serve and all stages take it. Prints how much each product gained.
     """
-    from rich.console import Console
-
     from quantize.bench.tune import gains_table, tune_gpu
+    from quantize.host.progress import screen
 
-    Console().print(gains_table(tune_gpu(only)))
+    screen().print(gains_table(tune_gpu(only)))
 
 
 @click.command()

@@ -8,13 +8,14 @@ While `noted` runs, a file holds the same figures for another terminal (`quantiz
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -24,10 +25,21 @@ from quantize.host.files import write_text
 from quantize.host.processes import is_first
 from quantize.host.units import duration
 
+UNWRAPPED = 100_000  # columns, where no terminal shows them
+
 T = TypeVar("T")
 
+
+def screen(**options: Any) -> Console:
+    """Return a console that wraps lines to the width of a terminal, or to COLUMNS; a log's never."""
+    made = Console(**options)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = UNWRAPPED
+    return made
+
+
 # Only the first of the processes that torchrun starts prints.
-console = Console(stderr=True, quiet=not is_first())
+console = screen(stderr=True, quiet=not is_first())
 EVERY = 30.0  # seconds between two lines where no bar is drawn
 NOTED_EVERY = 2.0  # seconds between two notes for another terminal
 _under_way: "list[Meter]" = []  # the outermost first

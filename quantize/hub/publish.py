@@ -19,12 +19,11 @@ from fnmatch import fnmatch
 from typing import Any
 
 from huggingface_hub.hf_api import RepoFile
-from rich.console import Console
 from rich.table import Column, Table
 
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import write_json
-from quantize.host.progress import say
+from quantize.host.progress import say, screen
 from quantize.hub.release import (
     BILL,
     EVIDENCE,
@@ -81,7 +80,7 @@ def push(
     release = prepare(run, request)
     hub = Hub(request.repo)
     plan = _look(hub, release, request)
-    Console().print(_preview(plan, release, request))
+    screen().print(_preview(plan, release, request))
     if not confirm():
         raise InputError("push: not confirmed; nothing was uploaded")
     say(f"push: done, {_publish(hub, run, release, request, plan)}")
@@ -109,7 +108,7 @@ def _show(run: RunDir, request: ReleaseRequest) -> int:
             plan = _look(Hub(request.repo), release, request)
     except ResourceError as error:
         unchecked[what] = error
-    Console().print(_preview(plan, release, request))
+    screen().print(_preview(plan, release, request))
     for thing, error in unchecked.items():
         say(f"push: not checked: {thing} ({error})")
     say("push: dry run; nothing was uploaded")

@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from quantize.checkpoints.inspect import Inspection, inspect, inspection_table
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import write_json
 from quantize.host.processes import best_device
+from quantize.host.progress import screen
 from quantize.pipeline.run import begin, check_source, placed, working_in
 from quantize.pipeline.stages import Run, Task
 from quantize.recipe.reading import resolved
@@ -67,7 +66,7 @@ def judging(
     run = Run(folder, recipe, source, targets, bundled, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)
-        Console().print(inspection_table(inspection))
+        screen().print(inspection_table(inspection))
         yield run
 
 

@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from quantize.checkpoints.inspect import inspect
 from quantize.checkpoints.targets import sum_bytes
 from quantize.errors import GateError, QuantizeError, ResourceError, unexpected_in
 from quantize.host.files import read_json, write_json
-from quantize.host.progress import say
+from quantize.host.progress import say, screen
 from quantize.host.units import duration, size
 from quantize.pipeline.run import memory_plans, started, work
 from quantize.pipeline.stages import STAGES, Run, Stage
@@ -78,7 +77,7 @@ def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) ->
         here = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
         for attempt in tried:
             here.add_row(attempt.name, attempt.seen, attempt.finding)
-        Console().print(here, _projected(projected))
+        screen().print(here, _projected(projected))
         say(f"rehearse: {path} says the same, and what it was done on")
     return next((attempt.exit_code for attempt in tried if attempt.finding), 0)
 

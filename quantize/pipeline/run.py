@@ -34,7 +34,7 @@ from quantize.pipeline.staleness import (
 )
 from quantize.recipe.reading import errors_of, load_recipe, read_recipe, resolved
 from quantize.recipe.sections import Recipe
-from quantize.runs.folder import RunDir, existing_run
+from quantize.runs.folder import RunDir, continued_by, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
 from quantize.runtime.gpu.memory import MemoryPlan
 from quantize.runtime.gpu.memory import plan as fit
@@ -173,7 +173,7 @@ def _ours(path: Path, stages: Sequence[Stage]) -> Generator[tuple[RunDir, Recipe
     folder = existing_run(path)
     with working_in(folder):
         if name := read_json(folder.manifest_json).get("judged"):
-            rest = "`quantize judge ... --resume` goes on with it"
+            rest = f"`{continued_by(folder, 'quantize judge ... --resume')}` goes on with it"
             if folder.report_json.exists():
                 rest = (
                     f"nothing is left to do or to publish, and {folder.report_html} has the verdict"

@@ -15,7 +15,7 @@ from quantize.recovery.gate import Verdict
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Row, Scoring
 from quantize.recovery.terms import Comparison, Terms, unmeasured
-from quantize.runs.folder import RunDir
+from quantize.runs.folder import RunDir, continued_by
 
 
 def pair(
@@ -73,7 +73,10 @@ def scored_tasks(run: RunDir) -> list[str]:
     """Return the tasks of a finished evaluation; InputError: it is not finished."""
     done = run.evaluation / "done.json"
     if not done.exists():
-        raise InputError(f"{done}: missing; run `quantize evaluate {run.path}` first")
+        made = {"verify": run.verification_json, "fidelity": run.fidelity_json, "evaluate": done}
+        missing = ", ".join(name for name, path in made.items() if not path.exists())
+        way = continued_by(run, f"quantize evaluate {run.path}")
+        raise InputError(f"{run.path}: not finished, without {missing}; `{way}` goes on")
     return read_json(done, "tasks")["tasks"]
 
 

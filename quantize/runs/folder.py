@@ -48,6 +48,11 @@ def existing_run(path: Path) -> RunDir:
     return folder
 
 
+def continued_by(run: RunDir, otherwise: str) -> str:
+    """Return the command line that continues a run; `otherwise` if none is noted in its folder."""
+    return run.command.read_text("utf-8") if run.command.is_file() else otherwise
+
+
 def is_card(name: str) -> bool:
     """Return whether a file in a checkpoint is the card or scores, which convert does not write."""
     return name == README or name.startswith(f"{RESULTS}/")

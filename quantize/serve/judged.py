@@ -39,6 +39,17 @@ def judged_modes(checkpoint: Path, digest: str) -> list[str] | None:
     )
 
 
+def served_mode(opened: Checkpoint, activations: ActivationMode | None) -> str:
+    """Return how this server rounds activations: the mode, or what it does beside which weights."""
+    stated = stated_schemes(opened.config)
+    if activations or stated is None:
+        return activations or "none"
+    rounded = set(_rounding(stated.used, None).values())
+    if len(rounded) > 1:
+        return "none beside 4 bits, 8 bits beside 8 bits"
+    return "8 bits" if "8" in rounded else "none"
+
+
 def mode_line(
     opened: Checkpoint, activations: ActivationMode | None, judged: Iterable[str] | None
 ) -> str | None:
@@ -46,7 +57,7 @@ def mode_line(
     stated = stated_schemes(opened.config)
     if stated is None:
         return None
-    schemes, served = stated.used, activations or "none beside 4 bits, 8 bits beside 8 bits"
+    schemes, served = stated.used, served_mode(opened, activations)
     if judged is None:
         return f"activations are served as {served}; no report or score here says which were judged"
     said = ", ".join(judged)

@@ -25,7 +25,7 @@ from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.serve.app import STATIC, create_app
-from quantize.serve.judged import judged_modes, mode_line
+from quantize.serve.judged import judged_modes, mode_line, served_mode
 from quantize.serve.options import KEY_VARIABLE, Options
 from quantize.serve.service import Service
 from quantize.serve.text import Text
@@ -175,6 +175,9 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
     judged = judged_modes(checkpoint, digest)
     if line := mode_line(opened, place.activations, judged):
         say(line)
-    options = replace(options, fingerprint=digest, judged_activations=judged)
+    options = replace(
+        options, fingerprint=digest, judged_activations=judged,
+        activations=served_mode(opened, place.activations),
+    )  # fmt: skip
     service = Service(engine, text, config, sampler, options)
     run(Server(create_app(service), options, service.leave), sock)

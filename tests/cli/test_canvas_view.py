@@ -138,6 +138,17 @@ def test_a_prompt_too_long_is_refused_before_anything_is_loaded(
     assert f"within max_new_tokens 128 and a total length of {limit}" in str(done.exception)
 
 
+def test_an_empty_prompt_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was answered with nonsense."""
+    monkeypatch.setattr(watching, "open", lambda *_, **__: pytest.fail("loaded"))
+    for prompt in ("", " \n"):
+        done = CliRunner().invoke(cli, ["generate", "bundled", prompt])
+        assert isinstance(done.exception, InputError)
+        assert "the prompt is empty" in str(done.exception)
+
+
 def test_pictures(tmp_path: Path) -> None:
     picture, broken = tmp_path / "picture.png", tmp_path / "broken.png"
     Image.radial_gradient("L").resize((320, 200)).save(picture)

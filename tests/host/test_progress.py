@@ -2,15 +2,19 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from quantize.host import progress
-from quantize.host.progress import Meter, metered, noted, track, within
+from quantize.host.progress import Meter, metered, noted, screen, track, within
 from quantize.host.units import duration, size
 
 
@@ -117,3 +121,29 @@ def test_sizes(count: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_lines_are_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CI job's log was wrapped at 80 columns, within paths and commands."""
+    line = " ".join(f"word{i}" for i in range(100))
+
+    def shown(**options: Any) -> list[str]:
+        out = io.StringIO()
+        screen(file=out, **options).print(line)
+        return out.getvalue().splitlines()
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert shown() == [line]
+    assert len(shown(force_terminal=True)) > 1
+    monkeypatch.setenv("COLUMNS", "100")
+    assert max(map(len, shown())) in range(80, 101)
+
+
+def test_a_pipe_gets_whole_lines() -> None:
+    """The console is made when the module is imported, so a process of its own shows it."""
+    code = "from quantize.host.progress import say; say('word ' * 100)"
+    environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert len(done.stderr.splitlines()) == 1

@@ -238,6 +238,29 @@ def test_status_of_a_judgement_names_its_own_command(quick: Quick) -> None:
     assert f"{line.removeprefix('go on with ')} goes on" in stopped.last
 
 
+def test_compare_says_what_an_unfinished_judgement_lacks_and_how_it_goes_on(quick: Quick) -> None:
+    """It named one missing file, and a command that refuses judgements."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    quick.monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", stop)
+    assert judged(quick).code == 130
+    (path,) = quick.out.glob("judge-*")
+    going_on = f"`{RunDir(path).command.read_text()}` goes on"
+    done = quick("compare", quick.folder.path, path)
+    assert done.code == 2
+    assert f"{path}: not finished, without fidelity, evaluate; {going_on}" in done.last
+    assert going_on.startswith("`quantize judge ")
+    assert going_on in quick("card", path).last
+
+
+def test_run_writes_to_stderr_only(quick: Quick) -> None:
+    done = quick.run("--resume")
+    assert (done.code, done.out) == (0, "")
+    assert "report: " in done.err
+
+
 def test_a_finished_judgement_says_that_nothing_is_left(quick: Quick) -> None:
     assert judged(quick).code == 0
     (path,) = quick.out.glob("judge-*")

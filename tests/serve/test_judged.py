@@ -17,7 +17,7 @@ from quantize.runtime import Placement
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SCHEMES
 from quantize.serve import server
-from quantize.serve.judged import judged_modes, mode_line
+from quantize.serve.judged import judged_modes, mode_line, served_mode
 from quantize.serve.options import Options
 from quantize.serve.service import Service
 from tests.support.finished_run import finished_run
@@ -81,6 +81,23 @@ def test_where_both_differ_the_sentence_names_the_options(
     assert f"{judged}" in line
 
 
+@pytest.mark.parametrize(
+    ("schemes", "asked", "served"),
+    [
+        (["NVFP4", "NVFP4A16"], None, "none"),
+        (["NVFP4"], "per_layer", "per_layer"),
+        (["FP8_DYNAMIC"], None, "8 bits"),
+        (["FP8_DYNAMIC"], "none", "none"),
+        (["NVFP4", "FP8_DYNAMIC"], None, "none beside 4 bits, 8 bits beside 8 bits"),
+    ],
+)
+def test_the_served_mode_is_named(
+    schemes: list[str], asked: ActivationMode | None, served: str
+) -> None:
+    assert served_mode(checkpoint_of(*schemes), asked) == served
+    assert served_mode(Checkpoint.open(CHECKPOINT), None) == "none"
+
+
 def test_what_nobody_judged_is_said_and_bf16_has_no_line() -> None:
     line = mode_line(checkpoint_of("NVFP4"), None, None)
     assert line is not None
@@ -111,4 +128,5 @@ def test_it_stands_at_start_and_among_the_models(
     assert "judged with activations per_layer, and served with others" in capsys.readouterr().err
     (service,) = services
     assert service.model["judged_activations"] == ["per_layer"]
+    assert service.model["activations"] == "none"  # it said "as served"
     service.leave()

@@ -489,6 +489,8 @@ def test_the_key_is_asked_for(capfd: pytest.CaptureFixture[str], caplog: Any) ->
         for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
             reply = httpx.get(server.url + path)
             assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
+        said = (Path(__file__).parents[2] / "docs" / "serve.md").read_text("utf-8")
+        assert "The page `/`, `/docs` and `/health` stay open" in said
         for path in ("/", "/page.js", "/page.css", "/icon.svg", "/docs", "/health"):
             assert httpx.get(server.url + path).status_code == 200
         basic = {"Authorization": "Basic sesame-1234"}

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
+from quantize.host.progress import screen
 from quantize.host.units import size
 from quantize.runtime.gpu.memory import (
     BEGUN_BYTES,
@@ -57,7 +57,7 @@ def show_serving(
     limit = config["text_config"]["max_position_embeddings"]
     length = min(context or DEFAULT_CONTEXT, limit)
     plans = plans_of(tensors)
-    Console().print(serving_table(config, tensors, plans, chosen, length, clients))
+    screen().print(serving_table(config, tensors, plans, chosen, length, clients))
 
 
 def serving_table(

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import plan_targets, sum_bytes
-from quantize.host.progress import say
+from quantize.host.progress import say, screen
 from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
@@ -76,30 +75,30 @@ def show_plan(
     config, tensors = described(model, revision)
     with errors_of(recipe_name):
         targets = plan_targets(tensors, recipe.quantization)
-    screen = Console()
-    screen.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
+    page = screen()
+    page.print(plan_table(targets, f"{recipe.name}: {model or 'the bundled model'}"))
     if chosen is not None:
-        screen.print(gpu_table(targets, config, chosen, recipe.evaluation.activations))
+        page.print(gpu_table(targets, config, chosen, recipe.evaluation.activations))
     out_of_reach = cannot_pass(recipe)
     for sentence in out_of_reach:
         say(sentence)
     code = 4 if out_of_reach else 0
     if model is None and gpu_memory is None and gpu is None:
-        screen.print(task_table(recipe, None), "\n".join(asking_lines(recipe)), soft_wrap=False)
+        page.print(task_table(recipe, None), "\n".join(asking_lines(recipe)), soft_wrap=False)
         return code
     within = planned_gpu(chosen, gpu_memory)
     rows = planned(recipe, config, tensors, targets, within)
-    screen.print(stage_table(recipe.name, rows, within))
+    page.print(stage_table(recipe.name, rows, within))
     (asking,) = (row for row in rows if row.stage == "evaluate")
     if asking.seconds:
-        screen.print(task_table(recipe, asking.seconds))
+        page.print(task_table(recipe, asking.seconds))
     count = replayed_of(recipe)
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
     lines = [*few, *ending(asking, hourly_price), *JUDGING]
     lines.append(serving_line(config, targets, within))
-    screen.print("\n".join(lines), soft_wrap=False)
+    page.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
-        screen.print(recipes_table(config, tensors, within))
+        page.print(recipes_table(config, tensors, within))
     if gpu_memory is not None and (lacks := next((r.lacks for r in rows if r.lacks), None)):
         raise lacks
     return code
