@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from typing import Any
 
 Path = tuple[str | int, ...]
-READ = ("type", "properties", "required", "enum", "items", "description")  # null: absent
+BOUNDS = {  # the least and the most
+    "string": ("minLength", "maxLength"), "array": ("minItems", "maxItems"),
+    "object": ("minProperties", "maxProperties"),
+}  # fmt: skip
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+OF_TYPE = {  # keywords that say something of one type's values alone
+    "string": (*BOUNDS["string"], "pattern"), "integer": _OF_NUMBERS, "number": _OF_NUMBERS,
+    "array": (*BOUNDS["array"], "items"),
+    "object": (*BOUNDS["object"], "properties", "required", "additionalProperties"),
+}  # fmt: skip
+READ = {"type", "enum", "description"}.union(*OF_TYPE.values())
 
 
 def without_nulls(schema: Any) -> Any:

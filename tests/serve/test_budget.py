@@ -14,6 +14,7 @@ import torch
 from quantize.errors import InputError
 from quantize.serve import budget, constraint
 from quantize.serve.budget import Allowance, OverBudgetError, WorkMeter
+from quantize.serve.call_grammars import call_grammar
 from quantize.serve.constraint import Constraint
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars, Matcher
@@ -54,7 +55,7 @@ def calling(schema: dict[str, Any]) -> ChatRequest:
 @pytest.mark.parametrize("schema", [nested(12, 8), nested(100, 1)])
 def test_the_grammar_of_a_tool_is_not_much_larger_than_its_schema(schema: dict[str, Any]) -> None:
     forms, body = Forms(tokenizer(), EOS), calling(schema)
-    grammar = forms._calls(body.forms[0][2], several=True)
+    grammar = call_grammar(body.forms[0][2], tokenizer().get_vocab(), several=True)
     assert len(grammar) < 1000 + 6 * len(json.dumps(schema))
     assert forms.matcher(body) is not None
     forms.close()
@@ -65,7 +66,7 @@ def test_lists_of_lists_are_written_once_a_level() -> None:
     for _ in range(7):
         schema = {"type": "array", "items": schema}
     body = calling({"type": "object", "properties": {"a": schema}})
-    grammar = Forms(tokenizer(), EOS)._calls(body.forms[0][2], several=True)
+    grammar = call_grammar(body.forms[0][2], tokenizer().get_vocab(), several=True)
     assert grammar.count("x" * 100) == 1
 
 
@@ -128,15 +129,19 @@ def test_values_have_the_types_of_the_schema() -> None:
     forms.close()
 
 
-def test_a_schema_is_enforced_down_to_a_depth() -> None:
+def test_a_schema_is_enforced_at_all_levels() -> None:
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(12):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     forms = Forms(tokenizer(), EOS)
     matcher = forms.matcher(calling(schema))
     forms.close()
-    cases = ((12, "true", True), (9, "true", True), (8, "true", False), (1, "true", False))
-    for levels, inner, fits in (*cases, (8, "{b:1}", False), (9, "{b:1}", True)):
+    for levels, inner, fits in (
+        (12, "7", True),
+        (12, "true", False),
+        (11, "7", False),
+        (13, "7", False),
+    ):
         value = "{a:" * levels + inner + "}" * levels
         reader = matcher.deep_copy()
         text = f"<|tool_call>call:f{value}<tool_call|>"
@@ -151,15 +156,6 @@ def test_the_process_that_tries_forms_ends_with_them() -> None:
     child = forms.grammars.trial.start()
     forms.close()
     assert child.poll() is not None
-
-
-def test_a_tokenizer_without_the_markers_of_calls_is_refused() -> None:
-    class Bare:
-        def get_vocab(self) -> dict[str, int]:
-            return {"<|tool_call>": 48}
-
-    with pytest.raises(InputError, match=r"no token <tool_call\|>"):
-        Forms(Bare(), EOS)._calls([], several=True)
 
 
 @pytest.mark.parametrize(

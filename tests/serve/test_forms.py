@@ -15,23 +15,27 @@ from quantize.serve.calls import read_calls
 from quantize.serve.constraint import Constraint
 from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
-from quantize.serve.grammars import Grammars, Matcher
+from quantize.serve.grammars import Grammars
 from quantize.serve.protocol import ChatRequest
 from tests.support.serving import (
+    CLOSES,
+    EOS,
     FEW,
     QUESTION,
+    L,
     Running,
     TellingEngine,
+    V,
     chances_after_one_step,
     running,
     text_with_tools,
     tokenizer,
+    written,
 )
 
 ASKED: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "time"}}]
-L, V, EOS = 16, 1024, (1, 106, 50)
-CHANNEL, CLOSES = 100, 101
+CHANNEL = 100
 ANSWER = {
     "type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"],
     "additionalProperties": False,
@@ -50,36 +54,6 @@ NESTED = {
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
     return Grammars(tokenizer(), EOS)
-
-
-def written(
-    grammars: Grammars, matcher: Matcher, room: int, seed: int, *, thinking: bool = False
-) -> list[int]:
-    """What a model of random logits commits, with no more sense than a form gives it."""
-    noise = torch.Generator().manual_seed(seed)
-    constraint = Constraint(grammars, matcher, room, CLOSES if thinking else None)
-    tokens: list[int] = []
-    while len(tokens) < room:
-        begun = constraint.lead(L)
-        for _ in range(100):
-            logits = torch.randn(L, V, generator=noise) * 4
-            logits[:, list(EOS)] -= 8
-            canvas = [*begun, *logits.argmax(-1).tolist()[len(begun) :]]
-            verdict = constraint.settle(logits, canvas)
-            assert len(verdict.tokens) == L
-            if verdict.keep is None:
-                break
-            assert len(begun) < verdict.keep < L
-            begun = verdict.tokens[: verdict.keep]
-        else:
-            raise AssertionError("it is denoised again for ever")
-        tokens += verdict.tokens
-        if set(EOS) & set(verdict.tokens):
-            break
-    assert constraint.error is None
-    end = next((n for n, token in enumerate(tokens) if token in EOS), len(tokens))
-    assert end <= room
-    return tokens[:end]
 
 
 def said(tokens: list[int]) -> str:
@@ -357,68 +331,6 @@ def test_thoughts_have_no_entries_and_completions_have_columns(server: Running) 
     assert "".join(columns.tokens) == found.text
     assert found.text[columns.text_offset[3] :].startswith(columns.tokens[3])
     assert [len(top) for top in columns.top_logprobs or []] == [2] * len(columns.tokens)
-
-
-TREE = {"$defs": {"node": {"type": "object", "properties": {"up": {"$ref": "#/$defs/node"}}}}}
-
-
-@pytest.mark.parametrize(
-    ("field", "allowed"),
-    [
-        ({"const": 7}, [7]), ({"type": "integer", "enum": [7, "x", True]}, [7]),
-        ({"enum": ["a", None, 2.5, False]}, ["a", None, 2.5, False]),
-        ({"$ref": "#/$defs/seven"}, [7]), ({"type": "null"}, [None]),
-        ({"anyOf": [{"const": 1}, {"type": "null"}]}, [1, None]),
-        ({"type": ["boolean", "null"]}, [True, False, None]),
-        ({"allOf": [{"$ref": "#/$defs/seven"}]}, [7]), ({"anyOf": [{"const": 7, "enum": None}]}, [7]),
-        ({"anyOf": [{"type": "null", "enum": None}]}, [None]),
-    ],
-)  # fmt: skip
-def test_a_calls_values_are_held(grammars: Grammars, field: Any, allowed: list[Any]) -> None:
-    schema = {"properties": {"a": field}, "required": ["a"], "$defs": {"seven": {"const": 7}}}
-    for seed in range(3):
-        text = tokenizer().decode(written(grammars, called(schema), 64, seed))
-        (call,) = read_calls(text, ["f"], whole=True)[1]
-        assert json.loads(call.arguments)["a"] in allowed
-
-
-def called(schema: dict[str, Any]) -> Matcher:
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    asked = {"model": "m", "messages": ASKED, "tool_choice": "required", "tools": [tool]}
-    body = ChatRequest.model_validate(asked | {"parallel_tool_calls": False})
-    matcher = Forms(tokenizer(), EOS).matcher(body)
-    assert matcher is not None
-    return matcher
-
-
-@pytest.mark.parametrize(
-    ("schema", "place"),
-    [
-        ({"properties": {"a": {"enum": []}}}, "f.parameters.properties.a.enum: no value"),
-        ({"properties": {"a": {"type": "string", "const": 3}}}, "properties.a.const: no value"),
-        ({"properties": {"a": {}}, "required": ["zz"]}, "f.parameters.required: 'zz' is not"),
-        ({"properties": {"a": {"enum": ['<|"|>']}}}, "properties.a.enum: no call can hold"),
-        ({"properties": {"a": {"const": "<tool_call|>"}}}, "properties.a.const: no call can hold"),
-        ({"properties": {"a": {"enum": [[1]]}}}, "properties.a.enum: a demanded call cannot"),
-        ({"properties": {"a": {"$ref": "#/$defs/b"}}}, r"properties.a.\$ref: leads to no schema"),
-        ({"properties": {"a": {"allOf": [{}, {}]}}}, "properties.a.allOf: a demanded call cannot"),
-        ({"properties": {"a": {"type": "string", "anyOf": [{}]}}}, "a.anyOf: cannot be held beside"),
-        ({"properties": {"a": {"anyOf": [{"enum": 5}]}}}, "a.anyOf.0.enum: must be a list"),
-        ({"anyOf": [{"required": ["a"]}]}, "f.parameters.anyOf: a demanded call cannot"),
-    ],
-)  # fmt: skip
-def test_what_a_call_cannot_be_held_to_is_refused(schema: dict[str, Any], place: str) -> None:
-    with pytest.raises(RequestError, match=place):
-        called(schema)
-
-
-def test_a_schema_that_refers_to_itself_is_held() -> None:
-    assert called(TREE | {"properties": {"a": {"$ref": "#/$defs/node"}}})
-
-
-def test_a_long_chain_of_references_is_held() -> None:
-    chain = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(1000)} | {"d1000": {"const": 7}}
-    assert called({"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain})
 
 
 NAMED = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}

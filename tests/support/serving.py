@@ -27,6 +27,8 @@ from quantize.runtime.prompt.images import Images
 from quantize.runtime.sampler.known_tokens import Given
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.serve.app import create_app
+from quantize.serve.constraint import Constraint
+from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.options import Options
 from quantize.serve.server import Server, with_template
 from quantize.serve.service import Service
@@ -36,6 +38,7 @@ SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 # For tests that look at no sense of an answer: what it takes a model to make one costs most of them.
 FEW: Any = {"num_inference_steps": 3}
 HASTY = replace(SAMPLER, max_denoising_steps=3)
+L, V, EOS, CLOSES = 16, 1024, (1, 106, 50), 101  # a canvas, the vocabulary, and what ends thoughts
 QUESTION = "Tom has 5 apples and buys 3 more. How many apples does Tom have?"
 
 
@@ -82,6 +85,36 @@ def chances_after_one_step(question: str, seed: int) -> Tensor:
     decoded = passes.decode([0], canvas, None)
     (piece,) = decoded.pieces()
     return decoded.logits(piece)[0].double().log_softmax(-1)
+
+
+def written(
+    grammars: Grammars, matcher: Matcher, room: int, seed: int, *, thinking: bool = False
+) -> list[int]:
+    """What a model of random logits commits, with no more sense than a form gives it."""
+    noise = torch.Generator().manual_seed(seed)
+    constraint = Constraint(grammars, matcher, room, CLOSES if thinking else None)
+    tokens: list[int] = []
+    while len(tokens) < room:
+        begun = constraint.lead(L)
+        for _ in range(100):
+            logits = torch.randn(L, V, generator=noise) * 4
+            logits[:, list(EOS)] -= 8
+            canvas = [*begun, *logits.argmax(-1).tolist()[len(begun) :]]
+            verdict = constraint.settle(logits, canvas)
+            assert len(verdict.tokens) == L
+            if verdict.keep is None:
+                break
+            assert len(begun) < verdict.keep < L
+            begun = verdict.tokens[: verdict.keep]
+        else:
+            raise AssertionError("it is denoised again for ever")
+        tokens += verdict.tokens
+        if set(EOS) & set(verdict.tokens):
+            break
+    assert constraint.error is None
+    end = next((n for n, token in enumerate(tokens) if token in EOS), len(tokens))
+    assert end <= room
+    return tokens[:end]
 
 
 def text_of(sample: Sample) -> str:
