@@ -83,6 +83,11 @@ class Chain:
         """The run folder, None where there is none yet."""
         return next((path.parent for path in self.path.glob("*/manifest.json")), None)
 
+    @property
+    def reported(self) -> bool:
+        """Whether its report is there; a failed check writes one without the stage `report`."""
+        return self.run is not None and (self.run / "report.html").exists()
+
     def done(self, stage: str) -> bool:
         """Whether a stage has come to its end."""
         return any(line["stage"] == stage and line["done"] for line in self.lines())
@@ -245,10 +250,10 @@ def go_through(
         chain, [*words, "--out", str(chain.path), "--resume", "--until", until], end, place, cores
     )
     run = str(chain.run)
-    if code == 1 and until == "report" and chain.done("fidelity") and not chain.done("report"):
+    if code == 1 and until == "report" and chain.done("fidelity") and not chain.done("evaluate"):
         code = process(chain, ["evaluate", run, *budget, *data], end, place, cores)
         code = process(chain, ["report", run], end, place, cores) if code == 0 else code
-    return code == 0 or (code in ENDED and chain.done("report"))
+    return code == 0 or (code in ENDED and chain.done("evaluate") and chain.reported)
 
 
 def process(
@@ -328,11 +333,7 @@ def summary(chains: list[Chain]) -> Iterator[str]:
         lines = chain.lines()
         if not lines:
             continue
-        finished = (
-            "a report"
-            if (chain.run or chain.path).joinpath("report.html").exists()
-            else ("NO report")
-        )
+        finished = "a report" if chain.reported else "NO report"
         seconds = sum(line["seconds"] for line in lines)
         yield f"{chain.recipe} at {chain.gb:g} GB: {seconds:.0f} s, {finished}"
         for name in dict.fromkeys(line["stage"] for line in lines):
