@@ -1,6 +1,7 @@
 """Function calls read from text: the inverse of what a template writes, and everything else is text."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,23 @@ def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> Non
         ("call:weather{a: 'it\\'s' , b:'x:{,}]'}", {"a": "it's", "b": "x:{,}]"}),
         (r"call:weather{a:'\x41\u20ac\n\d\\'}", {"a": "A€\n\\d\\"}),
         ("call:weather{a:'1\n2'}", {"a": "1\n2"}),
-        ("call:weather{a:'tis late,b:it's,c:'a' or 'b'}",
-         {"a": "'tis late", "b": "it's", "c": "'a' or 'b'"}),
+        ("call:weather{a:'tis late,b:it's,c:'x'}", {"a": "'tis late", "b": "it's", "c": "x"}),
         ("call:weather{'k l':'',\"m\":'\"'}", {"k l": "", "m": '"'}),
         ("call:weather{a:[True,true,'True',\"true\"]}", {"a": [True, True, "True", "true"]}),
+        ("call:weather{a:[1, 2,],b:{'k': 1,},}", {"a": [1, 2], "b": {"k": 1}}),
+        ("call:weather{a:(1, 2),b:('x',),c:(),d:((1,), [2]),e:(None, {'k': (3, 4)})}",
+         {"a": [1, 2], "b": ["x"], "c": [], "d": [[1], [2]], "e": [None, {"k": [3, 4]}]}),
+        ("call:weather{a:('a, b'),b:(see below),c:f(x),d:(555) 1-2,e:(f(x), 2)}",
+         {"a": "a, b", "b": "(see below)", "c": "f(x)", "d": "(555) 1-2", "e": ["f(x)", 2]}),
+        ("call:weather{a:'''it's \"so\"''',b:\"\"\"x, {y}\nz\"\"\",c:''''''}",
+         {"a": "it's \"so\"", "b": "x, {y}\nz", "c": ""}),
+        (r"""call:weather{a:u'x\x41',b:r'a\n',c:R"\d, ",d:r'''\z''',u'k':U"y"}""",
+         {"a": "xA", "b": r"a\n", "c": r"\d, ", "d": r"\z", "k": "y"}),
+        ("call:weather{a:'a' 'b',b:'a, ' \n\"b\" r'c'}", {"a": "ab", "b": "a, bc"}),
+        (r'call:weather{a:"it\'s \x41",b:"\/\ud83d\ude00"}', {"a": "it's A", "b": "/😀"}),
+        ("call:weather{a:1_000,b:0x1F,c:1.,d:-.5,e:+3,f:12:30,g:the 'best' one}",
+         {"a": "1_000", "b": "0x1F", "c": "1.", "d": "-.5", "e": "+3", "f": "12:30",
+          "g": "the 'best' one"}),
     ],
 )  # fmt: skip
 def test_calls_that_are_read(body: str, arguments: dict[str, Any]) -> None:
@@ -79,11 +93,30 @@ def test_what_python_writes_is_read_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    "spell", [repr, lambda value: repr(value).replace("[", "(").replace("]", ",)")]
+)
+@given(st.lists(st.text("ab'\\\" ,(", max_size=4), min_size=1, max_size=3))
+def test_lists_and_tuples_of_python_are_read_back(
+    spell: Callable[[Any], str], texts: list[str]
+) -> None:
+    call = read_call(f"call:weather{{x:{spell(texts)}}}", NAMES)
+    assert call is not None
+    assert json.loads(call.arguments) == {"x": texts}
+
+
+@pytest.mark.parametrize(
     "body",
     [
         "", "call:", "call:weather", "weather{}", "call:other{}", "call:weather{}{}",
         "call:weather[]", "call:weather{a}", "call:weather{a:}", "call:weather{a:1",
-        "call:weather{a:1,}", "call:weather{:1}",
+        "call:weather{:1}", "call:weather{,}", "call:weather{a:1,,}", "call:weather{a:[,]}",
+        "call:weather{a:[1,,2]}", "call:weather{a:(1, 2}", "call:weather{a:(1, 2]}",
+        "call:weather{a:(1, 2) x}", "call:weather{a:{1, 2}}", "call:weather{a:('x') y}",
+        "call:weather{a:b'abc'}", "call:weather{a:f'{x}'}", 'call:weather{a:Rb"x"}',
+        "call:weather{b'k':1}", "call:weather{'k:1}'}", "call:weather{''k':1}",
+        "call:weather{a:'a' or 'b'}", "call:weather{a:'a' + 'b'}", "call:weather{a:['a, b' + 'c']}",
+        "call:weather{a:'it's'}", "call:weather{a:'''x}", "call:weather{a:'a' # c}",
+        "call:weather{a:{'a':'b':'c'}}", 'call:weather{a:"a" "b}', "call:weather{a:'a'b'}",
         'call:weather{a:<|"|>x}', "call:weather{a:[1}", 'call:weather{a:"x}',
         "call:weather{a:" + "[" * 40 + "]" * 40 + "}", "call:weather{a:" + "9" * 5000 + "}",
         "call:weather{a:1e999}", 'call:weather{a:"\\x"}', 'call:weather{a:"\\ud800"}',
