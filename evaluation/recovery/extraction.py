@@ -6,8 +6,8 @@ over, and so is what the text calls wrong. A sentence behind it that says which 
 before it ("\boxed{3} ... So the answer is 70"), unless it is hypothetical ("if he had sold more, it
 would be 22"). If nothing in this form holds an answer, the other forms are read, then such a
 sentence, then a last line that is nothing but an answer. What follows the end of a turn, or the
-next question, is not read. Two numbers or letters at once
-are no answer, and neither is a number that the text merely reaches: it may have been cut there.
+next question, is not read. Two numbers or letters at once are no answer, and neither is a number
+that the text merely reaches: it may have been cut there.
 
 VERSION counts the changes of this rule. It is part of the conditions of every scored answer, so
 that answers read by two rules are never compared, and stored texts are read again.
@@ -16,16 +16,22 @@ that answers read by two rules are never compared, and stored texts are read aga
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import islice
 
-from quantize.recovery.numerals import SEVERAL, is_denied, number_name, stated_number, with_minus
+from quantize.recovery.numerals import (
+    SCALES,
+    SEVERAL,
+    is_denied,
+    number_name,
+    stated_number,
+    with_minus,
+)
 
-VERSION = 5  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4: parts of what is denied
+VERSION = 6  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
-_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
-    0x3001: ",",
-    0x3002: ".",
-    0x2212: "-",
-}
+_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's own: "2 * 9 = <<2*9=18>>18"
+_FULL_WIDTH: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
+_FULL_WIDTH |= {0x3001: ",", 0x3002: ".", 0x2212: "-"}
 _THOUGHTS = re.compile(r"<(think(?:ing)?)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
 # What ends a model's turn or text, and what begins another question behind a final answer.
 _END_OF_TURN = re.compile(
@@ -34,8 +40,16 @@ _END_OF_TURN = re.compile(
     re.DOTALL,
 )
 _NEXT_QUESTION = re.compile(
-    r"^\W{0,4}(?:(?:next\s|new\s)?(?:question|problem|exercise)(?:\s\d+)?|q\d*|user|human)\W{0,3}:",
+    r"^\W{0,4}(?:(?:next\s|new\s)?(?:question|problem|exercise|instruction)(?:\s\d+)?|q\d*|user|human)"
+    r"\W{0,3}:",
     re.I | re.M,
+)
+_MOST_QUESTIONS = 20  # of a text that are tried as the next one: what repeats them has no answer
+# What takes back an answer, so that another one that follows is the answer.
+RETRACTION = re.compile(
+    r"\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|forgot|"
+    r"on second thought|scratch that)\b|\bno\s*[,:;.–—-]",
+    re.IGNORECASE,
 )
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
@@ -55,6 +69,9 @@ _STEP = re.compile(
 )
 _LABEL_ALONE = re.compile(r"\W*(?:the\s)?(?:final\s)?(?:answer|result|solution)?\W*", re.I)
 _MARKED = "*_$`\"'“”‘’«» \t"
+_SEVEN_DIGITS = re.compile(r"(?<![\d.,])(?:\d([, ])\d{3}\1\d{3}|\d{7})(?!,?\d)")
+_NAMES = re.compile(r"(?:\b(?:is|be|was|answer)|[:=])[\s*_`\"']*\Z", re.I)
+_INSTEAD_OF = re.compile(r"\b(?:not|than|instead of)[\s*_`\"']*\Z", re.I)
 _BOX = re.compile(
     r"(?:\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])|\bboxed(?=\s*\{))\s*"
     r"(?:\\ \s*|\\(?:text|math|b[fm])\w*\s*)?"
@@ -67,9 +84,17 @@ _ANSWER = re.compile(
     r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
     r"\b:?)[\s*_]*+"
     r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?"
-    rf"|{FOREIGN}[\s*_]*+",
+    rf"|{FOREIGN}[\s*_]*+"
+    r"|(?P<instead>\b(?:it|that|this)\s+(?:should|must)\s+(?:actually\s|instead\s)?be\s[\s*_]*+"
+    r"|\b(?:no|actually|edit|correction|update)\b[\s,.:;*_–—-]{1,5}(?=[$€£]?\d[\d.,]*[\s*_]*$))",
+    re.I | re.M,
+)
+# "... so m+n = 33+37 = 70", behind a box that holds only a part of it: a fraction, or "x = 3".
+_ADDED_UP = re.compile(
+    r"\b(?:therefore|thus|hence|so)\b[\s,:$(\\]*([a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?\d)[$.)\\\s]*(?:[.\n]|\Z)",
     re.I,
 )
+_PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _NEXT_BOX = re.compile(r"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*")
 _EMPHASIS = re.compile(
     r"\*\*([^*\n]{1,80})\*\*[^\d*\n]{0,80}[.!]\W*\Z|\*\*([^*\n]{1,80}[.!])\*\*\W*\Z"
@@ -88,7 +113,7 @@ _RELATIVE = re.compile(
 # A number in a sentence, as a whole: "$1.2 million", "2 1/2", "12ft", and no part of "12pi" or "0x12".
 _NUMBER = re.compile(
     r"(?<![^\s(*_$€£₹\"'“`=:[<])-?(?:\\?[$€£₹])?-?\d[\d,]*(?:\.\d+)?(?:\s\d+/\d+|/\d+)?\\?%?"
-    r"(?:\s?(?:thousand|million|billion|k|K|M|B|bn)\b)?"
+    rf"(?:\s?(?:{SCALES}|k|K|M|B|bn)\b)?"
     r"(?=[\s)*_$\"'”`\].,;:!%°€£>-]|(?:[A-Za-z]{2,}|[mgLhs])\b|[^\W\dA-Za-z_\u0370-\u03ff]|\Z)(?![.,]\d)"
 )
 # What makes a number an aside, where another one is stated: "in 1 day", "each of 7 days".
@@ -100,12 +125,13 @@ _ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*
 
 def final_number(answer: str) -> str | None:
     """Return the number of an answer that was asked to end with `#### N`, None if it has none."""
-    return _first_answer(tidy(answer), _marked, _boxed, _headed)
+    number = _final(tidy(answer), _marked, _boxed, _headed)
+    return None if number and "\\" in number else number  # 8 pi
 
 
 def boxed_number(answer: str) -> str | None:
     r"""Return the number of an answer that was asked to end with `\boxed{N}`, None if it has none."""
-    return _first_answer(tidy(answer), _boxed, _marked)
+    return _final(tidy(answer), _boxed, _marked)
 
 
 def last_match(pattern: str, answer: str) -> str | None:
@@ -121,41 +147,53 @@ def tidy(text: str) -> str:
     """Return a text without thoughts, control tokens and tags, digits and full-width signs as ASCII."""
     text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
     text = _END_OF_TURN.sub("", _FORMAT_SIGNS.sub("", _THOUGHTS.sub("", text)))
-    return _CONTROL.sub("", text).replace("\\#", "#").strip()
+    return _CONTROL.sub("", _CALCULATOR.sub("", text)).replace("\\#", "#").strip()
 
 
 def seven_digits(answer: str) -> str | None:
-    """Return the last number of seven digits, None if there is none."""
-    numbers = re.findall(r"(?<![\d.,])(\d,\d{3},\d{3}|\d{7})(?!,?\d)", tidy(answer))
-    return numbers[-1].replace(",", "") if numbers else None
+    """Return the number of seven digits, the last that is named if there are several, or None."""
+    text = tidy(answer)
+    before = {
+        match: text[max(0, match.start() - 20) : match.start()]
+        for match in _SEVEN_DIGITS.finditer(text)
+    }
+    numbers = [match for match in before if not _INSTEAD_OF.search(before[match])]
+    if len({re.sub(r"\D", "", match[0]) for match in numbers}) > 1:
+        numbers = [match for match in numbers if _NAMES.search(before[match])]
+    return re.sub(r"\D", "", numbers[-1][0]) if numbers else None
 
 
 Found = tuple[int, str]  # where in the text, and the number there, or SEVERAL
+Form = Callable[[str], Iterator[Found]]
 
 
-def _first_answer(text: str, *forms: Callable[[str], Iterator[Found]]) -> str | None:
-    """Return the number of a text up to where another question begins behind an answer."""
-    for question in _NEXT_QUESTION.finditer(text):
+def before_next_question(text: str, read: Callable[[str, bool], str | None]) -> str:
+    """Return a text up to where another question begins behind an answer, which `read` finds.
+
+    It is told whether that question has a number: it may then be a step of the same task.
+    """
+    for question in islice(_NEXT_QUESTION.finditer(text), _MOST_QUESTIONS):
         before = text[: question.start()]
-        if any(number != SEVERAL for of_form in forms for _, number in of_form(before)):
-            text = before
-            break
-    return _chosen(text, [list(of_form(text)) for of_form in forms])
+        if read(before, any(map(str.isdigit, question[0]))) not in {None, "", SEVERAL}:
+            return before
+    return text
 
 
-def _chosen(text: str, forms: list[list[Found]]) -> str | None:
+def _final(text: str, *forms: Form) -> str | None:
+    """Return the number that a text states in one of the forms or a sentence, or ends with."""
+    text = before_next_question(text, lambda before, step: _chosen(before, forms, said=not step))
+    number = _chosen(text, forms) or _ending(text)
+    return None if number == SEVERAL else number
+
+
+def _chosen(text: str, forms: tuple[Form, ...], *, said: bool = True) -> str | None:
     """Return the last number of the first form that has one; a later statement overrides it."""
-    firm, hypothetical = _said(text)
-    formal = next((of_form for of_form in forms if of_form), None)
+    firm, hypothetical = _said(text) if said else ([], [])
+    formal = next((numbers for form in forms if (numbers := [*form(text)])), None)
     if formal:
         formal = [pair for pair in formal if not _withdrawn(text, pair[0])] or [(0, SEVERAL)]
-        after = [number for place, number in firm if place > formal[-1][0]]
-        number = after[-1] if after else formal[-1][1]
-    elif firm or hypothetical:
-        number = (firm or hypothetical)[-1][1]
-    else:
-        number = _ending(text) or SEVERAL
-    return None if number == SEVERAL else number
+        return next((n for place, n in reversed(firm) if place > formal[-1][0]), formal[-1][1])
+    return (firm or hypothetical)[-1][1] if firm or hypothetical else None
 
 
 def _ending(text: str) -> str | None:
@@ -205,13 +243,14 @@ def _headed(text: str) -> Iterator[Found]:
     """Yield the numbers that stand alone behind another number of `#`, or behind "Answer:" there."""
     for match in _OTHER_MARK.finditer(text):
         line = match[1].strip(_MARKED + ".")
-        line = re.sub(r"^(?:the\s)?(?:final\s)?answer\W{1,4}", "", line, flags=re.I)
+        line = re.sub(r"^(?:the\s)?(?:final\s)?answer[\s:=*_]{1,4}", "", line, flags=re.I)
         if _ONLY_NUMBER.fullmatch(line) and (number := stated_number(line)):
             yield match.start(), number
 
 
 def _in_line(line: str) -> str | None:
     """Return the number that a marked line states; in a sentence, the only one that is no aside."""
+    line = re.sub(r"^<([^<>]+)>", r"\1", line)
     if (number := stated_number(line)) is not None:
         return number
     several = [*_ANSWER.finditer(line)]
@@ -235,6 +274,7 @@ def _in_sentence(sentence: str) -> str | None:
 def _boxed(text: str) -> Iterator[Found]:
     """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
     before = (0, "")  # where the box before ends, and its number
+    partial = False
     for place, content, end in _boxes(text):
         number = stated_number(content, mathematical=True)
         if before[1] not in ("", number) and _NEXT_BOX.fullmatch(text[before[0] : place]):
@@ -243,7 +283,11 @@ def _boxed(text: str) -> Iterator[Found]:
         if number is None and (behind := re.match(r"\}?\s*=\s*([^$\n\\]{1,40})", text[end:])):
             number = stated_number(behind[1])
         if number is not None:
+            partial = "/" in number or _PART.match(text, place) is not None
             yield place, number
+    added_up = _ADDED_UP.search(text, before[0]) if partial else None
+    if added_up and (number := stated_number(added_up[1])):
+        yield added_up.start(), number
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str, int]]:
@@ -280,6 +324,8 @@ def _said(text: str) -> tuple[list[Found], list[Found]]:
     hypothetical: list[Found] = []
     for match in _ANSWER.finditer(text):
         line = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
+        if match["instead"] and not RETRACTION.search(text[: match.end()]):
+            continue
         rest = with_minus(line)
         sentence, *_ = parts = re.split(r"([.!?])(?:[\s*_]|$)", rest, maxsplit=1)
         sentence = sentence.rstrip("} ")

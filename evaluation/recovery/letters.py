@@ -12,7 +12,7 @@ option back ("No, that cannot be.") and names no other.
 import re
 from functools import cache
 
-from quantize.recovery.extraction import FOREIGN, tidy
+from quantize.recovery.extraction import FOREIGN, RETRACTION, before_next_question, tidy
 
 # What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, quotes, TeX.
 # It never backtracks (*+), since a damaged model may write asterisks for pages.
@@ -24,7 +24,7 @@ _ADVERB = (
     r"most likely|given by)\b,?\s*)?"
 )
 _NAMED = (
-    r"(?:(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
+    r"(?:(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one|selection|pick)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
     r"[\"'”’*_]*+\s*+(?::|=|(?:is|would be|should be|must be|has to be|will be)\b:?)"
     r"|\bcorrect\s*:|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))"
     rf"|故选|(?i:{FOREIGN}))[\s*_]*+"
@@ -50,11 +50,6 @@ _DENIAL = re.compile(
     r"\bnot\b|n't\b|wrong|incorrect|false|exclu|eliminat|rul\w+ out|except|than\b|compar|unlike"
     r"|\b(?:look|consider|check|assum|suppos)|\?"
 )
-_RETRACTION = re.compile(
-    r"\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|on second thought|"
-    r"scratch that)\b|\bno\s*[,:;.–—-]",
-    re.IGNORECASE,
-)
 # "(A). No, that cannot be.", right behind an option.
 _TAKEN_BACK = re.compile(
     rf"[{_CLOSING}\s]*(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
@@ -69,23 +64,16 @@ _MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:
 # What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
 _CONJUNCTION = (
     r"because|since|as|is|and|or|due|by|for|with|given|from|in|on|at|where|which|when|if|after|per|but|"
-    r"under|rather|not"
+    r"under|over|rather|not"
 )
 
 
 def final_letter(answer: str, letters: str) -> str | None:
     """Return the option that an answer chooses, one of `letters` ("ABCD"), or None."""
-    text, rules = tidy(answer), _rules(letters)
-    for patterns in ([rules.named], [rules.chosen, rules.called_right]):
-        if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
-            last_match = max(matches, key=lambda match: match.start())
-            behind = text[last_match.end() :]
-            if last_match["other"] or rules.otherwise.match(behind):
-                return None
-            corrected = [*rules.corrected.finditer(behind)] if _RETRACTION.search(behind) else []
-            if not corrected and _TAKEN_BACK.match(behind):
-                return None
-            return (corrected[-1] if corrected else last_match)["letter"].upper()
+    rules = _rules(letters)
+    text = before_next_question(tidy(answer), lambda before, _: _stated(before, rules))
+    if (letter := _stated(text, rules)) is not None:
+        return letter or None
     if right := {match[1] or match[2] for match in rules.marked_right.finditer(text)}:
         return right.pop() if len(right) == 1 else None
     *before, last = text.rsplit("\n", 1)
@@ -96,6 +84,21 @@ def final_letter(answer: str, letters: str) -> str | None:
     )
     alone = rules.alone.fullmatch(last) or (rules.before_text.match(last) if introduced else None)
     return alone[1].upper() if alone else _concluded(last, rules)
+
+
+def _stated(text: str, rules: "_OptionPatterns") -> str | None:
+    """Return the option that a sentence or a box names; "" if it is none, None if there is none."""
+    for patterns in ([rules.named], [rules.chosen, rules.called_right]):
+        if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
+            last_match = max(matches, key=lambda match: match.start())
+            behind = text[last_match.end() :]
+            if last_match["other"] or rules.otherwise.match(behind):
+                return ""
+            corrected = [*rules.corrected.finditer(behind)] if RETRACTION.search(behind) else []
+            if not corrected and _TAKEN_BACK.match(behind):
+                return ""
+            return (corrected[-1] if corrected else last_match)["letter"].upper()
+    return None
 
 
 def _concluded(last: str, rules: "_OptionPatterns") -> str | None:
@@ -110,14 +113,17 @@ class _OptionPatterns:
 
     def __init__(self, letters: str) -> None:
         large, small = f"[{letters}]", f"[{letters.lower()}]"
-        ends = r"(?!_*[^\W_])(?!['’\-–/]\w)(?!\.\w)(?!\.\s+[a-z])(?!\s*[=≡≈+^⁺⁻])"
+        ends = r"(?!_*[^\W_])(?!['’\-–/]\w)(?!\.\w)(?!\.\s+[a-z])(?!\s*[=≡≈+^⁺⁻])(?!\}_|\*\*[a-z])"
         word = rf"(?!\s+(?!(?:{_CONJUNCTION})\b)[a-z])"
         letter = (
             rf"(?P<letter>{large}{ends}{word}|{small}{ends}(?=\s*(?:[{_CLOSING[2:]},;]|\\[)\]]|$)))"
         )
-        verb = r"(?![)\]*_\"]*\s+(?:is|was|has|would|can|cannot|does|must|fails|violates|gives)\b)"
+        verbs = (
+            "is|are|was|were|has|would|can|cannot|does|must|fails|violates|gives|might|may|could"
+        )
+        verb = rf"(?!(?:[)*_]*\s+(?:and|or)\s+[(*_]*{large})?[)\]*_\"]*\s+(?:{verbs})\b)"
         another = (
-            rf"(?P<other>[)\]}}*_$\s]*(?:\\text\w*\s*\{{\s*)?(?:\b(?:or|and)\s|/|&|,\s*(?:or\s|and\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*\}}?\s*"
+            rf"(?P<other>[)\]}}*_$\s]*(?:\\text\w*\s*\{{\s*)?(?:\b(?:or|and|to|through)\s|/|&|[,;]\s*(?:or\s|and\s|possibly\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*\}}?\s*"
             rf"{_MARKUP}{_NOUN}{_MARKUP}{large}(?![\w'’]){verb})?"
         )
         instead = rf"(?:not{_MARKUP}{_NOUN}{_MARKUP}{large}\W{{1,4}}but\s(?:rather\s)?)?"
@@ -128,7 +134,9 @@ class _OptionPatterns:
         self.named = re.compile(
             rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}{doubted}", re.MULTILINE
         )
-        self.more = re.compile(rf"\b(?:is|are|and|or)\b|\?|{large}[).].*{large}[).]")
+        self.more = re.compile(
+            rf"\b(?:is|are|and|or)\b|\?|^\W*{large}\W*\s(?:{verbs})\b|{large}[).].*{large}[).]"
+        )
         self.concluded = re.compile(
             rf"{_CONCLUDING}(?:\(({large})\)[^\w(]*"
             rf"|\(({large})\)\W*(?:holds|fits|matches|satisfies|works|remains|follows)\b[^()]*[.!]\W*)"
@@ -149,10 +157,11 @@ class _OptionPatterns:
         )
         # "(A). Wait, no: it is (B)", "(A). Correction: (B)", behind a retraction.
         self.corrected = re.compile(
-            r"(?i:\b(?:it|this|that|which|answer|option|choice)"
+            r"(?:(?P<brief>\b(?i:no|actually|edit|update)\b[\s*_,.:;–—-]{1,5})|(?i:\b(?:it|this|that|which|answer|option|choice)"
             r"(?:['’]s|\s+(?:is|should be|must be|has to be))"
-            rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be)\s*[*_]*{option}"
-            r"(?!\s*(?:that|which|is)\b)"
+            rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be))\s*[*_]*{option}"
+            rf"(?(brief)(?={right}|[{_CLOSING},;!\s]*$|[)*_\s]*[.,;!]\s)|(?!\s*(?:that|which|is)\b))",
+            re.MULTILINE,
         )
         self.alone = re.compile(
             rf"[\s*_#>-]*+{_HENCE}{_NOUN}{_MARKUP}([{letters}{letters.lower()}])[{_CLOSING}]*+"

@@ -29,9 +29,10 @@ _NO_LETTER = r"(?![a-zA-Z])"
 _FONT = r"\\(?:text\w*|math\w+|mbox)"
 # What stands around a number, in the order in which it goes.
 _INVISIBLE = re.compile(
-    r"\\[hv]?phantom\s*\{[^{}]*\}|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}"
+    r"\\(?:[hv]?phantom|tag)\s*\{[^{}]*\}|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}"
     r"|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}|\\begin\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\end\s*\{[a-z]+\*?\}"
 )
+_COLUMNS = re.compile(rf"(?<=\d)\s*(?:\\\\|\\q?quad{_NO_LETTER})\s*(?=[-\d]|\w+\s*=)")
 _SPACES = re.compile(rf"\\[,;:! ]|\\\\|~|\\q?quad{_NO_LETTER}|[\u00a0\u2009\u202f]")
 _WORD_IN_TEXT = re.compile(rf"{_FONT}\s*\{{\s*(\(?\s*mod|or|and|to)\s*\}}")
 _MODULUS = re.compile(
@@ -46,8 +47,9 @@ DENIAL = re.compile(
     re.IGNORECASE,
 )
 _INSTEAD = re.compile(r"\bnot\b[^.;\n]{1,60}?\bbut\s+(?:rather\s+)?", re.IGNORECASE)
+# "18 or more" and "18 more than", and "2 dozen": 24, or 2 where a question asks for dozens.
 _BOUND_BEHIND = re.compile(
-    r"\d\W*\s(?:\w+\s){0,3}?(?:or\s+(?:more|less|fewer|greater|above|below|higher|lower)\b"
+    r"\d\W*(?:dozens?|score|gross)\b|\d.*\sand\s+(?:an?|one)\s+(?:half|third|quarter)\b|\d\W*\s(?:\w+\s){0,3}?(?:or\s+(?:more|less|fewer|greater|above|below|higher|lower)\b"
     r"|(?:more|less|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter)\b"
     r"(?:\s+\w+){0,3}\s+than\b)",
     re.IGNORECASE,
@@ -60,6 +62,8 @@ _ADVERB = re.compile(
 _SIGN_IN_WORDS = re.compile(
     r"(?<![\d)}])(?<![\d)}]\s)(?<!\b[a-z]\s)\b(?:minus|negative)\s+(?=[$€£]?\s?\d)", re.IGNORECASE
 )
+_AND_PART = re.compile(r"(?<=\d)\s+and\s+(?:(?:an?|one)\s+(half|third|quarter)\b|(?=\d+/\d))")
+_PARTS: dict[str | None, str] = {"half": "1/2", "third": "1/3", "quarter": "1/4"}
 _POWER_SIGNS = re.compile(r"(?<=[\w)}])[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _ROOT_SIGN = re.compile(r"√\s*(\d+|\([^()]*\))?")
 _HEXADECIMAL = re.compile(r"\b0[xXbo][0-9a-fA-F]+\b")
@@ -81,9 +85,9 @@ _PARALLEL = re.compile(
     r"in|on|at|of|from|after|before|per|by|rounded|instead|about|or)\b)(?:[A-Za-z]+\s+){0,2}[A-Za-z]*[:\s]\s*"
     r"[$€£]?\d[\d.,]*(?:\s[A-Za-z ]+)?\W*\Z"
 )
-_UNEQUAL = re.compile(rf"\\(?:le|ge|leq|geq|lt|gt|ne|neq|sim){_NO_LETTER}|[<>≤≥≠]")
+_UNEQUAL = re.compile(rf"\\(?:le|ge|leq|geq|lt|gt|ne|neq|sim){_NO_LETTER}|<|(?<![-=])>|[≤≥≠]")
 _SIDES = re.compile(
-    rf":?=|\\(?:equiv|cong|approx|simeq|triangleq|coloneqq|implies|to|(?:[Ll]ong)?[Rr]ightarrow)"
+    rf":?=|\\(?:colon|equiv|cong|approx|simeq|triangleq|coloneqq|implies|to|(?:[Ll]ong)?[Rr]ightarrow)"
     rf"{_NO_LETTER}|[≡≅≈→⇒]|(?<=[A-Za-z])\s*:"
 )
 _EQUATIONS = re.compile(r"=[^=]*?[,;&]\s*([^=,;\d][^=,;]*)=(?!.*=)", re.DOTALL)
@@ -101,19 +105,20 @@ _JOINING = re.compile(r"\b(?:or|and|to)\b|\\pm")
 _RANGE = re.compile(r"\s*(\d[\d,.]*)\s*[-–—]\s*(\d[\d,.]*)\s*")
 # Numbers side by side; "7 0" and "1 4 4" are one number with spaces in it.
 _SIDE_BY_SIDE = re.compile(
-    r"\d\d\s+\d|\d\s+\d\d|\d\.\s+\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
+    r"\\[pm][mp](?![a-zA-Z])|[±∓]|\d\d\s+\d|\d\s+\d\d|\d\.\s+\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
 )
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|[ '’_])\d{3})+)(?!\d)")
-_COMMA_AS_POINT = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,2})(?![\d.,])")  # 1.234,50
+_COMMA_AS_POINT = re.compile(
+    r"(?<![\d.,])(?:(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})|(\d{1,3}(?:\.\d{3}){2,}))(?![\d,]|\.\d)"
+)  # 1.234,50 and 1.234.567
 _ROUNDED = re.compile(
     r".*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$", re.DOTALL
 )
 _ONE_SIGN_FRACTION = re.compile(r"[¼-¾⅐-⅞]")
-_SCALE = re.compile(
-    r"(?<=\d)(?:[kK]\b|(M|B|bn|mn|mln)\b|\s*(thousand|million|billion|trillion)\b)(?:\s+(?=[a-z]))?"
-)
+SCALES = "hundred|thousand|lakh|million|crore|billion|trillion"
+_SCALE = re.compile(rf"(?<=\d)(?:[kK]\b|(M|B|bn|mn|mln)\b|\s*({SCALES})\b)(?:\s+(?=[a-z]))?")
 _SCALES = {"thousand": 3, "M": 6, "mn": 6, "mln": 6, "million": 6, "B": 9, "bn": 9, "billion": 9}
-_SCALES["trillion"] = 12
+_SCALES |= {"hundred": 2, "lakh": 5, "crore": 7, "trillion": 12}
 _FACTORIAL = re.compile(r"(?<![\d.)}])(\d{1,3})\s*!(?![!=])")
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "  # noqa: SIM905
@@ -126,8 +131,10 @@ _NAMES = {name: n for n, name in enumerate(_ONES)} | {
 }  # fmt: skip
 _MIXED = re.compile(r"(?<![\d/.])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?!\d)")
 _FRACTION = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_INFIX = r"\{{([^{{}}]*)\\{}(?![a-zA-Z])([^{{}}]*)\}}"
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
-_ROOT = re.compile(r"\\sqrt\s*\{?\s*(\d{1,15})\s*\}?")
+_BRACED_POWER = re.compile(r"\^\s*\{\s*(-?\d+)\s*\}")
+_ROOT = re.compile(r"\\sqrt\s*(?:\{([^{}]*)\}|(\d+))")
 _OPERATORS = {
     rf"\\(?:cdot|times|ast){_NO_LETTER}|[×·∙⋅]": "*",
     rf"\\div{_NO_LETTER}|÷": "/",
@@ -139,6 +146,7 @@ _OPERATORS = {
     r"(?<=[\d)])\s*\(": "*(",
 }
 _COMMAND = re.compile(r"\\([a-zA-Z]+)|\\")
+_BETWEEN = re.compile(r"(?<=[\d)])\s*\\(?!right)[a-zA-Z]+\s*(?=[\d(])")  # an unknown operation
 _FUNCTIONS = set(
     "sqrt pi log ln lg exp sin cos tan sec csc cot arcsin arccos arctan frac binom".split()  # noqa: SIM905
 )
@@ -166,7 +174,8 @@ def stated_number(text: str, *, mathematical: bool = False) -> str | None:
         return None
     if (named := number_name(text)) is not None:
         return named
-    text = _SPACES.sub(" ", _INVISIBLE.sub("", _ROUNDED.sub(r"\1", text)))
+    text = _COLUMNS.sub(", ", _INVISIBLE.sub("", _ROUNDED.sub(r"\1", text)))
+    text = _SPACES.sub(" ", text)
     text = _with_signs_in_ascii(_TEXT.sub(r" \1 ", text)).replace("&=", "=").strip(AROUND)
     if is_denied(text) or _HEXADECIMAL.search(text):
         return None
@@ -204,11 +213,12 @@ def is_denied(text: str) -> bool:
     """Return whether words deny, bound or condition the first number of a text: "not 70"."""
     before = _INSTEAD.sub("", text)
     before = before[: digit.start()] if (digit := re.search(r"[$€£]?\d", before)) else before
-    return bool(DENIAL.search(before) or _BOUND_BEHIND.search(text))
+    return bool(DENIAL.search(before) or _UNEQUAL.search(before) or _BOUND_BEHIND.search(text))
 
 
 def with_minus(text: str) -> str:
-    """Return a text with "-" for "minus" or "negative" before a number."""
+    """Return a text with "-" for "minus" before a number, and "2 1/2" for "2 and a half"."""
+    text = _AND_PART.sub(lambda part: f" {_PARTS.get(part[1], '')}", text)
     return _SIGN_IN_WORDS.sub("-", text)
 
 
@@ -268,7 +278,7 @@ def _side(text: str) -> str | None:
         return SEVERAL
     if any(command[1] in _FUNCTIONS for command in _COMMAND.finditer(plain)):
         return plain.strip()
-    value = _computed(_COMMAND.sub("", plain))
+    value = _computed(_COMMAND.sub("", _BETWEEN.sub("?", plain)))
     base = int(modulus[1] or modulus[2]) if modulus else 0
     return None if value is None else written(value % base if base else value)
 
@@ -287,12 +297,16 @@ def _ascending(low: str, high: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return arithmetic in Python's notation, with what is not arithmetic left as it stands."""
-    text = _COMMA_AS_POINT.sub(lambda m: f"{m[1].replace('.', '')}.{m[2]}", text)
+    text = _COMMA_AS_POINT.sub(lambda m: re.sub(r"\D", "", m[1] or m[3]) + f".{m[2] or 0}", text)
     text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
     text = _SCALE.sub(lambda m: f"*10^{_SCALES.get(m[1] or m[2], 3)} ", text)
     text = _MIXED.sub(
         r"(\1+\2/\3)", _UNIT_WORDS.sub("", text.strip()).rstrip(" .,;:!").strip(" ,;")
     )
+    text = _BRACED_POWER.sub(r"^\1", text)
+    for infix, prefix in (("over", "frac"), ("choose", "binom")):
+        if f"\\{infix}" in text:
+            text = re.sub(_INFIX.format(infix), rf"\\{prefix}{{\1}}{{\2}}", f"{{{text}}}")
     text = _BINOMIAL.sub(_binomial, _ROOT.sub(_exact_root, text))
     for _ in range(3):  # fractions within fractions
         text = _FRACTION.sub(
@@ -305,8 +319,11 @@ def _plain(text: str) -> str:
 
 
 def _exact_root(match: re.Match[str]) -> str:
-    root = math.isqrt(int(match[1]))
-    return f"({root})" if root * root == int(match[1]) else match[0]
+    square = _computed(_plain(match[1] or match[2]))
+    if square is None or square < 0:
+        return match[0]
+    root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
+    return f"({root})" if root * root == square else match[0]
 
 
 def _factorial(match: re.Match[str]) -> str:

@@ -31,6 +31,9 @@ BEGIN, END = "<!-- {}: made by tests/support/extractors.py -->\n", "<!-- end -->
 OWN = "own: "  # what a task's name begins with where the rest is a recipe's expression
 HELD_OUT, BATTERY = "answers_held_out", "answers"
 HELD_OUT_OF_5 = "answers_held_out_of_5"  # written when version 5 of our rule was done
+ANOTHER_HAND = (
+    "answers_of_another_hand"  # written, for version 5, by somebody who had not mended it
+)
 RECORD = DATA / "answers_math_verify.json"
 ROUND = str.maketrans("{}", "()")
 Read = Callable[[str], str | None]
