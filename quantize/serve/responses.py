@@ -197,6 +197,7 @@ class ResponsesRequest(Asked):
             "max_completion_tokens": self.max_output_tokens,
             "verbosity": self.text.verbosity,
             "reasoning_effort": self.reasoning.effort,
+            "reasoning": None,  # the chat's field of this name is another server's
             "response_format": {"type": kind} | ({"json_schema": form} if named else {}),
             "stream_options": {"include_usage": True} if self.stream else None,
             "tools": [

@@ -148,6 +148,8 @@ class Service:
         given = body.model_dump(include={name for table in tables for name in table})
         if isinstance(body, ChatRequest):
             given |= hints(body.messages)
+        elif isinstance(added := given["add_special_tokens"], bool):
+            given["add_special_tokens"] = not added
         for name, message, refused in unsupported.asked(given, echoes, strict=self.options.strict):
             if refused:
                 param = name if given.get(name) is not None else echoes.get(name, name)

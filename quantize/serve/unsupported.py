@@ -90,6 +90,12 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "transforms": (([],), "a prompt is taken whole; leave it out"),
     "usage": (({}, {"include": True}), "usage is in every answer; leave it out"),
     "thinking": (({"type": "disabled"}, False), "set reasoning_effort"),
+    "reasoning": (
+        ({}, {"enabled": False}, {"effort": "none"}, {"exclude": False}), "set reasoning_effort"
+    ),
+    "add_special_tokens": (  # of a plain prompt the other value asks for nothing (`Service`)
+        (False,), "a chat's are its template's, a plain prompt's its tokenizer's; send token ids"
+    ),
     "enable_thinking": ((False,), "set reasoning_effort, or chat_template_kwargs.enable_thinking"),
     "think": ((False,), "set reasoning_effort"),
     "thinking_budget": ((0,), "the model has no such setting; set reasoning_effort or max_tokens"),

@@ -187,6 +187,36 @@ def test_idle_parameters_are_ignored_on_every_path(
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
+@pytest.mark.parametrize(
+    ("path", "neutral"), [(CHAT, False), (RESPONSES, False), ("/v1/completions", True)]
+)
+def test_special_tokens_are_the_templates_or_the_tokenizers(
+    telling: tuple[Running, TellingEngine], strict: Running, path: str, neutral: bool
+) -> None:
+    fields = {CHAT: {"messages": [USER]}, RESPONSES: {"input": "x"}}.get(path, {"prompt": "x"})
+    name = "add_special_tokens"
+    reply = post(telling[0], fields | {name: neutral}, path)
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, name), reply.text
+    for server, value in ((telling[0], not neutral), (telling[0], 0), (strict, neutral)):
+        refused = post(server, fields | {name: value}, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("value", [{}, {"enabled": False}, {"effort": "none"}, {"exclude": False}])
+def test_a_switch_of_thoughts_that_is_off_is_ignored(
+    telling: tuple[Running, TellingEngine], strict: Running, value: dict[str, Any]
+) -> None:
+    """As a router of other servers takes it; one that is on would change the answer."""
+    reply = post(telling[0], {"messages": [USER], "reasoning": value})
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, "reasoning"), reply.text
+    for server, asked in ((strict, value), (telling[0], {"enabled": True}), (telling[0], [])):
+        refused = post(server, {"messages": [USER], "reasoning": asked})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning")
+        assert "set reasoning_effort" in refused.json()["error"]["message"]
+    ours = post(telling[0], {"input": "x", "reasoning": {"effort": "none"}}, RESPONSES)
+    assert (ours.status_code, ours.headers.get(HEADER)) == (200, None)
+
+
 def test_items_of_responses_hold_what_servers_sent(
     telling: tuple[Running, TellingEngine], strict: Running
 ) -> None:
