@@ -13,9 +13,9 @@ from typing import Any
 from quantize.checkpoints.targets import Target, plan_targets
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json
-from quantize.pipeline.run import advance, bf16_model, opened, run_alone, started
+from quantize.pipeline.run import advance, bf16_model, failed_check, opened, run_alone, started
 from quantize.pipeline.stages import STAGES, Run, stage
-from quantize.pipeline.staleness import why_stale
+from quantize.pipeline.staleness import check_shown, why_stale
 from quantize.recipe.reading import errors_of, load_recipe
 from quantize.reports.compare import RunComparison, compare_runs
 from quantize.runs.folder import RunDir, existing_run
@@ -118,8 +118,18 @@ def fidelity(
 
 
 def compare(a: str | Path, b: str | Path) -> RunComparison:
-    """Compare run `b` with run `a` question by question; raise InputError if one has no scores."""
-    return compare_runs(existing_run(Path(a)), existing_run(Path(b)))
+    """Compare run `b` with run `a` question by question.
+
+    Raise InputError if one has no scores, or its scores or its fidelity.json are stale.
+    """
+    runs = existing_run(Path(a)), existing_run(Path(b))
+    for folder in runs:
+        if reason := failed_check(folder):
+            raise InputError(
+                f"{folder.path}: it ended at a failed check, so it has no scores: {reason}"
+            )
+        check_shown(folder, [stage("fidelity"), stage("evaluate")])
+    return compare_runs(*runs)
 
 
 def judge(

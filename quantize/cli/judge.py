@@ -52,20 +52,13 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     Lists the questions that only one run got right, or that both got wrong with different answers.
     A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable.
     """
-    from quantize.errors import InputError
+    from quantize.api import compare as compare_runs
     from quantize.host.progress import say, screen
-    from quantize.pipeline.run import failed_check
-    from quantize.reports.compare import compare_runs, comparison_table, question_tables
-    from quantize.runs.folder import existing_run
+    from quantize.reports.compare import comparison_table, question_tables
 
-    a, b = existing_run(run_a), existing_run(run_b)
-    for run in (a, b):
-        if reason := failed_check(run):
-            raise InputError(
-                f"{run.path}: it ended at a failed check, so it has no scores: {reason}"
-            )
-    comparison = compare_runs(a, b)
-    screen().print(comparison_table(comparison, a, b), *question_tables(comparison, questions))
+    comparison = compare_runs(run_a, run_b)
+    table = comparison_table(comparison, run_a, run_b)
+    screen().print(table, *question_tables(comparison, questions))
     if comparison.not_comparable:
         say(f"NOT COMPARABLE: {comparison.not_comparable}")
         return 4

@@ -10,6 +10,7 @@ intervals, Jennison and Turnbull 1989).
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -79,10 +80,9 @@ def _scoring(run: RunDir, task: str) -> Scoring:
     return scoring
 
 
-def comparison_table(comparison: RunComparison, a: RunDir, b: RunDir) -> Table:
-    """Return the comparison of runs A and B as a table for the terminal."""
-    alike = a.path.name == b.path.name
-    names = (f"{x} {run.path if alike else run.path.name}" for x, run in (("A", a), ("B", b)))
+def comparison_table(comparison: RunComparison, a: Path, b: Path) -> Table:
+    """Return the comparison of runs A and B, two folders, as a table for the terminal."""
+    names = (f"{x} {run if a.name == b.name else run.name}" for x, run in (("A", a), ("B", b)))
     table = Table(
         "", *map(escape, names), "difference", title="B against A",
         caption=f"{CONFIDENCE:.0%} intervals that hold whenever the runs ended",

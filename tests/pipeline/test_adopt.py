@@ -207,6 +207,15 @@ def test_runs_are_not_compared_by_scores_of_weights_that_they_had(quick: Quick) 
     assert quick("compare", run.path, run.path).code == 0
     for stage in ("calibrate", "convert", "verify"):
         assert quick(stage, run.path).code == 0
+    fidelity_again = f"`quantize fidelity {run.path}` makes it again"
+    refused = quick("compare", run.path, run.path)
+    assert refused.code == 2
+    assert f"fidelity is stale, calibrate changed since; {fidelity_again}" in refused.last
+    assert quick("fidelity", run.path).code == 0
+    refused = quick("compare", run.path, run.path)
+    assert refused.code == 2
+    assert "evaluate is stale, convert changed since" in refused.last
+    run.stages_json.unlink()
     refused = quick("compare", run.path, run.path)
     assert refused.code == 2
     assert f"{TASK}: scored on other weights" in refused.last

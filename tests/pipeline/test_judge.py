@@ -63,7 +63,7 @@ def test_a_checkpoint_is_judged(quick: Quick, monkeypatch: pytest.MonkeyPatch) -
     copy = shutil.copytree(quick.folder.path, quick.out.parent / "other" / quick.folder.path.name)
     comparison = compare_runs(quick.folder, RunDir(copy))
     heads = [
-        column.header for column in comparison_table(comparison, quick.folder, RunDir(copy)).columns
+        column.header for column in comparison_table(comparison, quick.folder.path, copy).columns
     ]
     assert heads[1:3] == [f"A {quick.folder.path}", f"B {copy}"]
     for command in ("evaluate", "report", "card"):

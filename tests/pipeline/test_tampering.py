@@ -4,6 +4,7 @@ Each case ends in a clear refusal, or in a redo that leaves what an untouched ru
 so that every digest agrees (`bless`) is refused by `push`, which judges the scores once more.
 """
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -50,7 +51,15 @@ FILES = {
 }
 # What verify may trust or not: no result is made of it.
 RECORDS = {"conversion.checks.json", "manifest.json"}
-DIFFERS = {*RECORDS, "report.json", "report.md", "report.html", "junit.xml", "stages.json"}
+DIFFERS = {
+    *RECORDS,
+    ".command",
+    "report.json",
+    "report.md",
+    "report.html",
+    "junit.xml",
+    "stages.json",
+}
 
 
 def push(quick: Quick) -> Done:
@@ -71,7 +80,7 @@ def test_nobody_touched_it(quick: Quick) -> None:
     assert (done.code, done.redone()) == (0, [])
     found = {p.relative_to(quick.folder.path).as_posix() for p in quick.folder.path.rglob("*")}
     files = {name for name in found if (quick.folder.path / name).is_file()}
-    assert files == {*FILES, *RECORDS, ".lock"}
+    assert files == {*FILES, *RECORDS, ".command", ".lock"}
 
 
 @pytest.mark.parametrize("path", FILES)
@@ -129,6 +138,34 @@ def test_a_manifest_of_another_model(quick: Quick) -> None:
     quick.folder.manifest_json.unlink()
     done = quick.run("--resume")
     assert (done.code, done.redone()) == (0, [])
+
+
+def changed_behind(path: Path) -> bytes:
+    """Change a byte, and keep size and time as a copy may; return what the file held."""
+    before, whole = path.stat(), path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return whole
+
+
+@pytest.mark.parametrize("command", ["push", "card", "adopt", "compare"])
+def test_no_command_reads_what_was_changed_behind_its_back(command: str, quick: Quick) -> None:
+    """One file of each stage; `run` and the stages' own commands are held by test_handover."""
+    run, files = (
+        quick.folder,
+        {maker: path for path, maker in FILES.items() if path != "stages.json"},
+    )
+    if command == "compare":  # which reads these two alone
+        files = {maker: path for maker, path in files.items() if maker == "fidelity"}
+        files["evaluate"] = f"evaluation/quantized/{TASK}.jsonl"
+    words = {"compare": [run.path, run.path], "adopt": [run.path, "--own"]}.get(command, [run.path])
+    for maker, path in files.items():
+        whole = changed_behind(run.path / path)
+        refused = push(quick) if command == "push" else quick(command, *words)
+        assert refused.code == 2, (path, refused.err)
+        assert f"{maker} is stale" in refused.last
+        (run.path / path).write_bytes(whole)
 
 
 # Edited so that every digest agrees: the scores are judged once more.
