@@ -9,6 +9,7 @@ import pytest
 
 from quantize.recovery.estimands import (
     ESTIMANDS,
+    ROUNDING,
     Estimand,
     Total,
     limits,
@@ -19,6 +20,7 @@ from quantize.recovery.estimands import (
 )
 from quantize.recovery.gate import Verdict, judge, judge_task, not_comparable
 from quantize.recovery.health import sign_p_values
+from quantize.recovery.limits import limits_on
 from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Comparison, Interval, Sign, StepInflation, Terms
@@ -301,7 +303,7 @@ def test_steps_are_told_by_the_look_that_decided() -> None:
     def steps(ratio: float, p: float) -> StepInflation:
         return StepInflation(ratio, ratio - 0.1, ratio + 0.1, (0, 0), ratio - 0.05, p)
 
-    found = [None, steps(1.3, 0.01), steps(1.4, 0.001)]
+    found = [None, steps(1.3, 0.02 + ROUNDING), steps(1.4, 0.001)]
     looks = tuple(
         {
             **asdict(passed) | asdict(passed.difference_bounds),
@@ -321,6 +323,10 @@ def test_steps_are_told_by_the_look_that_decided() -> None:
     ):
         run = replace(passed, looks=seen, step_inflation=steps(1.5, 0.01), max_step_inflation=0.1)
         assert judge({"t": run}) == Verdict("FAIL", told.format(*words), "these_questions")
+    none = replace(run, looks=(), max_step_inflation=0.0)
+    assert "; 0 % are allowed (400 questions x 1)" in judge({"t": none}).reason
+    unknown = limits_on(replace(run, step_inflation=None))["steps"]
+    assert (unknown.p_pass, unknown.p_fail) == (0.0, 1.0)
     undecided = replace(
         run, p_at_least_margin=0.5
     )  # by steps a run fails, and never one task of it

@@ -91,6 +91,7 @@ def called(schema: dict[str, Any]) -> Matcher:
         ({"properties": {"a": {"pattern": "a)|(b"}}}, "a.pattern: must be a regular expression"),
         ({"properties": {"a": {"pattern": "a\\"}}}, "a.pattern: must be a regular expression"),
         ({"properties": {"a": {"pattern": "^a|b"}}}, "a.pattern: put alternatives beside an anchor"),
+        ({"properties": {"a": {"pattern": "ab\\"}}}, "a.pattern: must be a regular expression"),
         ({"properties": {"a": {"enum": ["a"], "pattern": "b"}}}, "a.pattern: cannot be held beside"),
         ({"properties": {"a": {"anyOf": [{}], "minimum": 3}}}, "a.anyOf: cannot be held beside min"),
         ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
@@ -127,6 +128,7 @@ def tagged(kind: str, **fields: Any) -> dict[str, Any]:
         {"properties": {"x": {"const": 1}, "y": {"const": 2}}, "minProperties": 2},
         {"properties": {"x": {"const": 1}, "y": {"const": 2}}, "required": ["y"], "maxProperties": 1},
         {"enum": ["a", "bbb", 1, 5], "minLength": 2, "minimum": 2}, {"const": "a", "enum": ["b", "a"]},
+        {"enum": ["a", "bb"], "minLength": 2, "maxLength": 2}, {"type": "boolean", "enum": [True, 3]},
         {"oneOf": [tagged("cat"), tagged("dog", age={"type": "integer"})]},
         {"oneOf": [{"enum": ["a", "b"]}, {"const": "c"}, {"type": "integer"}]},
     ],
@@ -153,6 +155,7 @@ def test_what_a_call_holds_can_be_read() -> None:
     for value, otherwise in (("9" * 40, "9" * 41), ("1e99", "1e100"), ("[" * 6, "[" * 8)):
         assert takes(matcher, *value)
         assert not takes(matcher, *otherwise)
+    assert takes(called({"properties": {"a": {"minimum": 3}}}), *"1000000")
     assert takes(matcher, quote, *'<|"|', quote)
     for marker in (quote, "<tool_call|>", "<|tool_call>"):
         assert not takes(matcher, quote, *marker, quote)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema_rs
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from quantize.errors import InputError
+from quantize.serve.budget import WorkMeter
 from quantize.serve.calls import read_calls
-from quantize.serve.constraint import Constraint
+from quantize.serve.constraint import Constraint, _Line
 from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars
@@ -100,6 +102,45 @@ def test_thoughts_that_end_with_a_canvas_are_over(grammars: Grammars) -> None:
     assert going_on.settle(torch.zeros(L, V), [7] * L).tokens == [7] * L
     assert going_on.lead(L) == []
     assert not going_on.complete
+
+
+def test_thoughts_that_the_model_closes_cost_no_round(grammars: Grammars) -> None:
+    yes = tokenizer().encode("yes", add_special_tokens=False)
+    closed = [7, 7, CLOSES, *yes, EOS[0]]
+    canvas = [*closed, *[7] * (L - len(closed))]
+    held = Constraint(grammars, grammars.matcher("regex", "(yes|no)"), 60, CLOSES)
+    verdict = held.settle(torch.zeros(L, V), canvas)
+    assert (verdict.keep, verdict.tokens[: len(closed)]) == (None, closed)
+
+
+def line(grammars: Grammars, tokens: list[int], units: int) -> _Line:
+    return _Line(grammars, torch.zeros(L, V), tokens, 0, L, WorkMeter(units, lambda: 9, "it"))
+
+
+def test_what_stands_behind_a_replaced_token_is_kept_while_units_are_left(
+    grammars: Grammars,
+) -> None:
+    letters = [tokenizer().get_vocab()[letter] for letter in "qwertzuiopqw"]
+    matcher, wrong = grammars.matcher("regex", "[a-z]{12}"), [*letters[:3], 3, *letters[4:]]
+    way = Constraint(grammars, matcher, L)._way
+    canvas = [*wrong, *[7] * (L - len(wrong))]
+    written, _, _ = line(grammars, canvas, 10**6).write(matcher, way, hasty=False)
+    assert (written[:3], written[4:12]) == (letters[:3], letters[4:])
+    assert written[3] != 3
+    written, _, _ = line(grammars, canvas, 0).write(matcher, way, hasty=False)
+    end = written.index(EOS[0])
+    assert re.fullmatch("[a-z]{12}", said(written[:end]))
+    assert written[3:end] != letters[3:]
+    assert set(written[end:]) == {EOS[0]}
+
+
+def test_a_dead_end_offers_no_token(grammars: Grammars) -> None:
+    matcher: Any = SimpleNamespace(
+        validate_tokens=lambda tokens: 0,
+        compute_bitmask=lambda: bytes(V // 8),
+        is_error=lambda: False,
+    )
+    assert line(grammars, [7] * L, 100)._wished(matcher, 0, L, hasty=False) == []
 
 
 def test_thoughts_need_room_for_their_end(grammars: Grammars) -> None:

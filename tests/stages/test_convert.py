@@ -34,6 +34,7 @@ from quantize.schemes.records import SCHEMES, Scheme
 from quantize.stages import device as device_module
 from quantize.stages.convert import convert as convert_module
 from quantize.stages.convert.convert import convert
+from quantize.stages.convert.shard_pieces import Quantizer
 from quantize.stages.device import Device
 from quantize.stages.verify import witness as witness_module
 from tests.support.conversions import DENSE, MIXED, note_codes, recipe_for, run, write_input_scales
@@ -299,8 +300,25 @@ def test_input_scales_must_be_complete_and_right(tiny_checkpoint: Path, tmp_path
 
 def test_fused_linears_must_share_a_scheme(tiny_checkpoint: Path, tmp_path: Path):
     recipe = recipe_for({"FP8_DYNAMIC": ["re:.*self_attn.q_proj"], "NVFP4A16": ["re:.*k_proj"]})
-    with pytest.raises(InputError, match="one scheme"):
+    named = r"one scheme: \S+k_proj.weight NVFP4A16, \S+q_proj.weight FP8_DYNAMIC, \S+weight BF16$"
+    with pytest.raises(InputError, match=named):
         run(tiny_checkpoint, tmp_path / "out", recipe)
+
+
+def test_every_row_of_every_tensor_is_shown_once(tiny_checkpoint: Path) -> None:
+    source, shown = Checkpoint.open(tiny_checkpoint), dict[str, int]()
+    targets = plan_targets(
+        source.tensors, recipe_for({"FP8_DYNAMIC": MIXED["FP8_DYNAMIC"]}).quantization
+    )
+
+    def look(target: Any, start: int, stop: int, part: torch.Tensor) -> None:
+        shown[target.name] = shown.get(target.name, 0) + stop - start
+        assert part.dtype == torch.uint8
+
+    for piece in Quantizer(source, "memoryless_minmax", {}, look=look).plan(targets):
+        for task in piece.tasks:
+            task()
+    assert shown == {target.name: target.shape[0] for target in targets}
 
 
 def change(folder: Path, name: str, edit) -> Path:
