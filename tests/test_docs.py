@@ -42,6 +42,13 @@ def test_pages_and_blocks_are_found() -> None:
     assert {need for block in ALL for need in block.needs} <= NEEDS
 
 
+def test_readme_says_on_which_cpu_and_at_which_load_a_run_took_so_long() -> None:
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert re.search(
+        r"`make run` took [\d.]+ minutes on \w+ cores of an? [\w ]+, at a load of", text
+    )
+
+
 def test_readme_is_one_page_and_its_picture_is_small() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
     assert 10_000 < (ROOT / "docs" / "report.png").stat().st_size <= 200_000

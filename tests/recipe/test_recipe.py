@@ -21,6 +21,17 @@ from quantize.stages.plan.estimate import cannot_pass
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
+def test_every_shipped_recipe_judges_kl_where_it_was_measured(name: str) -> None:
+    """On the bundled model; of the real one nobody knows it, and the file says so."""
+    recipe = load_recipe(name)
+    limits = recipe.for_bundled_model().gate.max_kl_nats
+    assert "none" in limits
+    assert name.endswith("a16") or recipe.evaluation.activations in limits
+    assert recipe.gate.max_kl_nats == {}
+    assert "No max_kl_nats: nobody has replayed the 26B model." in shipped_recipes()[name]
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_every_shipped_recipe_loads_and_keeps_its_name(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.name == name

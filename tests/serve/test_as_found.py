@@ -10,11 +10,14 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from quantize.bundled import CHECKPOINT
+from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.serve.app import STATIC
 from quantize.serve.calls import read_call
 from quantize.serve.server import KNOWS, say_what_it_knows, with_template
 from quantize.serve.text import NO_TOOLS
@@ -365,6 +368,9 @@ def test_the_bundled_model_says_what_it_knows(
     said = " ".join(capsys.readouterr().err.split())
     assert "it knows small word problems alone" in said
     assert '"guided_regex": "#### [0-9]{1,6}"' in said
+    told = CliRunner().invoke(cli, ["serve", "--help"]).output
+    assert "The bundled model knows such word problems alone" in " ".join(told.split())
+    assert "knows small word problems alone" in (STATIC / "index.html").read_text("utf-8")
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 2816}}')
     say_what_it_knows(tmp_path)
     assert capsys.readouterr().err == ""

@@ -4,6 +4,7 @@ Needs `pip install playwright axe-playwright-python` and a Chromium (Debian: `ap
 With SCREENSHOTS=FOLDER it leaves pictures there to look at.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Generator
@@ -209,6 +210,22 @@ def test_stop_frees_the_slot_and_errors_are_shown(browser: Any) -> None:
         view.answered()
         assert view.page.locator(".facts.error").inner_text().startswith("the engine failed")
         view.picture("error")
+        view.context.close()
+
+
+def test_the_page_says_what_was_ignored(browser: Any) -> None:
+    with running() as server:
+        view = Page(browser, server.url)
+        ready(view.page)
+
+        def with_temperature(route: Any) -> None:
+            body = json.loads(route.request.post_data) | {"temperature": 0.3}
+            route.continue_(post_data=json.dumps(body))
+
+        view.page.route("**/v1/chat/completions", with_temperature)
+        view.ask(QUESTION)
+        view.answered()
+        assert view.page.locator(".facts").inner_text().endswith("ignored: temperature")
         view.context.close()
 
 

@@ -267,8 +267,11 @@ def test_a_report_says_how_much_of_a_mean_two_trajectories_make() -> None:
     assert replays["per_layer"]["kl_nats"]["two_largest"] == pytest.approx(116 / 130, rel=1e-5)
     content = {"trajectories": 16, "max_kl_nats": {}, "activations": {"none": replays["none"]}}
     own = replays["per_layer"] | {"activations": "per_layer"}
+    section = fidelity_section(content | {"own_conditioning": own})
+    assert section.rows[-1][0] == "per_layer, own self-conditioning"
+    assert any("its errors add up over a canvas" in note for note in section.notes)
     (line,) = (
-        note for note in fidelity_section(content | {"own_conditioning": own}).notes
+        note for note in section.notes
         if "two largest" in note
     )  # fmt: skip
     assert line == (
