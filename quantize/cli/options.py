@@ -151,10 +151,12 @@ def continuing(words: list[str]) -> list[str]:
 
 
 def remember_command(folder: RunDir) -> None:
-    """Keep, in a run's folder, the command line that continues the command at work."""
+    """Keep, in a run's folder, the command line that does what the command at work leaves undone."""
     words = continuing(sys.argv[1:])
+    pairs = zip(["", *words], words, strict=False)
+    whole = [word for before, word in pairs if not (before == "--until" or word[:7] == "--until")]
     if is_first():
-        write_text(folder.command, shlex.join(["quantize", *words]))
+        write_text(folder.command, shlex.join(["quantize", *whole]))
 
 
 def served_name(checkpoint: str, folder: Path) -> str:

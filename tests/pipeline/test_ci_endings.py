@@ -226,6 +226,20 @@ def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
     assert [quick(stage, where).code for stage in ("evaluate", "report")] == [0, 0]
 
 
+@pytest.mark.parametrize("until", [("--until", "verify"), ("--until=verify",)])
+def test_a_run_that_was_to_end_early_goes_on_to_its_end(
+    until: tuple[str, ...], quick: Quick
+) -> None:
+    shutil.rmtree(quick.folder.evaluation)
+    assert quick.run("--resume", *until).code == 0
+    (line,) = (
+        text for text in quick("status", quick.folder.path).out.splitlines() if "go on" in text
+    )
+    assert "--until" not in line
+    assert "verify" not in line
+    assert line.endswith(f" --out {quick.out} --resume`")
+
+
 def test_status_of_a_judgement_names_its_own_command(quick: Quick) -> None:
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
