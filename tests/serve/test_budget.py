@@ -131,16 +131,16 @@ def test_values_have_the_types_of_the_schema() -> None:
 
 def test_a_schema_is_enforced_at_all_levels() -> None:
     schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(12):
+    for _ in range(20):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
     forms = Forms(tokenizer(), EOS)
     matcher = forms.matcher(calling(schema))
     forms.close()
     for levels, inner, fits in (
-        (12, "7", True),
-        (12, "true", False),
-        (11, "7", False),
-        (13, "7", False),
+        (20, "7", True),
+        (20, "true", False),
+        (19, "7", False),
+        (21, "7", False),
     ):
         value = "{a:" * levels + inner + "}" * levels
         reader = matcher.deep_copy()

@@ -156,6 +156,13 @@ def test_what_a_call_holds_can_be_read() -> None:
         assert takes(matcher, *value)
         assert not takes(matcher, *otherwise)
     assert takes(called({"properties": {"a": {"minimum": 3}}}), *"1000000")
+    few, flags = {"maxProperties": 1}, {"additionalProperties": {"type": "boolean"}}
+    for more, right, wrong in ((few, "{b:1}", "{b:1,c:"), (flags, "{b:true,c:false}", "{b:1")):
+        of_objects = called({"properties": {"a": {"type": "object"} | more}})
+        assert takes(of_objects, *right)
+        assert not takes(of_objects, *wrong)
+    deep = called({"properties": {"a": json.loads('{"anyOf":[' * 20 + "{}" + "]}" * 20)}})
+    assert takes(deep, *"[1]")
     assert takes(matcher, quote, *'<|"|', quote)
     for marker in (quote, "<tool_call|>", "<|tool_call>"):
         assert not takes(matcher, quote, *marker, quote)
