@@ -279,6 +279,45 @@ def test_an_edited_pack_is_refused_by_name(
     assert ".gz" in str(error.value)
 
 
+def planned_as(pack: Path, changes: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Let a pack say of its plan, and of its first answer, what it likes, under a right sha256."""
+    head, first, *rest = map(json.loads, gzip.decompress(pack.read_bytes()).decode().split("\n"))
+    head["tasks"][TASK]["planned"].update(changes)
+    lines = [json.dumps(each) for each in (first | answer, *rest)]
+    head["sha256"] = _digest({k: v for k, v in head.items() if k != "sha256"}, lines)
+    pack.write_bytes(gzip.compress("\n".join([json.dumps(head), *lines]).encode()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "answer"),
+    [
+        ({"questions": 0}, {}), ({"repeats": -1}, {}), ({"more": 1}, {}), ({"seed": None}, {}),
+        ({"questions": 10**12}, {}), ({"estimand": "all"}, {}), ({"questions": 24.0}, {}),
+        ({}, {"tokens": 10**400}), ({}, {"denoising_steps": [10**400]}),
+    ],
+)  # fmt: skip
+def test_a_pack_of_a_plan_that_cannot_be_is_refused(
+    plan: dict[str, Any], answer: dict[str, Any], pack: Path, tmp_path: Path
+) -> None:
+    planned_as(pack, plan, answer)
+    with pytest.raises(InputError, match="no baseline pack as it was exported"):
+        import_pack(pack, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"questions": 10**8}, {"repeats": 10**8}])
+def test_a_plan_as_large_as_it_likes_takes_no_memory(
+    changes: dict[str, int], pack: Path, tmp_path: Path
+) -> None:
+    planned_as(pack, changes, {})
+    imported = import_pack(pack, tmp_path / "here")
+    tracemalloc.start()
+    assert imported.answered(TASK) == set()
+    assert "first of" in str(imported.lacks(TASK, Plan("such_questions", 24, 1, 0)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
+
+
 def test_what_is_no_pack_is_refused(pack: Path, tmp_path: Path) -> None:
     whole = pack.read_bytes()
     for content in (whole[:-20], gzip.decompress(whole), b"", gzip.compress(b"\xff")):

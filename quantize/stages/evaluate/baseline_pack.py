@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from quantize.errors import InputError
 from quantize.host.files import parse_json, read_json, write_bytes, write_json
 from quantize.host.locks import locked
+from quantize.recovery.estimands import Estimand
 from quantize.recovery.rows import Answer
 from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
 from quantize.recovery.sequential import Plan
@@ -55,10 +56,24 @@ class _Origin(_PackRecord):
     commit: str | None
 
 
+_Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+class _Planned(_PackRecord):
+    estimand: Estimand
+    questions: _Count
+    repeats: _Count
+    seed: int
+
+
+class _Conditions(BaseModel):
+    planned: _Planned
+
+
 class _Header(_PackRecord):
     format: Literal["diffusiongemma-quantize baseline 1"]
     origin: _Origin
-    tasks: dict[str, dict[str, Any]]
+    tasks: dict[str, _Conditions]
     sha256: str
 
 
@@ -66,8 +81,8 @@ class _PackedAnswer(_PackRecord):
     task: str
     key: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
     text: str
-    tokens: NonNegativeInt
-    denoising_steps: list[PositiveInt]
+    tokens: Annotated[int, Field(ge=0, lt=1 << 31)]
+    denoising_steps: list[_Count]
     truncated: bool
     signs: list[str] | None = None
 
@@ -92,6 +107,8 @@ class Pack:
         if task not in self.made_with:
             return set()
         covered, plan = set[Answer](), Plan(**self.made_with[task]["planned"])
+        if plan.looks[0].questions * plan.looks[0].repeats > len(self.answers[task]):
+            return covered  # before a plan as large as it likes takes memory
         for part in plan.parts:
             if len(covered) + len(part.answers) > len(self.answers[task]):
                 break
