@@ -41,8 +41,9 @@ def read_yaml(text: str, *, functions: bool = False) -> Any:
     Raise ValueError, in one line, if it is not YAML, names a key twice, holds a date that does not
     exist, is nested too deeply, or stands for more than MOST_VALUES values.
     """
-    loader = (_WithFunctions if functions else Loader)(text)
+    loader = None
     try:
+        loader = (_WithFunctions if functions else Loader)(text)  # which looks at all characters
         node: Any = loader.get_single_node()
         if node is None:
             return None
@@ -54,7 +55,8 @@ def read_yaml(text: str, *, functions: bool = False) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(" ".join(str(error).split())) from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _values(node: Any, known: dict[int, int]) -> int:

@@ -61,6 +61,7 @@ FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser(
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # fewest questions of a task: a comparison needs the variance of differences
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Points = Annotated[float, Field(gt=0, le=100)]  # of all answers, in percent
 Share = Annotated[float, Field(gt=0, le=1)]
 # Optional keys that digests cover even at their defaults: all keys of an earlier version. A later key
 # is covered only if a recipe sets it, so that its addition renames no run and repeats no answer.
@@ -84,6 +85,20 @@ class Section(BaseModel):
     """Base class of every section: it is frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_yes_for_a_number(cls, stated: Any) -> Any:
+        """Refuse true and false where they would count as 1 and 0; YAML reads `yes` as true."""
+        for key, value in stated.items() if isinstance(stated, dict) else ():
+            field = cls.model_fields.get(key)
+            if field is None or field.annotation is bool:
+                continue
+            named = isinstance(value, dict) and "dict[" in str(field.annotation)
+            given = {f"{key}.{name}": v for name, v in value.items()} if named else {key: value}
+            if wrong := next((name for name, v in given.items() if isinstance(v, bool)), None):
+                raise ValueError(f"{wrong} is no yes or no")
+        return stated
 
     def counted(self) -> dict[str, Any]:
         """Return a JSON object of the fields that hashes of recipes, tasks and recordings cover."""
@@ -317,11 +332,11 @@ class Gate(Section):
     """
 
     estimand: Estimand
-    margin_pp: dict[str, Limit] = {}
+    margin_pp: dict[str, Points] = {}
     max_kl_nats: dict[ActivationMode, Limit] = {}
     min_routing_overlap: dict[ActivationMode, Share] = {}
     max_step_inflation: Limit | None = None
-    health_pp: dict[SignName, Limit | None] = {}
+    health_pp: dict[SignName, Points | None] = {}
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
 
     @property

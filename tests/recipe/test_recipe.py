@@ -142,6 +142,11 @@ EIGHT_BITS: dict[str, object] = {
         ({"evaluation__tasks": ["gsm9k"]}, "no task named 'gsm9k' (did you mean 'gsm8k'?)"),
         ({"evaluation__repeats": {"aime52": 64}}, "no task named 'aime52'"),
         ({"evaluation__repeats__gsm8k": 0}, "evaluation.repeats.gsm8k: Input should be greater"),
+        ({"evaluation__repeats__gsm8k": True}, "evaluation: repeats.gsm8k is no yes or no"),
+        ({"calibration__prompts": True}, "calibration: prompts is no yes or no"),
+        ({"gate__margin_pp": {"gsm8k": True}}, "gate: margin_pp.gsm8k is no yes or no"),
+        ({"gate__margin_pp": {"gsm8k": 101}}, "gate.margin_pp.gsm8k: Input should be less"),
+        ({"gate__health_pp": {"cut": 1000}}, "gate.health_pp.cut: Input should be less"),
         ({"evaluation__limit": {"gsm8k": -1}}, "evaluation.limit.gsm8k: Input should be greater"),
         (
             {"evaluation__limit": {"gsm8k": 1}},
@@ -181,8 +186,9 @@ def test_text_that_is_no_recipe_is_refused_in_one_line(text: str) -> None:
         ("name: a\nname: b\n", "key 'name' stands twice"),
         ("gate: {margin_pp: {gsm8k: 2, gsm8k: 50}}", "key 'gsm8k' stands twice"),
         ("name: 2026-13-45", "not valid YAML"),
+        ("name: a\0", "not valid YAML: unacceptable character"),
     ],
-    ids=["open", "closed", "twice", "twice inside", "no date"],
+    ids=["open", "closed", "twice", "twice inside", "no date", "no text"],
 )
 def test_yaml_that_says_nothing_certain_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError) as error:
