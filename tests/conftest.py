@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random BF16 checkpoint as Google writes it: layout and config."""
     from quantize.host.files import write_json
-    from tests.support.tiny import LAYERS, tiny_model
+    from tests.support.tiny import LAYERS, tiny_model, write_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny") / "bf16"
     tiny_model().save_pretrained(folder)
@@ -42,8 +42,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_global_key_value_heads": full["num_key_value_heads"],
     }
     write_json(folder / "config.json", config)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_tokenizer(folder)
     return folder
 
 

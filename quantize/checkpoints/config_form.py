@@ -93,6 +93,9 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     for section, keys in SIZES.items():
         _check_sizes(form[section] if section else form, keys, where, section)
     _check_text(text, where)
+    if form["canvas_length"] >= (most := text["max_position_embeddings"]):
+        wanted = f"less than text_config.max_position_embeddings, {most:,},"
+        _refuse(where, "canvas_length", form["canvas_length"], wanted)
     _check_vision(vision, where)
     if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
         _refuse(where, "tie_word_embeddings", tied, "true or false")
@@ -164,6 +167,10 @@ def _check_text(text: Mapping[str, Any], where: str) -> None:
     if text["top_k_experts"] > text["num_experts"]:
         most = f"at most num_experts, {text['num_experts']},"
         _refuse(where, "text_config.top_k_experts", text["top_k_experts"], most)
+    pad = text.get("pad_token_id", 0)  # in place of pictures' tokens, so null ends every forward
+    if type(pad) is not int or not 0 <= pad < text["vocab_size"]:
+        wanted = f"an id of the vocabulary, 0 to {text['vocab_size'] - 1:,},"
+        _refuse(where, "text_config.pad_token_id", "null" if pad is None else pad, wanted)
     _object(text.get("rope_parameters"), where, "text_config.rope_parameters")
     for key in (*NUMBERS, *ROPES):
         if type(value := _at(text, key)) not in (int, float) or not 0 < value < float("inf"):
@@ -211,17 +218,16 @@ def _name_full_layers(text: dict[str, Any], where: str) -> None:
         return
     key = "text_config.per_layer_config"
     stated: Mapping[Any, Any] = _object(overrides, where, key)
-    layers = {int(i) if str(i).isdecimal() else -1: layer for i, layer in stated.items()}
     kinds = text.get("layer_types")
     if not isinstance(kinds, list):
         _refuse(where, "text_config.layer_types", kinds, "the kind of each layer")
-    for index, layer in layers.items():
-        if (
-            not 0 <= index < len(kinds)
-            or not isinstance(layer, Mapping)
-            or layer.keys() - PER_LAYER
-        ):
-            _refuse(where, f"{key}[{index}]", layer, f"only {' and '.join(PER_LAYER)} of a layer")
+    layers = dict[int, Mapping[str, Any]]()
+    for index, layer in stated.items():
+        is_layer = str(index).isdecimal() and int(index) < len(kinds)
+        if not is_layer or not isinstance(layer, Mapping) or layer.keys() - PER_LAYER:
+            wanted = f"only {' and '.join(PER_LAYER)} of a layer from 0 to {len(kinds) - 1}"
+            _refuse(where, f'{key}["{index}"]', layer, wanted)
+        layers[int(index)] = layer
     for name, whole in PER_LAYER.items():
         sizes = [(layers.get(i) or {}).get(name, text.get(name)) for i in range(len(kinds))]
         full = {

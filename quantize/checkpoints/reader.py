@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 # Files that can change an answer, besides config.json and weights.
 GENERATION = "generation_config.json"
 SETTINGS = (GENERATION, *TOKENIZER_FILES, "*processor*.json")
-BLOCK = 1 << 24  # bytes that are compared at once
+BLOCK = 1 << 22  # values that are compared at once
 CARD_FILES = ("README.md", "LICENSE*", "NOTICE*")  # say under which terms a model may be used
 
 DTYPES: dict[str, torch.dtype] = {
@@ -156,19 +156,26 @@ class Checkpoint:
         return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
 
     def holds_the_same(self, name: str, other: str) -> bool:
-        """Return whether two tensors have the same dtype, shape and bytes; they are read in blocks."""
+        """Return whether two tensors have the same shape, and bytes, or values if dtypes differ."""
         one, two = self._info(name), self._info(other)
-        if (one.dtype, one.shape) != (two.dtype, two.shape):
+        if one.shape != two.shape:
             return False
-        rooms = [torch.empty(min(BLOCK, one.nbytes), dtype=torch.uint8) for _ in range(2)]
-        for start in range(0, one.nbytes, BLOCK):
-            length = min(BLOCK, one.nbytes - start)
-            for room, info in zip(rooms, (one, two), strict=True):
-                part = replace(info, begin=info.begin + start, end=info.begin + start + length)
-                _fill(bytes_of(room[:length]), info.file, [[part]])
-            if not torch.equal(rooms[0][:length], rooms[1][:length]):
+        count = math.prod(one.shape)
+        for start in range(0, count, BLOCK):
+            blocks = [self._values(info, start, min(BLOCK, count - start)) for info in (one, two)]
+            alike = one.dtype == two.dtype
+            if not torch.equal(*(b.view(torch.uint8) if alike else b.double() for b in blocks)):
                 return False
         return True
+
+    def _values(self, info: TensorInfo, start: int, count: int) -> torch.Tensor:
+        """Return `count` values of a flattened tensor from `start` on: [count]."""
+        dtype = DTYPES[info.dtype]
+        block = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
+        begin = info.begin + start * dtype.itemsize
+        part = replace(info, begin=begin, end=begin + len(block))
+        _fill(bytes_of(block), info.file, [[part]])
+        return block.view(dtype)
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
         """Return tensors stacked: [len(names), *shape]; raise InputError if dtypes or shapes differ."""
@@ -270,11 +277,6 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
             f"{folder}: {adapters[0]} is there: transformers would load this adapter on top of the "
             f"weights, and nothing else here would; merge it into the weights, or move it away"
         )
-    if index.is_file() and (folder / SINGLE).is_file():
-        raise InputError(
-            f"{folder}: two sets of weights, {SINGLE} and the shards of {INDEX}; transformers reads "
-            f"the former, other tools the latter: move one of them away"
-        )
     if not index.is_file():
         if not (folder / SINGLE).is_file():
             raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
@@ -284,6 +286,11 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         raise InputError(f"{index}: no weight_map in it; {FIX}")
     tensors: dict[str, TensorInfo] = {}
     names = sorted({str(name) for name in weight_map.values()})
+    if names != [SINGLE] and (folder / SINGLE).is_file():
+        raise InputError(
+            f"{folder}: two sets of weights, {SINGLE} and the shards of {INDEX}; transformers reads "
+            f"the former, other tools the latter: move one of them away"
+        )
     for path in [_shard_path(folder, name) for name in names]:
         header = read_header(path)
         _check_listed(

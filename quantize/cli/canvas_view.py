@@ -24,7 +24,7 @@ from quantize.errors import InputError
 from quantize.host.progress import console, say
 from quantize.runtime import Placement, Sample, Sampler, open
 from quantize.runtime.engine.interface import complete
-from quantize.runtime.prompt.chat import encode_chat, load_tokenizer, split_thoughts
+from quantize.runtime.prompt.chat import encode_chat, sound_tokenizer, split_thoughts
 from quantize.runtime.prompt.images import open_picture, place, prepare
 from quantize.runtime.sampler.sample import canvas_budgets
 from quantize.serve.text import Answer
@@ -47,7 +47,7 @@ def watch(
     """
     if not (prompt.strip() or pictures):
         raise InputError("the prompt is empty; write what the model shall answer, in quotes")
-    tokenizer, sampler = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
+    tokenizer, sampler = sound_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     sampler = sampler if steps is None else replace(sampler, max_denoising_steps=steps)
     config = model_config(Checkpoint.open(checkpoint).config)
     opened, images = [open_picture(path) for path in pictures], None

@@ -4,6 +4,7 @@ A file or folder is written under a temporary name in the same place, synced to 
 """
 
 import json
+import math
 import os
 import shutil
 from collections import Counter
@@ -62,9 +63,10 @@ def read_json(path: Path, *keys: str, remedy: str = REDO) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; ValueError if it is not JSON or an object names a key twice.
+    """Return the value of a JSON text; ValueError: no JSON, a key that stands twice, no finite number.
 
     JSON leaves open which of two equal keys counts, and readers differ: Python's takes the last one.
+    It has no NaN and no infinity, which Python's reader takes and few others do.
     """
     return json.loads(text, object_pairs_hook=_unique)
 
@@ -74,6 +76,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"key {twice!r} stands there twice")
+    for key, stated in pairs:
+        for number in stated if type(stated) is list else (stated,):
+            if type(number) is float and not math.isfinite(number):
+                raise ValueError(f"key {key!r} has {number}, and JSON's numbers are finite")
     return value
 
 

@@ -23,7 +23,7 @@ from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
-from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.chat import encode_chat, sound_tokenizer
 from quantize.serve.app import STATIC, create_app
 from quantize.serve.judged import judged_modes, mode_line, served_mode
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -165,7 +165,7 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
-    text = Text(with_template(load_tokenizer(checkpoint), options.chat_template))
+    text = Text(with_template(sound_tokenizer(checkpoint), options.chat_template))
     opened = Checkpoint.open(checkpoint)
     config = model_config(opened.config)
     sampler = Sampler.from_checkpoint(checkpoint)

@@ -30,7 +30,7 @@ from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
 from quantize.runtime.gpu.memory import cache_bytes
-from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer, sound_tokenizer
 from quantize.runtime.weights.beside import INSPECTED, LOOKS, load
 from tests.support.conversions import recipe_for, run
 from tests.support.folder_matrix import EQUAL, NOT_SAVED, PAGE, RECORD, page, save
@@ -367,11 +367,31 @@ FULL = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in (5, 11, 17,
     [
         ("text_config.per_layer_config", FULL | {"5": {"head_dim": 256}}, "one value for all full"),
         ("text_config.per_layer_config", FULL | {"4": {"head_dim": 512}}, "one value for all full"),
-        ("text_config.per_layer_config", FULL | {"30": {}}, r"per_layer_config\[30\]"),
-        ("text_config.per_layer_config", FULL | {"x": {}}, r"per_layer_config\[-1\]"),
+        (
+            "text_config.per_layer_config",
+            FULL | {"30": {}},
+            r'per_layer_config\["30"\] is .* layer from 0 to 29',
+        ),
+        ("text_config.per_layer_config", FULL | {"x": {}}, r'per_layer_config\["x"\] is'),
         ("text_config.per_layer_config", FULL | {"5": {"sliding_window": 3}}, "only head_dim and"),
         ("text_config.per_layer_config", [FULL], "and an object is needed"),
         ("text_config.global_head_dim", 256, "is '256', and 512, as per_layer_config says"),
+        (
+            "text_config.pad_token_id",
+            None,
+            "text_config.pad_token_id is 'null', and an id of the v",
+        ),
+        (
+            "text_config.pad_token_id",
+            262144,
+            "pad_token_id is '262144', and an id of the vocabulary",
+        ),
+        ("text_config.pad_token_id", -1, "pad_token_id is '-1'"),
+        (
+            "canvas_length",
+            262144,
+            "less than text_config.max_position_embeddings, 262,144, is need",
+        ),
         ("text_config.top_k_experts", 129, "at most num_experts, 128"),
         ("text_config.num_experts", 4097, "a whole number from 1 to 4,096"),
         ("text_config.num_hidden_layers", 1001, "a whole number from 1 to 1,000"),
@@ -445,6 +465,81 @@ def test_one_bit_of_a_copy_counts(where: int, tmp_path: Path, monkeypatch: Any) 
         check_source(Checkpoint.open(tmp_path / "a"))
 
 
+def test_a_head_in_float32_is_equal_by_value(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("quantize.checkpoints.reader.BLOCK", 1000)
+    VARIANTS["copies"](tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / SINGLE)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    save_file(tensors, tmp_path / "a" / SINGLE, metadata={"format": "pt"})
+    check_source(Checkpoint.open(tmp_path / "a"))
+    assert inspect(tmp_path / "a").problems == []
+    tensors["lm_head.weight"].view(torch.int32).view(-1)[-1] ^= 1
+    save_file(tensors, tmp_path / "a" / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"'lm_head\.weight' differs from"):
+        check_source(Checkpoint.open(tmp_path / "a"))
+
+
+def test_an_index_of_the_single_file_names_one_set_of_weights(tmp_path: Path) -> None:
+    """As mlx-lm writes it; what it lists beyond the file, or lacks, is refused as in any index."""
+    VARIANTS["single"](tmp_path)
+    names = [*load_file(tmp_path / SINGLE)]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, SINGLE)}))
+    assert {*Checkpoint.open(tmp_path).tensors} == {*names}
+    check_source(Checkpoint.open(tmp_path))
+    for listed in ([*names, "more"], names[1:]):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(listed, SINGLE)}))
+        with pytest.raises(InputError, match=r"\(1 in all\) is (not )?listed"):
+            Checkpoint.open(tmp_path)
+    index.write_text(json.dumps({"weight_map": {names[0]: SINGLE, names[1]: "a.safetensors"}}))
+    with pytest.raises(InputError, match="two sets of weights"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "[1.0, NaN]"])
+def test_a_number_that_json_lacks_is_named_at_the_start(number: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    text = (folder / "config.json").read_text()
+    stated = text.replace('"initializer_range": 0.02', f'"initializer_range": {number}')
+    assert stated != text
+    (folder / "config.json").write_text(stated)
+    with pytest.raises(InputError, match=r"config.json: .*key 'initializer_range' has"):
+        Checkpoint.open(folder)
+
+
+def without_turns(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<|turn>"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "tokenizer_config.json").unlink(), "is its tokenizer_config.json missing"),
+        (lambda f: (f / "tokenizer_config.json").write_text("{}"), "make .*<unk>.* of 'Tom has 9"),
+        (without_turns, r"the chat template writes <\|turn>, which is no token of tokenizer.json"),
+        (
+            lambda f: (f / TEMPLATE).write_text(" \n"),
+            "chat_template.jinja: the chat template is emp",
+        ),
+        (
+            lambda f: (f / TEMPLATE).write_text("{{ bos_token }}"),
+            "make '<bos>' of 'Tom has 9 pens.'",
+        ),
+    ],
+    ids=["no settings", "empty settings", "no turns", "empty template", "no messages"],
+)
+def test_prompts_that_would_lose_text_or_markup_are_refused_at_the_start(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    damage(folder)
+    refused_alike(folder, message)
+    with pytest.raises(InputError):  # as `serve` and `generate` do
+        sound_tokenizer(folder)
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
@@ -489,7 +584,7 @@ def test_a_problem_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "template", [None, '{"chat_template": ""}', '{"chat_template": "{{ m }}"}']
+    "template", [None, '{"chat_template": ""}', '{"chat_template": "{{ messages }}"}']
 )
 def test_a_chat_template_may_be_in_either_file(
     template: str | None, tiny_checkpoint: Path, tmp_path: Path
@@ -497,7 +592,8 @@ def test_a_chat_template_may_be_in_either_file(
     folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
     (folder / "chat_template.jinja").unlink()
     if template is not None:
-        (folder / "tokenizer_config.json").write_text(template)
+        stated = json.loads((folder / "tokenizer_config.json").read_text()) | json.loads(template)
+        (folder / "tokenizer_config.json").write_text(json.dumps(stated))
     problems = inspect(folder, LOOKS).problems
     assert [p for p in problems if "no chat can become tokens" in p] == (
         [] if template and "{{" in template else problems
@@ -537,7 +633,10 @@ def test_a_template_that_is_no_jinja_is_found_at_the_start(
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        ([{"name": "default", "template": "a"}, {"name": "tools", "template": "b"}], None),
+        (
+            [{"name": "default", "template": "{{ messages }}"}, {"name": "tools", "template": "b"}],
+            None,
+        ),
         (
             [{"name": "chat", "template": "a"}],
             r"lists \['chat'\], and one must be named \"default\"",
@@ -570,7 +669,7 @@ def test_templates_listed_by_name_are_read_or_refused_at_the_start(
 
 def test_transformers_own_tags_are_taken_in_a_template(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
-    tags = "{%- generation -%}{{ m }}{% break %}{%- endgeneration -%}"
+    tags = "{%- generation -%}{{ m }}{%- endgeneration -%}{% break %}"
     (folder / TEMPLATE).write_text("{% for m in messages %}" + tags + "{% endfor %}")
     assert inspect(folder, LOOKS).problems == []
 
@@ -581,6 +680,7 @@ def test_transformers_own_tags_are_taken_in_a_template(tmp_path: Path) -> None:
         ("config.json", without("image_token_id"), "config.json: image_token_id is missing"),
         ("config.json", changed("image_token_id", 1024), "image_token_id is '1024', and the voc"),
         ("config.json", changed("boi_token_id", "1"), "boi_token_id is '1'"),
+        ("config.json", changed("eoi_token_id", 1024), "eoi_token_id is '1024'"),
     ],
 )
 def test_an_id_beyond_the_vocabulary_is_found_at_the_start(
@@ -608,5 +708,5 @@ def test_inspect_finds_a_tokenizer_with_more_ids_than_rows(
     content = json.loads((folder / "tokenizer.json").read_text())
     change(content)
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    (problem,) = inspect(folder, INSPECTED).problems
+    (problem,) = [p for p in inspect(folder, INSPECTED).problems if "the largest id" in p]
     assert "tokenizer.json: the largest id is '1024', and the vocabulary has" in problem

@@ -114,9 +114,9 @@ def test_it_stands_at_start_and_among_the_models(
     opened.config |= json.loads((CHECKPOINT / "config.json").read_text())
     digest, tokenizer = (
         fingerprint(Checkpoint.open(run.checkpoint)),
-        server.load_tokenizer(CHECKPOINT),
+        server.sound_tokenizer(CHECKPOINT),
     )
-    monkeypatch.setattr(server, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(server, "sound_tokenizer", lambda _: tokenizer)
     monkeypatch.setattr(server.Checkpoint, "open", lambda _: opened)
     monkeypatch.setattr(server, "fingerprint", lambda _: digest)
     monkeypatch.setattr(server, "open_engine", lambda *_: TellingEngine())

@@ -250,7 +250,7 @@ def test_a_port_that_is_taken_is_noticed_before_weights_are_read(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("QUANTIZE_API_KEY", raising=False)
-    monkeypatch.setattr("quantize.serve.server.load_tokenizer", pytest.fail)
+    monkeypatch.setattr("quantize.serve.server.sound_tokenizer", pytest.fail)
     port = server.url.rpartition(":")[2]
     done = CliRunner().invoke(cli, ["serve", "bundled", "--port", port])
     assert isinstance(done.exception, ResourceError)

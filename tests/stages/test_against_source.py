@@ -16,7 +16,7 @@ from quantize.errors import InputError
 from quantize.stages.verify.against_source import compare
 from tests.support.conversions import recipe_for, run
 from tests.support.foreign import foreign
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 Fault = Callable[[Tensors], None]
@@ -38,8 +38,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             elif tensor.is_floating_point():
                 tensor.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_tokenizer(folder)
     return folder
 
 

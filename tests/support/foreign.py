@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, write_tokenizer
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 Format = Literal["modelopt-nvfp4", "modelopt-w4a16", "modelopt-fp8", "ct-fp8", "ct-nvfp4"]
@@ -62,8 +62,7 @@ class Foreign:
         """Write config.json and model.safetensors."""
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "tokenizer.json").write_text("{}")
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
+        write_tokenizer(folder)
         header: dict[str, Any] = {}
         end = 0
         for name, (dtype, shape, data) in self.tensors.items():

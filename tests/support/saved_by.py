@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from tests.support.tiny import CANVAS, VOCAB, tiny_config, tiny_model
+from tests.support.tiny import CANVAS, VOCAB, tiny_config, tiny_model, write_tokenizer
 
 SINGLE = "model.safetensors"
 QUERY = "model.decoder.layers.1.self_attn.q_proj.weight"
@@ -31,8 +31,7 @@ Tensors = dict[str, torch.Tensor]
 def save(model: Any, folder: Path, **options: Any) -> None:
     """Save a model with a tokenizer's files, as small as they may be."""
     model.save_pretrained(folder, **options)
-    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
-    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    write_tokenizer(folder)
 
 
 def logits(model: Any) -> torch.Tensor:

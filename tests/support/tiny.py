@@ -1,5 +1,8 @@
 """A tiny random DiffusionGemma with every trait of the real layout, for tests."""
 
+import json
+from pathlib import Path
+
 import torch
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
@@ -72,3 +75,16 @@ def tiny_model(seed: int = 0) -> DiffusionGemmaForBlockDiffusion:
             if parameter.dim() >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
     return model.to(torch.bfloat16)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of the printable ASCII signs, and a template that shows the messages."""
+    signs = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {chr(n): n for n in range(32, 127)}
+    tokenizer = {
+        "version": "1.0", "added_tokens": [], "decoder": {"type": "Fuse"},
+        "model": {"type": "BPE", "vocab": signs, "merges": []},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")

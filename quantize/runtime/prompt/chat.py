@@ -15,6 +15,8 @@ from quantize.runtime.prompt.markup import GUARDS, markup_of, texts_of, with_gua
 Message = Mapping[str, Any]  # content: text, or parts of type text and image
 OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
 BLANKS = re.compile(r"\s*")
+SENTENCE = "Tom has 9 pens."
+MARKUP = re.compile(r"<\|\w+\|?>|<\w+\|>")
 HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
@@ -24,11 +26,35 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a tokenizer's file may be damaged in any way
         reason = " ".join(str(error).split())
-        raise InputError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+        raise InputError(
+            f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {reason})"
+        ) from error
     if not tokenizer.chat_template:
         raise InputError(f"{folder}: its tokenizer has no chat template")
+    return tokenizer
+
+
+def sound_tokenizer(folder: Path) -> Any:
+    """Return a folder's tokenizer, as `load_tokenizer` does, if it makes whole prompts.
+
+    Raise InputError, too, if one loses text, as by another class of tokenizer, or splits markup.
+    """
+    tokenizer = load_tokenizer(folder)
+    for thinking in (False, True):
+        chat = [{"role": "user", "content": SENTENCE}]
+        prompt = tokenizer.decode(encode_chat(tokenizer, chat, thinking=thinking))
+        if SENTENCE not in prompt:
+            raise InputError(
+                f"{folder}: tokenizer and chat template make {prompt[:100]!r} of {SENTENCE!r}; is its "
+                f"tokenizer_config.json missing or another model's? download the checkpoint again"
+            )
+        if split := sorted({*MARKUP.findall(prompt)} - markup_of(tokenizer).ids.keys()):
+            raise InputError(
+                f"{folder}: the chat template writes {split[0]}, which is no token of tokenizer.json, "
+                f"so the model would read it as text; download the checkpoint again"
+            )
     return tokenizer
 
 

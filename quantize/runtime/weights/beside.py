@@ -18,6 +18,7 @@ from quantize.checkpoints.reader import (
     read_json_object,
 )  # fmt: skip
 from quantize.errors import InputError
+from quantize.runtime.prompt.chat import sound_tokenizer
 from quantize.runtime.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def check_template(folder: Path) -> None:
                 f'{path}: chat_template lists {names}, and one must be named "default"; mend it'
             )
     else:  # `check_tokenizer` says that none is there
-        templates = [stated] if isinstance(stated, str) else []
+        templates = [stated] if stated and isinstance(stated, str) else []
     for template in templates:
         _check_jinja(path, template)
 
@@ -110,6 +111,8 @@ def _check_jinja(path: Path, template: str) -> None:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    if not template.strip():
+        raise InputError(f"{path}: the chat template is empty; download it again")
     # transformers' own tag marks what the model said; here its body is parsed as a block's.
     template = GENERATION_TAG.sub(
         lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", template
@@ -127,7 +130,20 @@ def _check_jinja(path: Path, template: str) -> None:
         ) from error
 
 
-LOOKS = (check_tokenizer, check_carried, Sampler.from_checkpoint, check_ids, check_template)
+_FILES = (check_tokenizer, check_carried, Sampler.from_checkpoint, check_ids, check_template)
+
+
+def check_prompts(folder: Path) -> None:
+    """Raise InputError if tokenizer and template, each sound in itself, make no whole prompts."""
+    try:
+        for look in _FILES:
+            look(folder)
+    except InputError:
+        return  # which has been said
+    sound_tokenizer(folder)
+
+
+LOOKS = (*_FILES, check_prompts)
 INSPECTED = (*LOOKS, check_tokenizer_ids)
 
 
