@@ -41,7 +41,7 @@ def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """
     from quantize.pipeline.rehearse import rehearse as rehearse_run
 
-    return rehearse_run(recipe, model, out, **options)
+    return rehearse_run(recipe, model, out, began=remember_command, **options)
 
 
 @click.command()

@@ -30,6 +30,7 @@ from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.pipeline.staleness import check_fresh, upstream, why_stale
 from quantize.recipe.reading import resolved
 from quantize.recipe.sections import Recipe
+from quantize.runs.folder import RunDir
 from quantize.runs.models import BASELINE, CANDIDATE
 from quantize.runtime.weights.beside import LOOKS
 from quantize.stages.memory_needs import HELD_OUT, replayed_of
@@ -56,13 +57,18 @@ class Tried:
         return {"name": facts.pop("name"), "found": facts.pop("seen"), **facts}
 
 
-def rehearse(recipe_name: str, model: str | None, out: Path, **settings: Any) -> int:
+def rehearse(
+    recipe_name: str, model: str | None, out: Path, *,
+    began: Callable[[RunDir], None] = lambda _: None, **settings: Any,
+) -> int:  # fmt: skip
     """Rehearse a run, or continue a rehearsal; return 0, or the exit code of the first finding.
 
-    `settings` are `revision`, `gpu_memory` and `data_dir` for `started`, whose errors are raised.
+    `began` is called with the folder. `settings` are `revision`, `gpu_memory` and `data_dir` for
+    `started`, whose errors are raised.
     """
     whole = resolved(recipe_name, bundled=model is None)
     with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
+        began(run.folder)
         tried: list[Tried] = []
         for name, check in _checks(run, whole).items():
             say(f"rehearse: {name}")

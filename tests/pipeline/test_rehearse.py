@@ -136,6 +136,24 @@ def test_a_stage_that_breaks_leaves_out_what_reads_it(
     assert (again.code, again.redone()) == (0, ["evaluate", "report"])
 
 
+def test_an_interrupted_rehearsal_goes_on_by_its_own_command(
+    quick: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`status` named the stages' commands, and the interruption none."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantize.stages.evaluate.evaluate.evaluate", stop)
+    stopped = quick.rehearse()
+    (path,) = quick.out.glob("*_rehearsal-*")
+    (line,) = (text for text in quick("status", path).out.splitlines() if "go on" in text)
+    assert line.startswith("go on with `quantize rehearse ")
+    assert (stopped.code, stopped.last) == (
+        130, f"error: interrupted; {line.removeprefix('go on with ')} goes on"
+    )  # fmt: skip
+
+
 def test_a_run_is_refused_as_by_run(quick: Rehearsal) -> None:
     done = quick.rehearse("--model", quick.out / "nothing")
     assert done.code == 2
