@@ -28,8 +28,7 @@ from quantize.recovery.numerals import (
 )
 
 VERSION = 6  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
-_CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>")
-_CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's own: "2 * 9 = <<2*9=18>>18"
+_CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>|<<[^<>\n]*>>")  # and GSM8K's "<<2*9=18>>18"
 _FULL_WIDTH: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FULL_WIDTH |= {0x3001: ",", 0x3002: ".", 0x2212: "-"}
 _THOUGHTS = re.compile(r"<(think(?:ing)?)>.*?(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -40,16 +39,13 @@ _END_OF_TURN = re.compile(
     re.DOTALL,
 )
 _NEXT_QUESTION = re.compile(
-    r"^\W{0,4}(?:(?:next\s|new\s)?(?:question|problem|exercise|instruction)(?:\s\d+)?|q\d*|user|human)"
-    r"\W{0,3}:",
-    re.I | re.M,
+    r"(?im)^\W{0,4}(?:(?:next\s|new\s)?(?:question|problem|exercise|instruction)(?:\s\d+)?|q\d*|user|human)"
+    r"\W{0,3}:"
 )
-_MOST_QUESTIONS = 20  # of a text that are tried as the next one: what repeats them has no answer
 # What takes back an answer, so that another one that follows is the answer.
 RETRACTION = re.compile(
-    r"\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|forgot|"
-    r"on second thought|scratch that)\b|\bno\s*[,:;.–—-]",
-    re.IGNORECASE,
+    r"(?i)\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|"
+    r"forgot|on second thought|scratch that)\b|\bno\s*[,:;.–—-]"
 )
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
@@ -63,9 +59,8 @@ _MARK = re.compile(r"(?<!#)#{4}(?!#)(.*?)(?=####|$)", re.MULTILINE)
 _OTHER_MARK = re.compile(r"^\W{0,4}?#{1,6}(?!#)(.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^\W{0,4}#{1,6}\W{0,4}(\d{1,2})[.):]\W{0,4}\s[^\W\d]", re.MULTILINE)
 _STEP = re.compile(
-    r"\W*(?:(?:step|part|case|problem|question|section|example|method|solution|stage|day|week)\s+\d"
-    r"|(?:check|verif|proof|note|explanation|reason)\w*\b)",
-    re.I,
+    r"(?i)\W*(?:(?:step|part|case|problem|question|section|example|method|solution|stage|day|week)\s+\d"
+    r"|(?:check|verif|proof|note|explanation|reason)\w*\b)"
 )
 _LABEL_ALONE = re.compile(r"\W*(?:the\s)?(?:final\s)?(?:answer|result|solution)?\W*", re.I)
 _MARKED = "*_$`\"'“”‘’«» \t"
@@ -79,20 +74,18 @@ _BOX = re.compile(
 _BARE = re.compile(r"[-+]?\d[\d,.]*|[A-Z](?!\w)")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _ANSWER = re.compile(
-    r"((?:final|correct|corrected|right)\W{1,4})?\banswer\b(?!s)[\"'”’*_ ]*+"
+    r"(?im)((?:final|correct|corrected|right)\W{1,4})?\banswer\b(?!s)[\"'”’*_ ]*+"
     r"(?:(?:to|of|for)\s[^.:=\n]{1,60}?)?\s*+"
     r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
     r"\b:?)[\s*_]*+"
     r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?"
     rf"|{FOREIGN}[\s*_]*+"
     r"|(?P<instead>\b(?:it|that|this)\s+(?:should|must)\s+(?:actually\s|instead\s)?be\s[\s*_]*+"
-    r"|\b(?:no|actually|edit|correction|update)\b[\s,.:;*_–—-]{1,5}(?=[$€£]?\d[\d.,]*[\s*_]*$))",
-    re.I | re.M,
+    r"|\b(?:no|actually|edit|correction|update)\b[\s,.:;*_–—-]{1,5}(?=[$€£]?\d[\d.,]*[\s*_]*$))"
 )
 # "... so m+n = 33+37 = 70", behind a box that holds only a part of it: a fraction, or "x = 3".
 _ADDED_UP = re.compile(
-    r"\b(?:therefore|thus|hence|so)\b[\s,:$(\\]*([a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?\d)[$.)\\\s]*(?:[.\n]|\Z)",
-    re.I,
+    r"(?i)\b(?:therefore|thus|hence|so)\b[\s,:$(\\]*([a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?\d)[$.)\\\s]*(?:[.\n]|\Z)"
 )
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _NEXT_BOX = re.compile(r"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*")
@@ -147,7 +140,7 @@ def tidy(text: str) -> str:
     """Return a text without thoughts, control tokens and tags, digits and full-width signs as ASCII."""
     text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
     text = _END_OF_TURN.sub("", _FORMAT_SIGNS.sub("", _THOUGHTS.sub("", text)))
-    return _CONTROL.sub("", _CALCULATOR.sub("", text)).replace("\\#", "#").strip()
+    return _CONTROL.sub("", text).replace("\\#", "#").strip()
 
 
 def seven_digits(answer: str) -> str | None:
@@ -172,7 +165,7 @@ def before_next_question(text: str, read: Callable[[str, bool], str | None]) -> 
 
     It is told whether that question has a number: it may then be a step of the same task.
     """
-    for question in islice(_NEXT_QUESTION.finditer(text), _MOST_QUESTIONS):
+    for question in islice(_NEXT_QUESTION.finditer(text), 20):  # what repeats them has no answer
         before = text[: question.start()]
         if read(before, any(map(str.isdigit, question[0]))) not in {None, "", SEVERAL}:
             return before

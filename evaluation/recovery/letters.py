@@ -52,12 +52,11 @@ _DENIAL = re.compile(
 )
 # "(A). No, that cannot be.", right behind an option.
 _TAKEN_BACK = re.compile(
-    rf"[{_CLOSING}\s]*(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
+    rf"(?i)[{_CLOSING}\s]*(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
     r"(?:that|this|it)(?:['’]s|\s+(?:is|was|seems))?\s+(?:(?:can(?:not|['’]t)|couldn['’]t)\s+be"
     r"(?:\s+(?:right|correct|true|it|the (?:right |correct )?answer))?\s*[.,:;!–—]"
     r"|(?:\w+\s+)?(?:wrong|incorrect|impossible|false)\b"
-    r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b)",
-    re.IGNORECASE,
+    r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b)"
 )
 _SHORT = 100  # characters of an answer that is nothing but an option and its text
 _MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
@@ -119,7 +118,7 @@ class _OptionPatterns:
             rf"(?P<letter>{large}{ends}{word}|{small}{ends}(?=\s*(?:[{_CLOSING[2:]},;]|\\[)\]]|$)))"
         )
         verbs = (
-            "is|are|was|were|has|would|can|cannot|does|must|fails|violates|gives|might|may|could"
+            "is|are|was|were|has|can|cannot|does|must|(?:c|w|sh)ould|fails|violates|gives|might|may"
         )
         verb = rf"(?!(?:[)*_]*\s+(?:and|or)\s+[(*_]*{large})?[)\]*_\"]*\s+(?:{verbs})\b)"
         another = (
@@ -135,7 +134,7 @@ class _OptionPatterns:
             rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}{doubted}", re.MULTILINE
         )
         self.more = re.compile(
-            rf"\b(?:is|are|and|or)\b|\?|^\W*{large}\W*\s(?:{verbs})\b|{large}[).].*{large}[).]"
+            rf"\b(?:is|are|and|or)\b|\?|^\W*{large}\W*\s(?:{verbs}|(?i:wrong|incorrect)|\w+n['’]t)\b|{large}[).].*{large}[).]"
         )
         self.concluded = re.compile(
             rf"{_CONCLUDING}(?:\(({large})\)[^\w(]*"

@@ -34,30 +34,26 @@ _INVISIBLE = re.compile(
 )
 _COLUMNS = re.compile(rf"(?<=\d)\s*(?:\\\\|\\q?quad{_NO_LETTER})\s*(?=[-\d]|\w+\s*=)")
 _SPACES = re.compile(rf"\\[,;:! ]|\\\\|~|\\q?quad{_NO_LETTER}|[\u00a0\u2009\u202f]")
-_WORD_IN_TEXT = re.compile(rf"{_FONT}\s*\{{\s*(\(?\s*mod|or|and|to)\s*\}}")
 _MODULUS = re.compile(
     r"\(?\s*(?:\\[pb]?mod|\bmod)\b\s*[{(]?\s*(\d{1,9})\s*[)}]?\s*\)?|(?<=[A-Za-z])\s*\\?%\s*(\d{1,9})"
 )
 _TEXT = re.compile(rf"{_FONT}\s*\{{([^{{}}]*)\}}")
 # Words before a number after which it is no statement: denials, bounds, conditions.
 DENIAL = re.compile(
-    r"\b(?:not?|never|neither|nor|none|without|can(?:not|['’]t)|\w+n['’]t|if|unless|whether|suppose"
+    r"(?i)\b(?:not?|never|neither|nor|none|without|can(?:not|['’]t)|\w+n['’]t|if|unless|whether|suppose"
     r"|insufficient|impossible|unknown|undetermined|between|than|at (?:least|most)|up to)\b"
-    r"|\b(?:over|under|above|below)\W*\Z",
-    re.IGNORECASE,
+    r"|\b(?:over|under|above|below)\W*\Z"
 )
 _INSTEAD = re.compile(r"\bnot\b[^.;\n]{1,60}?\bbut\s+(?:rather\s+)?", re.IGNORECASE)
 # "18 or more" and "18 more than", and "2 dozen": 24, or 2 where a question asks for dozens.
 _BOUND_BEHIND = re.compile(
-    r"\d\W*(?:dozens?|score|gross)\b|\d.*\sand\s+(?:an?|one)\s+(?:half|third|quarter)\b|\d\W*\s(?:\w+\s){0,3}?(?:or\s+(?:more|less|fewer|greater|above|below|higher|lower)\b"
+    r"(?i)\d\W*(?:dozens?|score|gross)\b|\d.*\sand\s+(?:an?|one)\s+(?:half|third|quarter)\b|\d\W*\s(?:\w+\s){0,3}?(?:or\s+(?:more|less|fewer|greater|above|below|higher|lower)\b"
     r"|(?:more|less|fewer|greater|larger|smaller|higher|lower|older|younger|longer|shorter)\b"
-    r"(?:\s+\w+){0,3}\s+than\b)",
-    re.IGNORECASE,
+    r"(?:\s+\w+){0,3}\s+than\b)"
 )
 _ADVERB = re.compile(
-    r"^\W*(?:(?:about|approximately|approx\.?|around|roughly|nearly|almost|exactly|precisely|just|only)"
-    r"\s+|(?:USD|EUR|US|Rs\.?)\s*(?=[$\d]))",
-    re.IGNORECASE,
+    r"(?i)^\W*(?:(?:about|approximately|approx\.?|around|roughly|nearly|almost|exactly|precisely|just|only)"
+    r"\s+|(?:USD|EUR|US|Rs\.?)\s*(?=[$\d]))"
 )
 _SIGN_IN_WORDS = re.compile(
     r"(?<![\d)}])(?<![\d)}]\s)(?<!\b[a-z]\s)\b(?:minus|negative)\s+(?=[$€£]?\s?\d)", re.IGNORECASE
@@ -68,9 +64,8 @@ _POWER_SIGNS = re.compile(r"(?<=[\w)}])[⁻⁺]?[⁰¹²³⁴-⁹]+")
 _ROOT_SIGN = re.compile(r"√\s*(\d+|\([^()]*\))?")
 _HEXADECIMAL = re.compile(r"\b0[xXbo][0-9a-fA-F]+\b")
 _LABEL = re.compile(
-    r"^(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?answer\s*(?:is|=)\s*"
-    r"|^[A-Za-z][A-Za-z ]{0,40}:\s*",
-    re.IGNORECASE,
+    r"(?i)^(?:(?:the|my|our)\s+)?(?:(?:final|correct)\s+)?answer\s*(?:is|=)\s*"
+    r"|^[A-Za-z][A-Za-z ]{0,40}:\s*"
 )
 # In a box, what names the number behind it: "The remainder is 70", "There are 70 ways".
 _NAMING = re.compile(r"^[A-Za-z][A-Za-z ]{0,60}?\b(?:is|are|equals|gives|get|obtain)\s+")
@@ -85,7 +80,9 @@ _PARALLEL = re.compile(
     r"in|on|at|of|from|after|before|per|by|rounded|instead|about|or)\b)(?:[A-Za-z]+\s+){0,2}[A-Za-z]*[:\s]\s*"
     r"[$€£]?\d[\d.,]*(?:\s[A-Za-z ]+)?\W*\Z"
 )
-_UNEQUAL = re.compile(rf"\\(?:le|ge|leq|geq|lt|gt|ne|neq|sim){_NO_LETTER}|<|(?<![-=])>|[≤≥≠]")
+_UNEQUAL = re.compile(
+    rf"\\(?:[lg]eq?|[lg]eqslant|(?:less|gtr)?sim|l[lt]|g[gt]|neq?|not){_NO_LETTER}|<|(?<![-=])>|[≤≥≠≲≳≪≫]|(?<![\d)}}])!="
+)
 _SIDES = re.compile(
     rf":?=|\\(?:colon|equiv|cong|approx|simeq|triangleq|coloneqq|implies|to|(?:[Ll]ong)?[Rr]ightarrow)"
     rf"{_NO_LETTER}|[≡≅≈→⇒]|(?<=[A-Za-z])\s*:"
@@ -111,9 +108,7 @@ _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|[ '’_])\d{3})+)(?
 _COMMA_AS_POINT = re.compile(
     r"(?<![\d.,])(?:(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})|(\d{1,3}(?:\.\d{3}){2,}))(?![\d,]|\.\d)"
 )  # 1.234,50 and 1.234.567
-_ROUNDED = re.compile(
-    r".*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$", re.DOTALL
-)
+_ROUNDED = re.compile(r"(?s).*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$")
 _ONE_SIGN_FRACTION = re.compile(r"[¼-¾⅐-⅞]")
 SCALES = "hundred|thousand|lakh|million|crore|billion|trillion"
 _SCALE = re.compile(rf"(?<=\d)(?:[kK]\b|(M|B|bn|mn|mln)\b|\s*({SCALES})\b)(?:\s+(?=[a-z]))?")
@@ -148,7 +143,8 @@ _OPERATORS = {
 _COMMAND = re.compile(r"\\([a-zA-Z]+)|\\")
 _BETWEEN = re.compile(r"(?<=[\d)])\s*\\(?!right)[a-zA-Z]+\s*(?=[\d(])")  # an unknown operation
 _FUNCTIONS = set(
-    "sqrt pi log ln lg exp sin cos tan sec csc cot arcsin arccos arctan frac binom".split()  # noqa: SIM905
+    "sqrt pi log ln lg exp sin cos tan sec csc cot arcsin arccos arctan frac dfrac tfrac "  # noqa: SIM905
+    "cfrac binom".split()
 )
 _UNKNOWNS = set(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma "  # noqa: SIM905
@@ -306,7 +302,7 @@ def _plain(text: str) -> str:
     text = _BRACED_POWER.sub(r"^\1", text)
     for infix, prefix in (("over", "frac"), ("choose", "binom")):
         if f"\\{infix}" in text:
-            text = re.sub(_INFIX.format(infix), rf"\\{prefix}{{\1}}{{\2}}", f"{{{text}}}")
+            text = re.sub(_INFIX.format(infix), rf"{{\\{prefix}{{\1}}{{\2}}}}", f"{{{text}}}")
     text = _BINOMIAL.sub(_binomial, _ROOT.sub(_exact_root, text))
     for _ in range(3):  # fractions within fractions
         text = _FRACTION.sub(
