@@ -21,8 +21,10 @@ from quantize.host.processes import is_first
 from quantize.pipeline.stages import STAGES, Run, Stage
 from quantize.recipe.sections import Recipe
 from quantize.runs.digests import hashed, identities, sampled
-from quantize.runs.folder import RunDir, is_card
+from quantize.runs.folder import RunDir, continued_by, is_card
 from quantize.runs.manifest import fingerprint
+
+NOTHING = "there is no result"
 
 
 def why_stale(folder: RunDir, stage: Stage) -> str | None:
@@ -30,7 +32,7 @@ def why_stale(folder: RunDir, stage: Stage) -> str | None:
     record = _records(folder).get(stage.name)
     result = result_digest(folder, stage)
     if result is None:
-        return "there is no result"
+        return NOTHING
     if record is None:
         return "nothing says what its result was made from"
     if record["result"] != result:
@@ -73,9 +75,11 @@ def check_fresh(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> None
     Raise InputError, which names the first result that is missing or stale.
     """
     for stage, why in stale(folder, recipe, stages):
-        raise InputError(
-            f"{folder.path}: {stage.name} is stale, {why}; `{stage.command(folder)}` makes it again"
-        )
+        alone = stage.command(folder)
+        if why == NOTHING:  # an interrupted run, most likely: one command does the rest of it
+            way = f"`{continued_by(folder, alone)}` goes on"
+            raise InputError(f"{folder.path}: not finished, without {stage.name}; {way}")
+        raise InputError(f"{folder.path}: {stage.name} is stale, {why}; `{alone}` makes it again")
 
 
 def stale(folder: RunDir, recipe: Recipe, stages: Iterable[Stage]) -> Iterator[tuple[Stage, str]]:

@@ -219,6 +219,12 @@ def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
     assert line.startswith("go on with `quantize run --recipe ")
     assert line.endswith(" --resume`")
     assert f"{line.removeprefix('go on with ')} goes on" in stopped.last
+    for words in (("report",), ("card",), ("push", "--repo", "acme/x", "--dry-run")):
+        refused = quick(words[0], where, *words[1:])
+        assert refused.code == 2
+        assert f"not finished, without evaluate; {line.removeprefix('go on with ')} goes on" in (
+            refused.last
+        )
     quick.folder.command.unlink()  # as a run has none that an earlier version or Python began
     commands = f"go on with `quantize evaluate {where}` && `quantize report {where}`"
     assert commands in quick("status", where).out
