@@ -48,8 +48,8 @@ A stream sends finished canvases; with stream_options.include_drafts also every 
 If the environment variable QUANTIZE_API_KEY is set, clients must send its value as the API key.
 Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
 on a GPU rounding depends on the batch, unless --batch-invariant is given.
---data-parallel N serves with a copy of the weights on each of N GPUs; the header X-Worker says
-which GPU answered. SIGTERM lets running requests finish and refuses waiting ones.
+--data-parallel N serves with a copy of the weights on each of N GPUs, by Ray Serve (the extra
+`cluster`); the header X-Worker says which GPU answered. SIGTERM lets running requests finish and refuses waiting ones.
 """.replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 
@@ -90,7 +90,6 @@ def serve(
     from quantize.runtime import Placement
 
     try:
-        from quantize.serve.fleet import serve as serve_together
         from quantize.serve.server import serve as serve_alone
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "llguidance"):
@@ -109,5 +108,11 @@ def serve(
     place = Placement(best_device(), gpu_memory, activations)
     if workers == 1:
         serve_alone(folder, options, place)
-    else:
-        serve_together(folder, options, place, workers)
+        return
+    try:
+        from quantize.serve.cluster import serve as serve_together
+    except ModuleNotFoundError as error:
+        raise ResourceError(
+            f"--data-parallel needs {error.name}: pip install 'diffusiongemma-quantize[cluster]'"
+        ) from error
+    serve_together(folder, options, place, workers)

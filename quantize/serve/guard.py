@@ -60,6 +60,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Metrics) -> None:
         self.app, self.options, self.metrics = app, options, metrics
+        self.out = OUT if options.worker is None else OUT | {"X-Worker": str(options.worker)}
         # Digests are compared: they have one length, which does not reveal the key's.
         self.key = sha256(options.api_key.encode()).digest() if options.api_key else None
 
@@ -75,7 +76,7 @@ class _Guard:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update(OUT)
+                MutableHeaders(scope=message).update(self.out)
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body")
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from socket import AF_UNIX, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
+from socket import SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, getaddrinfo, socket
 from types import FrameType
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint, read_json_object
-from quantize.errors import InputError, QuantizeError, ResourceError
+from quantize.errors import InputError, ResourceError
 from quantize.host.progress import say
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement, Sampler, open
@@ -42,35 +42,34 @@ EVEN = 16  # requests at once from which one token at a time is as fast (H200): 
 class Server(uvicorn.Server):
     """uvicorn's server; it prints its address, and calls `leave` when a shutdown begins."""
 
-    def __init__(
-        self, app: ASGIApp, options: Options, leave: Callable[[], object], grace: int = 5
-    ) -> None:
-        # The guard logs, without addresses or queries. Connections outlast requests by `grace` s.
+    def __init__(self, app: ASGIApp, options: Options, leave: Callable[[], object]) -> None:
+        # The guard logs, without addresses or queries. Connections outlast requests by 5 s.
         more: Any = {"access_log": False, "log_config": None, "server_header": False}
-        more["timeout_graceful_shutdown"] = int(options.shutdown_grace) + grace
+        more["timeout_graceful_shutdown"] = int(options.shutdown_grace) + 5
         config = uvicorn.Config(app, options.host, options.port, **more)
         super().__init__(config)
         self.options, self.leave = options, leave
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        """Listen; except in a worker, print the address and which fields are ignored or refused."""
+        """Listen; print the address and which fields are ignored or refused."""
         await super().startup(sockets)
-        address = self.servers[0].sockets[0]
-        if address.family == AF_UNIX:  # a worker's: the front prints the address
-            return
-        host, port = address.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        key = f"with the key of {KEY_VARIABLE}" if self.options.api_key else "without a key"
-        say(f"serving {self.options.model_name} at {url} {key}")
-        how = "refused (--strict)" if self.options.strict else "ignored; --strict refuses them"
-        names = ", ".join(IGNORABLE)
-        say(f"of a request's fields, these have no meaning here and are {how}: {names}")
+        say_address(self.options, *self.servers[0].sockets[0].getsockname()[:2])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin a shutdown at the first signal; a SIGINT after that ends the server at once."""
         if not self.should_exit:
             self.leave()
         super().handle_exit(sig, frame)
+
+
+def say_address(options: Options, host: str, port: int) -> None:
+    """Print where a model is served, and which fields of a request are ignored or refused."""
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = f"with the key of {KEY_VARIABLE}" if options.api_key else "without a key"
+    say(f"serving {options.model_name} at {url} {key}")
+    how = "refused (--strict)" if options.strict else "ignored; --strict refuses them"
+    names = ", ".join(IGNORABLE)
+    say(f"of a request's fields, these have no meaning here and are {how}: {names}")
 
 
 def with_template(tokenizer: Any, template: str | None) -> Any:
@@ -142,26 +141,8 @@ def run(server: Server, sock: socket) -> None:
     server.run([sock])
 
 
-def serve_at(checkpoint: Path, options: Options, place: Placement, path: Path) -> None:
-    """Serve on a new Unix socket `path`, as a worker process; print a QuantizeError and exit."""
-    listener = socket(AF_UNIX)
-    listener.bind(str(path))
-    try:
-        serve(checkpoint, options, place, listener)
-    except QuantizeError as error:
-        say(f"error: {error}")
-        sys.exit(error.exit_code)
-
-
-def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | None = None) -> None:
-    """Serve a checkpoint until SIGINT or SIGTERM, on `sock` or, if None, at the options' address.
-
-    InputError: the checkpoint cannot be loaded. ResourceError: the model does not fit, or the port
-    is in use (checked before weights are read).
-    """
-    if sock is None:
-        say_what_it_knows(checkpoint)
-    sock = sock or listening_socket(options.host, options.port)
+def loaded(checkpoint: Path, options: Options, place: Placement) -> Service:
+    """Load a checkpoint and return what answers requests with it; errors are those of `serve`."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )
@@ -179,5 +160,16 @@ def serve(checkpoint: Path, options: Options, place: Placement, sock: socket | N
         options, fingerprint=digest, judged_activations=judged,
         activations=served_mode(opened, place.activations),
     )  # fmt: skip
-    service = Service(engine, text, config, sampler, options)
-    run(Server(create_app(service), options, service.leave), sock)
+    return Service(engine, text, config, sampler, options)
+
+
+def serve(checkpoint: Path, options: Options, place: Placement) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM.
+
+    InputError: the checkpoint cannot be loaded. ResourceError: the model does not fit, or the port
+    is in use (checked before weights are read).
+    """
+    say_what_it_knows(checkpoint)
+    sock = listening_socket(options.host, options.port)
+    service = loaded(checkpoint, options, place)
+    run(Server(create_app(service), service.options, service.leave), sock)

@@ -133,7 +133,8 @@ def loaded(server: Served, clients: int, length: int) -> dict[str, Any]:
 
 def killed(server: Served, length: int) -> dict[str, Any]:
     """Kill one worker in the middle of eight requests; tell what failed, and when it was back."""
-    workers = [w for w in server.process.children() if "spawn_main" in " ".join(w.cmdline())]
+    every = server.process.children(recursive=True)
+    workers = [child for child in every if "ServeReplica" in "".join(child.cmdline())]
     with server.client() as client, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, client, 9000 + i, length) for i in range(8)]
         time.sleep(0.5)

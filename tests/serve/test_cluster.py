@@ -1,0 +1,362 @@
+"""Several replicas behind one port: who gets a request, what a lost replica's clients hear."""
+
+import asyncio
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from prometheus_client import generate_latest
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quantize.cli.use import serve as serve_command
+from quantize.errors import InputError, ResourceError
+from quantize.runtime import Placement
+from quantize.serve import metrics
+from quantize.serve.options import Options
+from quantize.serve.server import held
+from tests.support.server_process import KEY, process
+from tests.support.serving import ScriptedEngine
+
+pytest.importorskip("ray", reason="the extra `cluster` is not installed")
+
+from quantize.serve import cluster, relay
+from quantize.serve.relay import Relay
+from quantize.serve.routing import LeastLoaded, beginning
+
+QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+class Id(NamedTuple):
+    unique_id: str
+
+
+def chat(*texts: str) -> bytes:
+    roles = ("system", "user", "assistant", "user")
+    turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    return json.dumps({"messages": turns}).encode()
+
+
+# ------------------------------------------------------------------------------------- who gets it
+
+
+def test_a_chat_stays_where_its_beginning_is_kept_until_others_have_a_batch_less_to_do() -> None:
+    open_requests = {Id(name): 0 for name in "abc"}
+    router = object.__new__(LeastLoaded)
+    router.__dict__["_replica_queue_len_cache"] = open_requests
+    router.initialize_state(batch=2)
+    replicas: Any = [SimpleNamespace(replica_id=Id(name)) for name in "abc"]
+
+    def chosen(session: str | None, *, among: Any = replicas) -> Any:
+        asked: Any = session and SimpleNamespace(metadata=SimpleNamespace(session_id=session))
+        return asyncio.run(router.choose_replicas(among, asked))
+
+    assert chosen(None) == chosen("") == [replicas]  # of a group, Serve takes the least loaded
+    homes = {session: chosen(session)[0][0] for session in map(str, range(30))}
+    assert all(chosen(session) == [[home], replicas] for session, home in homes.items())
+    assert {home.replica_id for home in homes.values()} == {*open_requests}
+    open_requests[Id("a")] = 2
+    assert all(chosen(session)[0] == [home] for session, home in homes.items())
+    open_requests[Id("a")] = 3
+    for session, home in homes.items():
+        assert chosen(session) == ([replicas] if home is replicas[0] else [[home], replicas])
+    open_requests[Id("a")] = 0
+    for session, home in homes.items():  # the chats of a lost replica alone move
+        assert home is replicas[2] or chosen(session, among=replicas[:2])[0] == [home]
+    assert chosen("0", among=[]) == [[]]
+
+
+def test_a_chats_beginning_ends_with_the_users_first_message() -> None:
+    begun = beginning(chat("be brief", "hello"))
+    assert begun is not None
+    assert beginning(chat("be brief", "hello", "hi", "go on")) == begun
+    assert beginning(chat("be brief", "who are you?")) not in (None, begun)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"prompt": "x"}', b'{"messages": 3}', b"[" * 100_000]
+)
+def test_other_bodies_have_no_beginning(body: bytes) -> None:
+    assert beginning(body) is None
+
+
+# ---------------------------------------------------------------------------- what a client hears
+
+
+def heard(
+    monkeypatch: pytest.MonkeyPatch, proxy: ASGIApp, method: str = "POST", path: str = "/v1/x",
+    states: Any = (), running: int = 2, **options: Any,
+) -> httpx.Response:  # fmt: skip
+    """What a client hears through a relay before `proxy`; `states`: what replicas say, or an error."""
+    settings = Options("m", api_key=KEY, **options)
+
+    async def results(**_: Any) -> Any:
+        if isinstance(states, Exception):
+            raise states
+        return states
+
+    async def state() -> Any:
+        return settings, (0, 0), []
+
+    handle = SimpleNamespace(
+        state=SimpleNamespace(remote=state),
+        broadcast=lambda _: SimpleNamespace(results_async=results),
+    )
+    deployment = SimpleNamespace(replica_states={"RUNNING": running} if running else {})
+    status = SimpleNamespace(
+        applications={relay.APP: SimpleNamespace(deployments={"r": deployment})}
+    )
+    ray_serve = SimpleNamespace(get_app_handle=lambda _: handle, status=lambda: status)
+    monkeypatch.setattr(relay, "serve", ray_serve)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(Relay(proxy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.request(method, path, content=chat("a", "b"), headers=HEADERS)
+
+    return asyncio.run(ask())
+
+
+async def silent(scope: Scope, receive: Receive, send: Send) -> None:
+    """Serve's proxy when a replica is lost before it answers."""
+
+
+def answering(response: Response, *, whole: bool = True) -> ASGIApp:
+    """Serve's proxy with an answer; unless `whole`, the replica is lost before the answer ends."""
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        async def cut(message: Any) -> None:
+            if whole or message.get("body") or message["type"] == "http.response.start":
+                await send(message)
+
+        response.headers["X-Session"] = dict(scope["headers"]).get(b"x-session-id", b"").decode()
+        await response(scope, receive, cut)
+
+    return proxy
+
+
+def test_a_lost_replicas_clients_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = heard(monkeypatch, silent)
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_ended")
+    assert lost.headers["retry-after"] == "1"
+
+    async def parts() -> Any:
+        yield "data: begun\n\n"
+
+    begun = StreamingResponse(parts(), headers={"X-Worker": "0"}, media_type="text/event-stream")
+    first, last = heard(monkeypatch, answering(begun, whole=False)).text.split("\n\n")[:2]
+    assert first == "data: begun"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "worker_ended"
+
+
+def test_pages_of_serves_own_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = answering(PlainTextResponse("routes"))
+    for path in ("/-/routes", "/-/healthz", "/v1/models"):
+        reply = heard(monkeypatch, page, "GET", path)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+
+
+def test_a_request_waits_for_no_replica_that_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: str) -> None:
+        raise RuntimeError("no such application")
+
+    monkeypatch.setattr(relay, "serve", SimpleNamespace(get_app_handle=none))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(Relay(silent))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/health")
+
+    reply = asyncio.run(ask())
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_chats_beginning_reaches_the_router_if_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    answer = PlainTextResponse("x", headers={"X-Worker": "1"})
+    reply = heard(monkeypatch, answering(answer), prefix_bytes=kept)
+    assert reply.headers["x-session"].encode() == (beginning(chat("a", "b")) if kept else b"")
+    assert (reply.text, reply.headers["x-worker"]) == ("x", "1")
+
+
+@pytest.mark.parametrize("running", [2, 0])
+def test_health_adds_up_what_replicas_say(monkeypatch: pytest.MonkeyPatch, running: int) -> None:
+    states = [(None, (1, 2), []), (None, (3, 5), []), RuntimeError("it has just ended")]
+    reply = heard(monkeypatch, silent, "GET", "/health", states, running)
+    assert reply.status_code == (200 if running else 503)
+    assert reply.json() == {
+        "status": "ok" if running else "unavailable", "workers": running, "key_required": True,
+        "running": 4, "waiting": 7,
+    }  # fmt: skip
+
+
+def test_health_is_told_while_a_replica_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reply = heard(monkeypatch, silent, "GET", "/health", TimeoutError())
+    assert (reply.status_code, reply.json()["workers"]) == (200, 2)
+    assert "running" not in reply.json()
+
+
+def test_metrics_name_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[Any] = []
+    for worker in range(2):
+        counted = metrics.Metrics()
+        counted.tokens.inc(10 + worker)
+        counted.requests.labels("/health", "200").inc()
+        states.append((Options("m", worker=worker), (0, 0), list(counted.registry.collect())))
+    page = heard(monkeypatch, silent, "GET", "/metrics", states).text
+    assert page.count("# TYPE quantize_tokens_total") == 1
+    assert re.findall(r'quantize_tokens_total\{worker="(\d)"\} (\S+)', page) == [
+        ("0", "10.0"),
+        ("1", "11.0"),
+    ]
+    assert 'quantize_requests_total{path="/health",status="200",worker="1"} 1.0' in page
+
+
+# ------------------------------------------------------------------------------------- what it takes
+
+
+def test_each_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(cluster.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: ended.append(True))
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    for name in cluster.ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    for count, taken in ((2, {"num_cpus": 4}), (3, {"num_cpus": 2}), (16, {"num_cpus": 0.5})):
+        with cluster._ray(Placement("cpu"), count) as resources:
+            assert resources == taken
+    with cluster._ray(Placement("cuda:0"), 2) as resources:
+        assert resources == {"num_gpus": 1, "num_cpus": 0}
+    with (
+        pytest.raises(ResourceError, match="--data-parallel 3 needs as many GPUs; Ray finds 2"),
+        cluster._ray(Placement("cuda:0"), 3),
+    ):
+        pass
+    assert len(ended) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "says"),
+    [
+        ("quantize.errors.InputError: no Jinja file: x", InputError, "no Jinja file: x"),
+        ("torch.OutOfMemoryError: CUDA out of memory", ResourceError, "CUDA out of memory"),
+        ("The actor died", ResourceError, "The actor died"),
+    ],
+)
+def test_a_replica_that_does_not_start_says_why_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, line: str, kind: type[Exception], says: str
+) -> None:
+    deployment = SimpleNamespace(message=f"Traceback:\n  File x\n{line}\n")
+    app = SimpleNamespace(deployments={"Replica": deployment})
+    status = SimpleNamespace(applications={cluster.APP: app})
+    monkeypatch.setattr(cluster.ray_serve, "status", lambda: status)
+    fault = cluster._fault()
+    assert type(fault) is kind
+    assert str(fault) == f"a replica ended while it loaded: {says}"
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "quantize.serve.cluster")
+    result = CliRunner().invoke(serve_command, ["bundled", "--data-parallel", "2"])
+    assert isinstance(result.exception, ResourceError)
+    assert str(result.exception) == (
+        "--data-parallel needs ray: pip install 'diffusiongemma-quantize[cluster]'"
+    )
+
+
+def test_a_key_is_no_part_of_what_is_printed_of_options() -> None:
+    assert KEY not in repr(Options("m", api_key=KEY))
+
+
+def test_a_server_says_what_it_holds_and_from_where_on_canvases_did_not_pay_on_an_h200() -> None:
+    engine = ScriptedEngine(3)
+    assert held(engine) == "serving 3 samples at once, prompt and answer at most 4096 tokens"
+    engine.device = torch.device("cuda")
+    assert held(engine).endswith(
+        "tokens; on an H200 writing one token at a time was as fast from about 16 at once"
+    )
+
+
+def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(
+        busy=lambda: 0.5, clock=lambda: SimpleNamespace(mhz=1980), joules=lambda: None
+    )
+    monkeypatch.setattr(metrics.Driver, "of", lambda _: driver)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    watched = metrics.Metrics()
+    watched.watch(None, torch.device("cuda"))
+    page = generate_latest(watched.registry).decode()
+    shown = {k: float(v) for k, v in re.findall(r"^quantize_gpu_(\w+) (\S+)$", page, re.MULTILINE)}
+    assert math.isnan(shown.pop("energy_joules"))  # it tells none
+    assert shown == {"utilization": 0.5, "memory_bytes": 40, "clock_mhz": 1980}
+
+
+# ------------------------------------------------------------------------------- with Ray's processes
+
+LONG: Any = {"guided_regex": "(abc ){200,220}", "max_tokens": 900}
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "bundled", "messages": [{"role": "user", "content": QUESTION}], **more}
+
+
+def replicas(server: psutil.Process) -> list[psutil.Process]:
+    every = server.children(recursive=True)
+    return [child for child in every if "ServeReplica" in "".join(child.cmdline())]
+
+
+def until(client: httpx.Client, reached: Callable[[dict[str, Any]], bool]) -> None:
+    """Wait until /health says so."""
+    while not reached(client.get("/health").json()):
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_replicas_as_a_user_starts_them() -> None:
+    with (
+        process("--data-parallel", "2", "--max-num-seqs", "1") as (url, server),
+        httpx.Client(base_url=url, headers=HEADERS, timeout=300) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        started = server.children(recursive=True)
+        assert not any(KEY in word for child in started for word in child.cmdline())
+
+        def both(asked: dict[str, Any]) -> list[Any]:
+            return [pool.submit(client.post, "/v1/chat/completions", json=asked) for _ in range(2)]
+
+        replies = [one.result() for one in both(body(seed=3))]
+        assert {reply.headers["x-worker"] for reply in replies} == {"0", "1"}
+        (text,) = {reply.json()["choices"][0]["message"]["content"] for reply in replies}
+        assert "226" in text
+        streamed = client.post("/v1/chat/completions", json=body(stream=True))
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert client.post("/v1/chat/completions", json=body(temperature="hot")).status_code == 400
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        tokens = re.findall(r'tokens_total\{worker="(\d)"\} (\S+)', client.get("/metrics").text)
+        assert sorted(index for index, count in tokens if float(count)) == ["0", "1"]
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body(stream=True, **LONG),
+                          headers=HEADERS) as left:  # fmt: skip
+            next(left.iter_lines())
+        until(client, lambda state: state["running"] == 0)  # it ended with its client
+        long = both(body(**LONG))
+        until(client, lambda state: state["running"] == 2)
+        replicas(server)[0].kill()
+        statuses = sorted(one.result().status_code for one in long)
+        assert statuses == [200, 503]
+    assert not psutil.wait_procs(started, timeout=10)[1]
