@@ -49,7 +49,8 @@ If the environment variable QUANTIZE_API_KEY is set, clients must send its value
 Choice j of a request with a seed has the noise of seed + j, whatever else is served meanwhile;
 on a GPU rounding depends on the batch, unless --batch-invariant is given.
 --data-parallel N serves with a copy of the weights on each of N GPUs, by Ray Serve (the extra
-`cluster`); the header X-Worker says which GPU answered. SIGTERM lets running requests finish and refuses waiting ones.
+`cluster`); the header X-Worker says which GPU answered.
+SIGTERM lets running requests finish and refuses waiting ones.
 """.replace("CONTROLS", fill(", ".join(REQUEST_NAMES), 72, subsequent_indent="  "))
 
 

@@ -37,7 +37,7 @@ ENVIRONMENT = {  # of Ray's processes: those of a Ray of our own inherit it
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # what is left ends soon after this process
 }
 SHARED_MEMORY = 80 << 20  # bytes; Ray takes 30 % of the memory by default, and requests need little
-QUIET = {"enable_access_log": False, "log_level": "WARNING"}
+QUIET = {"enable_access_log": False, "log_level": "CRITICAL"}  # Ray itself says what is lost
 HANGS = 5.0  # seconds without an answer after which a replica is replaced
 
 

@@ -64,8 +64,10 @@ class Relay:
         if self.options.prefix_bytes and (chat := beginning(bodies[0]["body"])):
             scope = {**scope, "headers": [*scope["headers"], (b"x-session-id", chat)]}
 
+        gone = asyncio.Event()
+
         async def again() -> Message:
-            return bodies.pop() if bodies else await receive()
+            return bodies.pop() if bodies or not await gone.wait() else {"type": "http.disconnect"}
 
         start, ended = Headers(), False
 
@@ -78,11 +80,17 @@ class Relay:
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body")
 
-        await self.proxy(scope, again, out)
+        work = asyncio.ensure_future(self.proxy(scope, again, out))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:  # Serve ends a request itself when it hears of the client
+            gone.set()
+            await work
+            raise
         lost = RequestError(503, LOST, code="worker_ended", retry_after=1)
         if not start:
             raise lost
-        if not ended and start["content-type"].startswith("text/event-stream"):
+        if not ended and start.get("content-type", "").startswith("text/event-stream"):
             event = f"data: {json.dumps(lost.body)}\n\n".encode()
             await send({"type": "http.response.body", "body": event})
 

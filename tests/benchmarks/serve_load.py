@@ -131,22 +131,29 @@ def loaded(server: Served, clients: int, length: int) -> dict[str, Any]:
     return row
 
 
+def replicas(server: Served) -> set[int]:
+    """Return the ids of the processes that serve."""
+    every = server.process.children(recursive=True)
+    return {child.pid for child in every if "ServeReplica" in "".join(child.cmdline())}
+
+
 def killed(server: Served, length: int) -> dict[str, Any]:
     """Kill one worker in the middle of eight requests; tell what failed, and when it was back."""
-    every = server.process.children(recursive=True)
-    workers = [child for child in every if "ServeReplica" in "".join(child.cmdline())]
+    workers = replicas(server)
     with server.client() as client, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, client, 9000 + i, length) for i in range(8)]
         time.sleep(0.5)
-        os.kill(workers[0].pid, signal.SIGKILL)
+        os.kill(min(workers), signal.SIGKILL)
         begun = time.perf_counter()
-        found = [one.result() for one in asked]
+        answers = [one.result() for one in asked]
         time.sleep(1)
         after = [ask(client, 9100 + i, length) for i in range(4)]
-        while client.get("/health").json()["workers"] < len(workers):
+        while not (
+            replicas(server) - workers and client.get("/health").json()["workers"] == len(workers)
+        ):
             time.sleep(0.2)
         back = time.perf_counter() - begun
-    lost, more = (sum(answer is None for answer in some) for some in (found, after))
+    lost, more = (sum(answer is None for answer in some) for some in (answers, after))
     return {"of_8_lost": lost, "of_4_after_lost": more, "back_s": back}
 
 

@@ -161,6 +161,29 @@ def test_a_lost_replicas_clients_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "worker_ended"
 
 
+def test_the_proxy_hears_of_a_client_that_hangs_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard_of: list[str] = []
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        while heard_of[-1:] != ["http.disconnect"]:
+            heard_of.append((await receive())["type"])
+
+    async def story() -> None:
+        relayed = Relay(proxy)
+        relayed.options = Options("m")
+        given = asyncio.Queue[Any]()
+        given.put_nowait({"type": "http.request", "body": b"{}"})
+        scope = {"type": "http", "method": "POST", "path": "/v1/x", "headers": []}
+        work = asyncio.ensure_future(relayed._answer(scope, given.get, given.put))
+        await asyncio.sleep(0.01)
+        work.cancel()  # as the guard does
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    asyncio.run(asyncio.wait_for(story(), 20))
+    assert heard_of == ["http.request", "http.disconnect"]
+
+
 def test_pages_of_serves_own_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     page = answering(PlainTextResponse("routes"))
     for path in ("/-/routes", "/-/healthz", "/v1/models"):

@@ -37,4 +37,4 @@ def process(*options: str, checkpoint: str = "bundled") -> Generator[tuple[str, 
             reader.join()
         assert code == 0
         assert KEY not in seen + "".join(log)
-        assert "Traceback" not in "".join(log)
+        assert "Traceback" not in "".join(log), "".join(log)
