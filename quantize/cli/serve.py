@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import Field, fields
+from functools import partial
 from textwrap import fill
 from typing import Any
 
@@ -13,6 +14,7 @@ from quantize.recipe.controls import REQUEST_NAMES
 from quantize.schemes.modes import ActivationMode
 from quantize.serve.options import KEY_VARIABLE, Options
 
+SERVING = ("fastapi", "uvicorn", "prometheus_client", "starlette", "llguidance")
 HELP = """Serve a checkpoint as an OpenAI-compatible endpoint: quantize serve CHECKPOINT.
 
 CHECKPOINT is a folder or a Hub id, BF16 or quantized; `bundled` is the model that ships. Needs
@@ -91,12 +93,18 @@ def serve(
     from quantize.runtime import Placement
 
     try:
-        from quantize.serve.server import serve as serve_alone
+        from quantize.serve.server import serve as serve_here
+
+        if workers > 1:
+            from quantize.serve.cluster import serve as serve_together
+
+            serve_here = partial(serve_together, count=workers)
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "uvicorn", "prometheus_client", "starlette", "llguidance"):
+        if error.name not in (*SERVING, "ray"):
             raise
+        extra = "cluster" if error.name == "ray" else "serve"
         raise ResourceError(
-            f"serve needs {error.name}: pip install 'diffusiongemma-quantize[serve]'"
+            f"serve needs {error.name}: pip install 'diffusiongemma-quantize[{extra}]'"
         ) from error
     folder = resolve(checkpoint)
     name = model_name or served_name(checkpoint, folder)
@@ -107,13 +115,4 @@ def serve(
         **settings,
     )
     place = Placement(best_device(), gpu_memory, activations)
-    if workers == 1:
-        serve_alone(folder, options, place)
-        return
-    try:
-        from quantize.serve.cluster import serve as serve_together
-    except ModuleNotFoundError as error:
-        raise ResourceError(
-            f"--data-parallel needs {error.name}: pip install 'diffusiongemma-quantize[cluster]'"
-        ) from error
-    serve_together(folder, options, place, workers)
+    serve_here(folder, options, place)

@@ -48,14 +48,13 @@ class Replica:
     def __init__(self, checkpoint: Path, options: Options, place: Placement) -> None:
         rank = ray_serve.get_replica_context().rank.rank
         self.service = loaded(checkpoint, replace(options, worker=rank), place)
-        self.leaving = False
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self.service)
 
     def check_health(self) -> None:
         """Raise RuntimeError if Serve is to replace this replica."""
-        if not (self.leaving or self.service.scheduler.healthy):
+        if not self.service.scheduler.healthy:
             raise RuntimeError("the engine failed again and again")
 
     def state(self) -> tuple[Options, tuple[int, int], list[Metric]]:
@@ -65,15 +64,13 @@ class Replica:
 
     def leave(self) -> None:
         """Refuse waiting requests; end running ones after `shutdown_grace` seconds."""
-        self.leaving = True
         self.service.leave()
 
 
 @contextmanager
 def _ray(place: Placement, count: int) -> Generator[dict[str, float]]:
     """Yield what each of `count` replicas takes of a Ray; ResourceError: there are too few GPUs."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(ENVIRONMENT | os.environ)
     with TemporaryDirectory(prefix="quantize-") as folder:
         settings: dict[str, Any] = {"address": "local", "include_dashboard": False}
         settings |= {"object_store_memory": SHARED_MEMORY, "_temp_dir": folder}
@@ -81,15 +78,13 @@ def _ray(place: Placement, count: int) -> Generator[dict[str, float]]:
             try:
                 ray.init(logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else settings))
             except Exception as error:  # Ray's, of many kinds
-                raise ResourceError(
-                    f"Ray does not start: {str(error).partition('. ')[0]}"
-                ) from error
+                reason = str(error).partition(". ")[0]
+                raise ResourceError(f"Ray does not start: {reason}") from error
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own says nothing
             held = ray.cluster_resources()
             gpus, share = int(held.get("GPU", 0)), held["CPU"] / count
             if place.device != "cpu" and gpus < count:
-                needed = f"--data-parallel {count} needs as many GPUs"
-                raise ResourceError(f"{needed}; Ray finds {gpus}")
+                raise ResourceError(f"--data-parallel {count} needs as many GPUs; Ray has {gpus}")
             on_cpu = {"num_cpus": share // 1 or share}  # Ray takes whole cores, or a part of one
             yield on_cpu if place.device == "cpu" else {"num_gpus": 1, "num_cpus": 0}
         finally:

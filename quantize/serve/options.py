@@ -64,9 +64,7 @@ class Options:
         "Jinja file to use in place of the model's chat template; `tools` is one that ships, to try "
         "tools on a model whose own template has no place for them.",
     )
-    api_key: str | None = field(
-        default=None, repr=False
-    )  # what clients must send as a bearer token
+    api_key: str | None = field(default=None, repr=False)  # the bearer token that clients send
     worker: int | None = None  # which of several replicas this is
     prefix_bytes: int = 0  # memory for beginnings of prompts that are kept encoded
     origins: Sequence[str] = ()  # of web pages that may send requests

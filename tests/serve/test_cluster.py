@@ -266,7 +266,7 @@ def test_each_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with cluster._ray(Placement("cuda:0"), 2) as resources:
         assert resources == {"num_gpus": 1, "num_cpus": 0}
     with (
-        pytest.raises(ResourceError, match="--data-parallel 3 needs as many GPUs; Ray finds 2"),
+        pytest.raises(ResourceError, match="--data-parallel 3 needs as many GPUs; Ray has 2"),
         cluster._ray(Placement("cuda:0"), 3),
     ):
         pass
@@ -299,7 +299,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
     result = CliRunner().invoke(serve_command, ["bundled", "--data-parallel", "2"])
     assert isinstance(result.exception, ResourceError)
     assert str(result.exception) == (
-        "--data-parallel needs ray: pip install 'diffusiongemma-quantize[cluster]'"
+        "serve needs ray: pip install 'diffusiongemma-quantize[cluster]'"
     )
 
 
