@@ -46,6 +46,7 @@ object: "{{" (pair{FREE - 1} ("," pair{FREE - 1})*)? "}}"
 """
 NESTED = """any{n}: any{m} | "[" any{m} ("," any{m})* "]" | "{{" pair{m} ("," pair{m})* "}}"
 pair{m}: KEY ":" any{m}"""
+MOST_APART = 100  # alternatives of a oneOf, of which each is compared with each
 COMBINING = ("$ref", "anyOf", "oneOf", "allOf")
 READ = {"type", "enum", "const", *COMBINING}.union(*OF_TYPE.values())
 NOT_HELD = {
@@ -83,6 +84,9 @@ class _CallRules:
         self._quote, self._named = quote, 0
         self._root: dict[str, Any] = {}  # the schema that the function's references point into
         self._references: dict[str, str] = {}  # their rules
+        self._marked: dict[
+            int, tuple[Any, dict[str, set[str]]]
+        ] = {}  # by id of a schema, held here
         # rule, schema and place of use of the references that are not written yet
         self._unwritten: list[tuple[str, Any, str]] = []
 
@@ -217,6 +221,8 @@ class _CallRules:
 
     def _check_apart(self, schemas: Sequence[Any], where: str) -> None:
         """Refuse alternatives of which two may take the same value: exactly one is to take it."""
+        if len(schemas) > MOST_APART:
+            raise InputError(f"{where}: of more than {MOST_APART} alternatives; ask for anyOf")
         marks = [self._marks(_checked(one, f"{where}.{n}")) for n, one in enumerate(schemas)]
         for n, mark in enumerate(marks):
             for m, earlier in enumerate(marks[:n]):
@@ -234,6 +240,11 @@ class _CallRules:
             schema = self._pointed(schema["$ref"])
         if not isinstance(schema, dict):
             return {}
+        if id(schema) not in self._marked:  # many alternatives may refer to one long list
+            self._marked[id(schema)] = schema, self._told_apart(schema)
+        return self._marked[id(schema)][1]
+
+    def _told_apart(self, schema: dict[str, Any]) -> dict[str, set[str]]:
         values = values_of(schema)
         kinds = [kind for kind in _kinds(schema) if kind is not None]
         marks = {"": {"number" if kind == "integer" else kind for kind in kinds}} if kinds else {}
@@ -333,4 +344,4 @@ def _kinds(schema: dict[str, Any]) -> list[str | None]:
     kinds = schema.get("type")
     if kinds is None:
         return [kind for kind in TYPES if set(OF_TYPE.get(kind, ())) & set(schema)] or [None]
-    return kinds if isinstance(kinds, list) else [kinds]
+    return list(dict.fromkeys(kinds)) if isinstance(kinds, list) else [kinds]

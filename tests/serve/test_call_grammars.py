@@ -7,6 +7,7 @@ import jsonschema_rs
 import pytest
 
 from quantize.errors import InputError
+from quantize.serve import call_grammars
 from quantize.serve.call_grammars import call_grammar
 from quantize.serve.calls import read_calls
 from quantize.serve.failures import RequestError
@@ -51,11 +52,14 @@ def test_a_calls_values_are_held(grammars: Grammars, field: Any, allowed: list[A
         assert json.loads(call.arguments)["a"] in allowed
 
 
-def called(schema: dict[str, Any]) -> Matcher:
+def asking(schema: dict[str, Any]) -> ChatRequest:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     asked = {"model": "m", "messages": ASKED, "tool_choice": "required", "tools": [tool]}
-    body = ChatRequest.model_validate(asked | {"parallel_tool_calls": False})
-    matcher = Forms(tokenizer(), EOS).matcher(body)
+    return ChatRequest.model_validate(asked | {"parallel_tool_calls": False})
+
+
+def called(schema: dict[str, Any]) -> Matcher:
+    matcher = Forms(tokenizer(), EOS).matcher(asking(schema))
     assert matcher is not None
     return matcher
 
@@ -96,6 +100,7 @@ def called(schema: dict[str, Any]) -> Matcher:
         ({"properties": {"a": {"anyOf": [{}], "minimum": 3}}}, "a.anyOf: cannot be held beside min"),
         ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
          "a.oneOf: 0 and 1 may take the same value"),
+        ({"properties": {"a": {"oneOf": [{"const": n} for n in range(101)]}}}, "of more than 100"),
         ({"properties": {"a": json.loads('{"items":' * 30 + "{}" + "}" * 30)}}, "nested too deeply"),
     ],
 )  # fmt: skip
@@ -170,6 +175,31 @@ def test_what_a_call_holds_can_be_read() -> None:
 
 def test_a_schema_that_refers_to_itself_is_held() -> None:
     assert called(TREE | {"properties": {"a": {"$ref": "#/$defs/node"}}})
+
+
+def test_what_stands_there_often_is_written_once() -> None:
+    """Types that repeat, at each of four levels, made a grammar of 10^8 lines from 10 KB."""
+    schema: Any = {"type": "null"}
+    for _ in range(4):
+        schema = {"type": ["array"] * 100, "items": schema}
+    body = asking({"properties": {"a": schema}})
+    grammar = call_grammar(body.forms[0][2], tokenizer().get_vocab(), several=False)
+    assert len(grammar) < len(json.dumps(schema))
+
+
+def test_alternatives_that_refer_to_one_list_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, text_of = list[Any](), call_grammars.text_of
+    monkeypatch.setattr(
+        call_grammars, "text_of", lambda value: [read.append(value), text_of(value)][1]
+    )
+    letters = {"enum": [f"v{n}" for n in range(1000)]}
+    schema = {
+        "properties": {"a": {"oneOf": [{"$ref": "#/$defs/d"}] * 100}},
+        "$defs": {"d": letters},
+    }
+    with pytest.raises(RequestError, match="0 and 1 may take the same value"):
+        called(schema)
+    assert len(read) == 1000
 
 
 def test_a_long_chain_of_references_is_held() -> None:
