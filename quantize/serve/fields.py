@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from math import isfinite
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,8 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     create_model,
     model_validator,
 )
@@ -92,19 +94,33 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
 
 
 class Strict(BaseModel):
-    """A body in which unknown fields are errors, null means absent, and 5.0 is the integer 5."""
+    """A body in which unknown fields are errors, null means absent, and 5.0 is the integer 5.
+
+    Of unknown fields, those that ask for nothing are no errors; `empty` has their names.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    _empty: tuple[str, ...] = PrivateAttr(())
 
-    @model_validator(mode="before")
+    @property
+    def empty(self) -> tuple[str, ...]:
+        """The names of unknown fields that were left out because they ask for nothing."""
+        return self._empty
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _as_in_json(cls, value: Any) -> Any:
+    def _as_in_json(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(value, dict):
-            return value
+            return handler(value)
         given = {k: _whole(v) for k, v in value.items() if v is not None}
-        for unknown in [name for name in given if name not in _names(cls)][1:]:
-            del given[unknown]  # a refusal names one
-        return given
+        names = _names(cls)
+        empty = unsupported.empty_fields(given, names)
+        unknown = [name for name in given if name not in names and name not in empty]
+        for name in [*empty, *unknown[1:]]:  # a refusal names one
+            del given[name]
+        body = handler(given)
+        body._empty = tuple(empty)  # noqa: SLF001
+        return body
 
 
 _echoes: Any = dict.fromkeys(unsupported.ECHOED, (Any, Echoed))

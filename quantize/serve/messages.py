@@ -251,13 +251,15 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
 def echoed(
     value: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Yield (name, path) of each field in messages or tools that another server sent, echoed."""
+    """Yield (name, path) of each field within a body that a client echoes, or that is empty."""
     if isinstance(value, list):
         for index, part in enumerate(value):
-            yield from echoed(part, (*path, index))
+            if isinstance(part, Strict):
+                yield from echoed(part, (*path, index))
     elif isinstance(value, ThoughtPart):
         yield value.type, path
     elif isinstance(value, Strict):
+        yield from ((name, (*path, name)) for name in value.empty)
         for name, field in type(value).model_fields.items():
             inner = getattr(value, name)
             if field.description != ECHOED:

@@ -18,7 +18,7 @@ from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
 from quantize.serve.failures import invalid, written
-from quantize.serve.fields import IGNORED, Items, Json, Strict, String, Unused, values_of
+from quantize.serve.fields import IGNORED, Echoed, Items, Json, Strict, String, Unused, values_of
 from quantize.serve.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -51,6 +51,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
     include_drafts: bool = False
     include_obfuscation: bool | None = Unused
+    continuous_usage_stats: Literal[False] | None = Echoed
 
 
 class PinnedText(Strict):
@@ -84,11 +85,10 @@ class Asked(create_model("Foreign", __base__=Strict, **_FOREIGN)):
 
     @property
     def echoes(self) -> dict[str, str]:
-        """Return name -> path of the first place of each field that a client echoes."""
+        """Return name -> path of the first place of each field that a client echoes, or is empty."""
         places: dict[str, str] = {}
-        for part in ("messages", "input", "tools"):
-            for name, path in echoed(getattr(self, part, None), (part,)):
-                places.setdefault(name, written(path))
+        for name, path in echoed(self):
+            places.setdefault(name, written(path))
         return places
 
 
@@ -142,7 +142,7 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS)):
 
     def faults(self) -> Iterator[str]:
         """Yield contradictions between fields, each as a line `field: reason`."""
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             yield "stream_options: only with stream true"
         forms = [param for param, _, _ in self.forms]
         if len(forms) > 1:
@@ -190,6 +190,7 @@ class TemplateOptions(Strict):
     """Settings of the chat template."""
 
     enable_thinking: bool | None = None
+    thinking: Literal[False] | None = Echoed  # another model's name for it
 
 
 class PlainFormat(Strict):

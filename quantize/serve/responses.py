@@ -144,7 +144,14 @@ class ReasoningOptions(Strict):
     """Whether the model thinks: `effort` is a chat request's `reasoning_effort`."""
 
     effort: String | None = None
+    enabled: Literal[False] | None = Echoed
     summary: Literal["auto", "concise", "detailed"] | None = Unused  # thoughts come whole
+
+
+class ResponseStreamOptions(Strict):
+    """How a stream is written; each event has its own size here."""
+
+    include_obfuscation: bool | None = Unused
 
 
 class ResponsesRequest(Asked):
@@ -167,6 +174,7 @@ class ResponsesRequest(Asked):
     truncation: Literal["disabled"] | None = None
     include: Items[Literal["reasoning.encrypted_content"]] | None = Unused
     background: Literal[False] | None = Unused
+    stream_options: ResponseStreamOptions | None = Unused
     top_logprobs: Literal[0] | None = Unused
 
     @model_validator(mode="before")

@@ -156,11 +156,12 @@ class Service:
                 raise RequestError(400, message, param=param, code="unsupported_parameter")
             if name in ignored:
                 continue
-            if name not in self._named:
-                log.warning("ignored: %s", message)
             ignored.append(name)
-            self.scheduler.metrics.ignored.labels(name).inc()
-        self._named.update(ignored)
+            counted = unsupported.counted(name)
+            if counted not in self._named:
+                log.warning("ignored: %s", message)
+                self._named.add(counted)
+            self.scheduler.metrics.ignored.labels(counted).inc()
         return ignored
 
     @property

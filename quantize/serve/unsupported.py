@@ -5,9 +5,11 @@ them the question is the same. Most clients send some, so they are ignored and n
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
 unless the value is neutral. So are FOREIGN ones, whose neutral values are ignored by name, and not
 known with `--strict`. ECHOED fields, and ECHOED_ANSWER ones of an assistant's messages, are ignored
-likewise. REFUSED parameters and PARTS are refused whatever their value.
+likewise, as are fields that no table names whose value is `nothing`. REFUSED parameters and PARTS are
+refused whatever their value.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -39,6 +41,15 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
 ANY = object()  # stands for every value: what the field asks for has no part in an answer
+OFF = object()  # stands for false, for `nothing`, and for an object of these
+MOST_EMPTY = 32  # fields of one object that no table names and that are ignored
+LEVELS = 8  # of objects within which nothing may be asked for
+
+
+class Fields(dict[str, Any]):
+    """Stands for every object that has these fields, whatever its other fields are."""
+
+
 # Fields of other servers, which some clients always send. A value that asks for nothing is ignored,
 # and refused with --strict, as any field that this server does not know; any other is refused.
 FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -67,7 +78,7 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "stream_reasoning": ((True,), "thoughts come in reasoning_content; leave it out"),
     "priority": ((0,), "there is one queue; leave it out"),
     "functions": (([],), "this is the older form; set tools"),
-    "function_call": (("none",), "this is the older form; set tool_choice"),
+    "function_call": (("none", "auto"), "this is the older form; set tool_choice"),
     "guided_choice": (([],), "this is another server's name; set guided_regex to (one|other)"),
     "guided_grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
     "grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
@@ -85,13 +96,14 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "truncate_prompt_tokens": ((-1,), "a prompt is taken whole; shorten it yourself"),
     "cache_prompt": ((True, False), "prompts share their beginnings by themselves; leave it out"),
     "models": (([],), "one model is served; set model"),
-    "provider": (({},), "nothing is routed; leave it out"),
+    "provider": (({}, {"allow_fallbacks": True}), "nothing is routed; leave it out"),
     "plugins": (([],), "there are none; leave it out"),
     "transforms": (([],), "a prompt is taken whole; leave it out"),
     "usage": (({}, {"include": True}), "usage is in every answer; leave it out"),
-    "thinking": (({"type": "disabled"}, False), "set reasoning_effort"),
+    "thinking": ((Fields(type="disabled"), False), "set reasoning_effort"),
     "reasoning": (
-        ({}, {"enabled": False}, {"effort": "none"}, {"exclude": False}), "set reasoning_effort"
+        ({}, Fields(enabled=False), Fields(effort="none"), Fields(max_tokens=0), {"exclude": False}),
+        "set reasoning_effort",
     ),
     "add_special_tokens": (  # of a plain prompt the other value asks for nothing (`Service`)
         (False,), "a chat's are its template's, a plain prompt's its tokenizer's; send token ids"
@@ -99,7 +111,9 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_thinking": ((False,), "set reasoning_effort, or chat_template_kwargs.enable_thinking"),
     "think": ((False,), "set reasoning_effort"),
     "thinking_budget": ((0,), "the model has no such setting; set reasoning_effort or max_tokens"),
-    "reasoning_format": (("auto", "deepseek"), "thoughts come in reasoning_content; leave it out"),
+    "reasoning_format": (
+        ("auto", "deepseek", "parsed"), "thoughts come in reasoning_content; leave it out"
+    ),
     "safe_prompt": ((False,), "no prompt is added; put it into a message"),
     "prompt_mode": ((), "no prompt is added; put it into a message"),
     "options": (({},), "this is another server's name; set its fields by themselves"),
@@ -129,6 +143,43 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
         ("timings_per_token", "return_progress"), ((ANY,), "times are in /metrics; leave it out")
     ),
     "max_tool_calls": ((ANY,), "the server itself calls no tools; leave it out"),
+    **dict.fromkeys(  # of clients and proxies, which forward what was meant for themselves
+        ("id", "chat_id", "conversation_id", "user_id", "tags", "model_item", "background_tasks",
+         "litellm_metadata", "custom_llm_provider", "num_retries", "max_retries", "caching",
+         "drop_params", "ttl", "cache_control"),
+        ((ANY,), "it is the client's own; leave it out"),
+    ),
+    **dict.fromkeys(  # shapes of samplers that other fields switch on
+        ("dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "samplers",
+         "dry_penalty_last_n", "dry_sequence_breakers", "repeat_last_n", "mirostat_tau",
+         "mirostat_eta"),
+        ((ANY,), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    ),
+    "guided_decoding_backend": ((ANY,), "forms have one backend; leave it out"),
+    "citation_options": ((ANY,), "an answer has no citations; leave it out"),
+    **dict.fromkeys(
+        ("raw", "details", "decoder_input_details", "post_sampling_probs", "reasoning_in_content",
+         "return_meta_info", "perf_metrics_in_response", "raw_output", "deferred", "enable_search",
+         "disable_tool_validation", "return_images", "return_related_questions", "ban_eos_token",
+         "features"),
+        ((OFF,), "the server has nothing that this could switch on; leave it out"),
+    ),
+    "parse_tool_calls": ((True,), "calls come in tool_calls; leave it out"),
+    "incremental_output": ((True,), "a stream holds what is new; leave it out"),
+    "result_format": (("message",), "an answer is a message; leave it out"),
+    "mode": (("instruct",), "this is another server's name; leave it out"),
+    "n_predict": ((-1,), "this is another server's name; set max_tokens"),
+    "n_keep": ((0, -1), "a prompt is taken whole; leave it out"),
+    "context_length_exceeded_behavior": (("error",), "a prompt is taken whole; shorten it yourself"),
+    "echo_last": ((0,), "an answer holds no prompt; put it before the text yourself"),
+    "search_parameters": (({"mode": "off"},), "this server fetches nothing; leave it out"),
+    "thinking_config": (({"thinking_budget": 0},), "set reasoning_effort"),
+    "max_thinking_tokens": ((0,), "the model has no such setting; set reasoning_effort"),
+    "num_beams": ((1,), "there is no beam search; leave it out"),
+    "mirostat_mode": ((0,), UNCERTAINTY),
+    "tfs": ((1,), UNCERTAINTY),
+    "repetition_penalty_range": ((0,), f"{PENALTY} leave it out"),
+    "random_seed": ((), "this is another server's name; set seed"),
 }  # fmt: skip
 # What other servers put into messages, their parts, calls and tools, and clients send back: it has
 # no part in a prompt.
@@ -136,16 +187,35 @@ ECHOED = (
     "id", "index", "object", "status", "created", "created_at", "timestamp", "model", "usage",
     "metadata", "annotations", "cache_control", "provider_specific_fields", "provider_options",
     "providerOptions", "extra_content", "additional_kwargs", "response_metadata", "usage_metadata",
-    "thought_signature", "signature", "is_error", "artifact",
+    "thought_signature", "signature", "is_error", "artifact", "providerMetadata",
+    "experimental_providerMetadata", "createdAt", "updatedAt", "chatId", "parentId", "childrenIds",
+    "models", "ts", "conversationHistoryIndex", "tool_name", "duration_ms", "example", "weight",
 )  # fmt: skip
 # The same of an assistant's messages alone: in others it may be what the model has to read.
 ECHOED_ANSWER = (
     "reasoning", "reasoning_text", "reasoning_details", "reasoning_signature", "reasoning_opaque",
     "thinking", "thinking_blocks", "encrypted_content", "finish_reason", "native_finish_reason",
     "stop_reason", "stop_sequence", "images", "logprobs", "token_ids", "citations", "refusal",
-    "parsed", "invalid_tool_calls", "executed_tools", "content_filter_results", "phase",
+    "parsed", "invalid_tool_calls", "executed_tools", "content_filter_results", "phase", "blocks",
+    "modelName", "modelIdx", "done", "info", "sources", "statusHistory",
 )  # fmt: skip
+# Such fields of parts and options, and parts that are ignored whole.
+OF_PARTS = (
+    "prefix",
+    "partial",
+    "text",
+    "data",
+    "summary",
+    "reasoning_content",
+    "closed",
+    "enabled",
+    "parsed_arguments",
+    "encrypted_content",
+    "redacted_thinking",
+    "continuous_usage_stats",
+)
 ECHO = "the prompt has no place for it; leave it out"
+NAME = re.compile(r"[A-Za-z_][\w.\-]{0,63}", re.ASCII)  # what a header may name
 STRICT = (
     "this server runs with --strict; without it, the default, {} is ignored and named in a header"
 )
@@ -167,9 +237,56 @@ PARTS = {
 }
 
 
+def nothing(value: Any, levels: int = LEVELS) -> bool:
+    """Return whether a value asks for nothing: null, an empty text or list, an object of these."""
+    if isinstance(value, dict):
+        return levels > 0 and all(nothing(part, levels - 1) for part in value.values())
+    return value is None or value in ("", [])
+
+
+def _is_off(value: Any, levels: int = LEVELS) -> bool:
+    if isinstance(value, dict):
+        return levels > 0 and all(_is_off(part, levels - 1) for part in value.values())
+    return value is False or nothing(value)
+
+
+def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether a field's value is one of the `neutral` ones of its table; false is no 0."""
+    if isinstance(value, dict):
+        value = {name: part for name, part in value.items() if not nothing(part)}
+    for one in neutral:
+        if one is ANY or (one is OFF and _is_off(value)):
+            return True
+        if isinstance(one, Fields):
+            if isinstance(value, dict) and all(_same(value.get(k), v) for k, v in one.items()):
+                return True
+        elif one is not OFF and _same(value, one):
+            return True
+    return False
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def empty_fields(given: Mapping[str, Any], known: frozenset[str]) -> list[str]:
+    """Return the names of the fields of `given` that nothing knows and that ask for nothing."""
+    return [
+        name
+        for name, value in given.items()
+        if name not in known and name not in REFUSED and NAME.fullmatch(name) and nothing(value)
+    ][:MOST_EMPTY]
+
+
 def message(name: str, reason: str) -> str:
     """Return the error message that parameter `name` is not supported; `reason` says why."""
     return f"{name}: not supported by block diffusion: {reason}"
+
+
+def counted(name: str) -> str:
+    """Return the name by which an ignored field is counted: clients may make up names at will."""
+    tables = NEUTRAL_ONLY, IGNORABLE, FOREIGN, ECHOED, ECHOED_ANSWER, OF_PARTS
+    return name if any(name in table for table in tables) else "other"
 
 
 def asked(
@@ -180,16 +297,15 @@ def asked(
     `given` are a request's parameters and their values, `echoes` names of fields that were echoed.
     """
     for name, (neutral, reason) in (NEUTRAL_ONLY | IGNORABLE).items():
-        if given.get(name) is None or given[name] in neutral:
+        value = given.get(name)
+        if value is None or value in neutral or (name == "logit_bias" and not any(value.values())):
             continue
         ignored = name in IGNORABLE and not strict
         why = f"{reason}; {STRICT.format(name)}" if name in IGNORABLE and strict else reason
         yield name, message(name, why), not ignored
     for name, (neutral, reason) in FOREIGN.items():
         if (value := given.get(name)) is not None:
-            ignored = ANY in neutral or any(
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-            )
+            ignored = asks_for_nothing(value, neutral)
             why = f"{reason}; {STRICT.format(name)}" if ignored and strict else reason
             yield name, message(name, why), strict or not ignored
     for name in echoes:

@@ -1,5 +1,6 @@
 """What other servers sent and clients send back: it is ignored by name, or read, or refused."""
 
+import json
 from collections.abc import Generator
 from typing import Any
 
@@ -252,3 +253,100 @@ def test_no_log_probabilities_may_be_asked_of_responses(
 ) -> None:
     replies = [post(telling[0], {"input": "x", "top_logprobs": n}, RESPONSES) for n in (0, 1)]
     assert [reply.status_code for reply in replies] == [200, 400]
+
+
+NEUTRAL: dict[str, Any] = {
+    "chat_id": "c", "tags": ["a"], "num_retries": 2, "cache_control": {"type": "ephemeral"},
+    "xtc_threshold": 0.1, "dry_sequence_breakers": ["\n"], "dynatemp_exponent": 1, "raw": False,
+    "features": {"web_search": False, "image_generation": False}, "parse_tool_calls": True,
+    "structured_outputs": {"json": None, "regex": None}, "provider": {"order": [], "only": None},
+    "thinking": {"type": "disabled", "budget_tokens": 0}, "function_call": "auto",
+    "reasoning": {"effort": "none", "exclude": True}, "guided_decoding_backend": "xgrammar",
+    "search_parameters": {"mode": "off"}, "reasoning_format": "parsed", "n_predict": -1,
+    "anything": {}, "fallbacks": [], "system": "", "extra_headers": {"a": None, "b": {"c": []}},
+}  # fmt: skip
+ASKING: dict[str, Any] = {
+    "features": {"web_search": True}, "raw": True, "parse_tool_calls": False, "random_seed": 5,
+    "structured_outputs": {"regex": "x", "json": None}, "provider": {"order": ["x"]}, "n_predict": 5,
+    "thinking": {"type": "enabled", "budget_tokens": 0}, "search_parameters": {"mode": "on"},
+    "reasoning": {"effort": "low", "exclude": True}, "web_search_options": {}, "anything": 0,
+    "anything_": False, "extra_headers": {"a": "b"}, "ä": "", "a b": [], "x\n": "", "z" * 65: "",
+    "deep": deep(9), "thinking_config": {"thinking_budget": 1}, "enable_search": {"a": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_fields_that_ask_for_nothing_are_ignored_by_name(
+    telling: tuple[Running, TellingEngine], strict: Running, name: str
+) -> None:
+    for path, fields in ((CHAT, {"messages": [USER]}), (RESPONSES, {"input": "x"})):
+        if (path, name) == (RESPONSES, "reasoning"):
+            continue  # a field of this API's own
+        reply = post(telling[0], fields | {name: NEUTRAL[name]}, path)
+        assert (reply.status_code, reply.headers.get(HEADER)) == (200, name), reply.text
+        refused = post(strict, fields | {name: NEUTRAL[name]}, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_fields_that_ask_for_something_are_refused_by_name(
+    telling: tuple[Running, TellingEngine], name: str
+) -> None:
+    reply = post(telling[0], {"messages": [USER], name: ASKING[name]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"messages": [USER | {"files": [], "ts": None}]}, "messages[0].files"),
+        ({"messages": [USER | {"images": []}]}, "messages[0].images"),
+        ({"messages": [USER | {"content": [TEXT | {"providerMetadata": {"x": 1}}]}]},
+         "messages[0].content[0].providerMetadata"),
+        ({"messages": [USER | {"content": [TEXT | {"odd": {}}]}]}, "messages[0].content[0].odd"),
+        (said("5", blocks=[{"text": "5"}]), "messages[1].blocks"),
+        (said("5", weight=0), "messages[1].weight"),
+        (called(CALL | {"function": FUNCTION | {"odd": ""}}), "messages[1].tool_calls[0].function.odd"),
+        (tool(odd=[]), "tools[0].odd"),
+        ({"messages": [USER], "chat_template_kwargs": {"thinking": False}},
+         "chat_template_kwargs.thinking"),
+        ({"messages": [USER], "stream": True, "stream_options": {"continuous_usage_stats": False}},
+         "stream_options.continuous_usage_stats"),
+    ],
+)  # fmt: skip
+def test_what_asks_for_nothing_inside_a_request_changes_nothing(
+    telling: tuple[Running, TellingEngine], strict: Running, body: dict[str, Any], place: str
+) -> None:
+    server, engine = telling
+    refused = post(strict, body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, place)
+    reply = post(server, body)
+    assert (reply.status_code, reply.headers.get(HEADER)) == (200, place.rpartition(".")[2])
+    prompt = engine.prompts[-1]
+    bare: Any = json.loads(json.dumps(body), object_hook=lambda fields: {
+        name: value for name, value in fields.items() if name != place.rpartition(".")[2]
+    })  # fmt: skip
+    assert post(server, bare).status_code == 200
+    assert engine.prompts[-1] == prompt
+
+
+def test_made_up_names_are_counted_together(telling: tuple[Running, TellingEngine]) -> None:
+    """Clients may make up names: each would stay in the metrics for as long as the server runs."""
+    server, _ = telling
+    many = {f"made_up_{n}": [] for n in range(20)}
+    reply = post(server, {"messages": [USER]} | many)
+    assert reply.headers[HEADER] == ", ".join(many)
+    assert "made_up" not in server.http.get("/metrics").text
+    assert 'name="other"' in server.http.get("/metrics").text
+    reply = post(server, {"messages": [USER]} | {f"made_up_{n}": [] for n in range(40)})
+    assert reply.json()["error"]["param"] == "made_up_32"
+
+
+def test_a_responses_stream_options_and_reasoning_that_is_off(
+    telling: tuple[Running, TellingEngine], strict: Running
+) -> None:
+    body = {"input": "x", "stream_options": {"include_obfuscation": False}}
+    assert post(strict, body, RESPONSES).status_code == 200
+    off = {"input": "x", "reasoning": {"enabled": False}}
+    assert post(telling[0], off, RESPONSES).headers[HEADER] == "enabled"
+    assert post(strict, off, RESPONSES).json()["error"]["param"] == "reasoning.enabled"
