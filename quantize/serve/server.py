@@ -23,7 +23,7 @@ from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.gpu.placement import free_unused
-from quantize.runtime.prompt.chat import encode_chat, sound_tokenizer
+from quantize.runtime.prompt.chat import check_prompt, sound_tokenizer
 from quantize.serve.app import STATIC, create_app
 from quantize.serve.judged import judged_modes, mode_line, served_mode
 from quantize.serve.options import KEY_VARIABLE, Options
@@ -79,7 +79,7 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
     path = STATIC / "tools.jinja" if template == "tools" else Path(template)
     try:
         tokenizer.chat_template = path.read_text("utf-8")
-        encode_chat(tokenizer, [{"role": "user", "content": "?"}], thinking=False)
+        check_prompt(tokenizer)
     except (OSError, UnicodeDecodeError, InputError) as error:
         reason = str(error).removeprefix("messages: ")
         raise InputError(f"--chat-template {template}: {reason}; name a Jinja file") from error

@@ -516,7 +516,7 @@ def without_turns(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "tokenizer_config.json").unlink(), "is its tokenizer_config.json missing"),
+        (lambda f: (f / "tokenizer_config.json").unlink(), "is tokenizer_config.json missing"),
         (lambda f: (f / "tokenizer_config.json").write_text("{}"), "make .*<unk>.* of 'Tom has 9"),
         (without_turns, r"the chat template writes <\|turn>, which is no token of tokenizer.json"),
         (

@@ -399,4 +399,7 @@ def test_tools_can_be_tried_with_the_template_that_ships(tmp_path: Path) -> None
     for wrong in (str(own), str(tmp_path / "none.jinja")):
         with pytest.raises(InputError, match=r"--chat-template .*name a Jinja file"):
             with_template(loaded, wrong)
+    own.write_text("<|im_start|>{{ messages[0].content }}")
+    with pytest.raises(InputError, match=r"writes <\|im_start\|>, which is no token of"):
+        with_template(loaded, str(own))
     assert "--chat-template tools" in NO_TOOLS

@@ -37,25 +37,30 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def sound_tokenizer(folder: Path) -> Any:
-    """Return a folder's tokenizer, as `load_tokenizer` does, if it makes whole prompts.
-
-    Raise InputError, too, if one loses text, as by another class of tokenizer, or splits markup.
-    """
+    """Return a folder's tokenizer; raise InputError as `load_tokenizer` and `check_prompt` do."""
     tokenizer = load_tokenizer(folder)
+    try:
+        check_prompt(tokenizer)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}; download the checkpoint again") from error
+    return tokenizer
+
+
+def check_prompt(tokenizer: Any) -> None:
+    """Raise InputError if a prompt loses text, as by another class of tokenizer, or splits markup."""
     for thinking in (False, True):
         chat = [{"role": "user", "content": SENTENCE}]
         prompt = tokenizer.decode(encode_chat(tokenizer, chat, thinking=thinking))
         if SENTENCE not in prompt:
             raise InputError(
-                f"{folder}: tokenizer and chat template make {prompt[:100]!r} of {SENTENCE!r}; is its "
-                f"tokenizer_config.json missing or another model's? download the checkpoint again"
+                f"tokenizer and chat template make {prompt[:100]!r} of {SENTENCE!r}; is "
+                f"tokenizer_config.json missing?"
             )
         if split := sorted({*MARKUP.findall(prompt)} - markup_of(tokenizer).ids.keys()):
             raise InputError(
-                f"{folder}: the chat template writes {split[0]}, which is no token of tokenizer.json, "
-                f"so the model would read it as text; download the checkpoint again"
+                f"the chat template writes {split[0]}, which is no token of tokenizer.json, so the "
+                f"model would read it as text"
             )
-    return tokenizer
 
 
 def encode_chat(
