@@ -125,6 +125,9 @@ def _answers(look: Mapping[str, Any]) -> str:
 def _needed(comparison: Comparison) -> str:
     if comparison.needed is None:
         return "no number of questions decides, were the difference as observed"
+    if comparison.looks and comparison.needed <= 1:
+        look, number = comparison.looks[-1], len(comparison.looks)
+        return f"look {number} decides only at {1 - look['level']:.2%}, for looks share the error"
     of_questions = comparison.estimand == "such_questions"
     number = comparison.questions if of_questions else comparison.repeats
     what = "questions" if of_questions else "answers a question"

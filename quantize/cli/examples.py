@@ -39,7 +39,10 @@ EXAMPLES = {
     "generate": ('generate bundled "Tom has 9 pens. Tom loses 4. How many pens are left?"',),
     "tune": ("tune",),
     "export": ("export RUN --to gguf model.gguf",),
-    "adopt": ("evaluate RUN --steps 10 --steps 20", "adopt RUN", "adopt RUN t20", "adopt RUN --own"),
+    "adopt": (
+        "evaluate RUN --steps 10 --steps 20", "report RUN", "adopt RUN", "adopt RUN t20",
+        "adopt RUN --own",
+    ),
     "card": ("card RUN --repo ORG/NAME",),
     "bundle": ("bundle RUN --out for-the-issue.zip",),
     "push": ("push RUN --repo ORG/NAME --dry-run", "push RUN --repo ORG/NAME --to main --tag v1 --yes"),

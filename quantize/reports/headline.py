@@ -57,7 +57,9 @@ def not_tested(content: Mapping[str, Any]) -> str:
         "pictures": True,
         "prompts over 1,024 tokens": not any(t["task"].startswith("needle") for t in tasks),
         "distance from BF16 on replayed canvases": not content["fidelity"],
-        "whether that distance is small (no gate.max_kl_nats)": _has_no_limit(content["fidelity"]),
+        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)": _has_no_limit(
+            content["fidelity"]
+        ),
         "denoising steps (no gate.max_step_inflation)": bool(tasks) and not _limits_steps(content),
         "BF16 against itself (--noise-floor)": not content["noise_floor"],
         "a server's tokens/s (quantize bench)": not content["speeds"],

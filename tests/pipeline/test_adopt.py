@@ -307,7 +307,7 @@ def test_the_card_says_mode_health_routing_and_what_was_not_judged(quick: Quick)
     for said in (
         "## Health of answers",
         "Not tested: ",
-        "whether that distance is small (no gate.max_kl_nats)",
+        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)",
         "that the router chooses too, by layer: 1.000",
         "as Blackwell serves NVFP4. Hopper and older GPUs leave them in BF16 (mode none), which was "
         "not judged; `quantize evaluate RUN --activations none` judges it too",

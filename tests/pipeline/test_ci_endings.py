@@ -206,7 +206,8 @@ def test_a_check_without_a_limit_is_not_green(quick: Quick) -> None:
     assert case is not None
     assert [child.tag for child in case] == ["skipped"]
     assert (
-        "whether that distance is small (no gate.max_kl_nats)" in quick.folder.report_md.read_text()
+        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)"
+        in quick.folder.report_md.read_text()
     )
 
 

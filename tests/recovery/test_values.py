@@ -256,6 +256,15 @@ def test_it_is_said_what_would_decide() -> None:
     )
 
 
+def test_an_early_look_that_needs_no_more_questions_says_at_what_level_it_decides() -> None:
+    """Its bound clears the margin at the run's confidence; the look's own level is stricter."""
+    seen = replace(one_answer(2, 0, 398), margin_pp=2.0, needed=0.8, p_at_least_margin=0.5)
+    last = asdict(seen) | asdict(seen.difference_bounds) | {"level": 0.0012}
+    reason = judge_task("t", replace(seen, looks=(last,))).reason
+    assert reason.endswith("; look 1 decides only at 99.88%, for looks share the error")
+    assert "would decide" not in reason
+
+
 def test_sentences_of_a_run() -> None:
     """PASS names all tasks, FAIL those that failed, INCONCLUSIVE those that are open."""
     passed, failed, open_ = (one_answer(n, 0, 400 - n) for n in (2, 60, 16))

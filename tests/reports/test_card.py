@@ -123,7 +123,7 @@ def test_it_says_what_was_made_from_what_and_how(run: RunDir) -> None:
         "Noise floor",
         "0.9123",  # fidelity
         "+0.6 % [-0.4, +1.6] |",  # steps a token
-        "whether that distance is small (no gate.max_kl_nats)",
+        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)",
         "66,560 bytes in BF16, 19,456 here",
         "| experts | NVFP4 | 1 | 65,536 | 18,432 |",
         "BF16: routing decides",
