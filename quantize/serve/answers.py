@@ -126,12 +126,20 @@ class Shape:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": tokens,
+            "completion_tokens_details": {"reasoning_tokens": self._thought_tokens},
             "total_tokens": self.prompt_tokens + tokens,
             "canvases": sum(answer.sample.canvases for answer in answers),
             "denoising_steps": steps,
             "tokens_per_forward": round(tokens / steps, 3),
             "ignored_parameters": list(self.ignored),
         }
+
+    @property
+    def _thought_tokens(self) -> int:
+        """Tokens of the thinking channel and its markers; a plain completion's are its text."""
+        answers = [job.answer for job in self.jobs if self.chats]
+        kept = (answer.sample.tokens[: answer.max_tokens] for answer in answers)
+        return sum(sum(in_thoughts(self.text.tokenizer, tokens)) for tokens in kept)
 
     def _chunk(self, *choices: Json) -> Json:
         usage = {"usage": None} if self.include_usage else {}

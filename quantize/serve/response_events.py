@@ -90,7 +90,7 @@ class GrowingResponse:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             },
         }

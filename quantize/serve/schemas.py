@@ -20,12 +20,17 @@ def _shape(name: str, says: str, base: type[BaseModel] = _Closed, /, **fields: A
     return create_model(name, __base__=base, __doc__=says, **required)
 
 
+CompletionDetails = _shape(
+    "CompletionDetails",
+    "`reasoning_tokens` are a chat's tokens in the thinking channel, its markers among them.",
+    reasoning_tokens=int,
+)  # fmt: skip
 Usage = _shape(
     "Usage",
     "Tokens and steps of a request; `denoising_steps` are decoder forwards of all choices. "
     "`ignored_parameters` are those of the request that have no effect here.",
     prompt_tokens=int, completion_tokens=int, total_tokens=int, canvases=int, denoising_steps=int,
-    tokens_per_forward=float, ignored_parameters=list[str],
+    completion_tokens_details=CompletionDetails, tokens_per_forward=float, ignored_parameters=list[str],
 )  # fmt: skip
 CalledFunction = _shape(
     "CalledFunction", "The function to call, and its arguments, a JSON object as text.",

@@ -11,7 +11,8 @@ import pytest
 from tests.support.serving import Running, TellingEngine, running, text_with_tools
 
 PARIS = '<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|>'
-SAID = f"<|channel>thought\nhm, where<channel|>I look at it now.{PARIS}"
+THOUGHTS = "<|channel>thought\nhm, where<channel|>"
+SAID = f"{THOUGHTS}I look at it now.{PARIS}"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOLS: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
 
@@ -64,6 +65,9 @@ def test_an_answer_is_items_and_its_stream_the_same_items(server: Running) -> No
     assert shown(whole.output) == ANSWER
     assert (whole.status, whole.output_text) == ("completed", "I look at it now.")
     assert whole.usage is not None
+    thoughts = text_with_tools().tokenizer.encode(THOUGHTS, add_special_tokens=False)
+    assert whole.usage.output_tokens_details.reasoning_tokens == len(thoughts)
+    assert whole.usage.output_tokens > len(thoughts) > 4
     assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
     events = list(server.openai.responses.create(**asked, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))

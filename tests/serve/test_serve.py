@@ -37,6 +37,7 @@ from tests.support.serving import (
     in_process,
     running,
     text_of,
+    tokenizer,
 )  # fmt: skip
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -60,6 +61,7 @@ def test_a_chat_is_what_the_runtime_answers(server: Running) -> None:
     assert (choice.message.role, choice.finish_reason, choice.seed) == ("assistant", "stop", 3)
     assert reply.usage.completion_tokens == sample.new_tokens
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + sample.new_tokens
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 0
     assert reply.usage.denoising_steps == sample.denoising_steps
     assert reply.usage.canvases == sample.canvases
     assert reply.usage.tokens_per_forward == pytest.approx(sample.tokens_per_forward, abs=1e-3)
@@ -80,6 +82,9 @@ def test_a_stream_is_the_same_text_in_finished_canvases(server: Running) -> None
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage == whole.usage
+    tokens = in_process(QUESTION, 11, thinking=True, max_tokens=192).tokens
+    thoughts = tokens.index(tokenizer().convert_tokens_to_ids("<channel|>")) + 1
+    assert whole.usage.completion_tokens_details.reasoning_tokens == thoughts > 1
 
 
 def test_every_canvas_is_sent_when_it_is_finished() -> None:
@@ -220,8 +225,6 @@ def test_plain_completions_take_text_and_tokens(server: Running) -> None:
 
 
 def server_tokens(text: str) -> list[int]:
-    from tests.support.serving import tokenizer
-
     return tokenizer().encode(text, add_special_tokens=False)
 
 
