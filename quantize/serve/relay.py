@@ -1,7 +1,6 @@
 """Stands before Serve's proxy: the guard, and what all replicas answer together.
 
-Serve imports `middlewares` by its name (`quantize.serve.cluster.ENVIRONMENT`). Its proxy alone would
-answer 500 for a replica that is lost, and break a stream off; so a client reads 503, or an error event.
+Serve imports `middlewares` by its name. Its proxy alone would answer 500 for a replica that is lost.
 """
 
 import asyncio
@@ -102,9 +101,8 @@ class Relay:
 
     async def _health(self) -> Response:
         """Report how many replicas run, and running and waiting samples of all, unless one hangs."""
-        (deployment,) = (
-            (await asyncio.to_thread(serve.status)).applications[APP].deployments.values()
-        )
+        status = await asyncio.to_thread(serve.status)
+        (deployment,) = status.applications[APP].deployments.values()
         workers = deployment.replica_states.get("RUNNING", 0)
         health: dict[str, Any] = {"status": "ok" if workers else "unavailable", "workers": workers}
         health["key_required"] = self.options.api_key is not None

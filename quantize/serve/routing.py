@@ -40,10 +40,7 @@ class LeastLoaded(RequestRouter):
 
 
 def beginning(body: bytes) -> bytes | None:
-    """Return a digest of a chat's tools and its messages up to and including the user's first.
-
-    Return None if the body holds no list of messages, or no message of the user.
-    """
+    """Return a digest of a chat's tools and its messages up to the user's first; None: it has none."""
     try:
         asked = json.loads(body)
         messages = asked.get("messages") or asked.get("input")
