@@ -101,6 +101,7 @@ def called(schema: dict[str, Any]) -> Matcher:
         ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
          "a.oneOf: 0 and 1 may take the same value"),
         ({"properties": {"a": {"oneOf": [{"const": n} for n in range(101)]}}}, "of more than 100"),
+        ({"properties": {"a": json.loads('{"anyOf":[' * 30 + "{}" + "]}" * 30)}}, "nested too deeply"),
         ({"properties": {"a": json.loads('{"items":' * 30 + "{}" + "}" * 30)}}, "nested too deeply"),
     ],
 )  # fmt: skip
@@ -166,6 +167,7 @@ def test_what_a_call_holds_can_be_read() -> None:
         of_objects = called({"properties": {"a": {"type": "object"} | more}})
         assert takes(of_objects, *right)
         assert not takes(of_objects, *wrong)
+    assert takes(called({"properties": {"a": {"type": "array", "maxItems": 3}}}), *"[1]")
     deep = called({"properties": {"a": json.loads('{"anyOf":[' * 20 + "{}" + "]}" * 20)}})
     assert takes(deep, *"[1]")
     assert takes(matcher, quote, *'<|"|', quote)
