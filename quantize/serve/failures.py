@@ -53,6 +53,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
         return RequestError(400, reason, code="invalid_body")
     if first["type"] == "misplaced":
         where += first["ctx"]["path"]
+    if first["type"].startswith("union_tag"):
+        where, reason = _unknown_kind(first, where)
     param = written(where) or None
     if first["type"] == "extra_forbidden":
         if known := REFUSED.get(str(where[-1])) if where else None:
@@ -68,6 +70,15 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
         return RequestError(400, reason, code="invalid_body")
     return invalid(param, reason)
+
+
+def _unknown_kind(error: Mapping[str, Any], where: list[str | int]) -> tuple[list[str | int], str]:
+    """Return the place and the reason of an object whose role or type no member of a union has."""
+    key = "role" if "role" in error["ctx"]["discriminator"] else "type"
+    if error["type"] == "union_tag_not_found":
+        return [*where, key] if key == "role" else where, f"needs a {key}, which is a text"
+    reason = f"{key} {error['ctx']['tag'][:100]!r} is not one of {error['ctx']['expected_tags']}"
+    return [*where, key] if key == "role" else where, reason
 
 
 def written(path: Sequence[str | int]) -> str:

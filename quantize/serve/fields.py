@@ -52,7 +52,8 @@ def _check(value: Any, depth: int) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """Return a number such as 128.0 as the integer that it is, and other values as they are."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -112,7 +113,7 @@ class Strict(BaseModel):
     def _as_in_json(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(value, dict):
             return handler(value)
-        given = {k: _whole(v) for k, v in value.items() if v is not None}
+        given = {k: whole(v) for k, v in value.items() if v is not None}
         names = _names(cls)
         empty = unsupported.empty_fields(given, names)
         unknown = [name for name in given if name not in names and name not in empty]

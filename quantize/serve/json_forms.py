@@ -45,7 +45,12 @@ def check(schema: Any, path: Path = ()) -> None:
         least, needed = schema.get("minProperties", 0), schema.get("required", [])
         distinct = 1 + len({str(name) for name in needed}) if isinstance(needed, list) else 1
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-        if isinstance(least, (int, float)) and least > distinct and not closed:
+        names = schema.get("properties", {})
+        if isinstance(least, (int, float)) and closed and isinstance(names, dict):
+            if least > len(names):
+                reason = f"{least} here, and `properties` allows {len(names)}"
+                raise FormError((*path, "minProperties"), reason)
+        elif isinstance(least, (int, float)) and least > distinct:
             reason = (
                 f"at most {distinct} here: names in `required`, and one more; others may repeat it"
             )

@@ -18,7 +18,17 @@ from quantize.errors import InputError
 from quantize.recipe.controls import CONTROLS, optional
 from quantize.runtime import Sampler
 from quantize.serve.failures import invalid, written
-from quantize.serve.fields import IGNORED, Echoed, Items, Json, Strict, String, Unused, values_of
+from quantize.serve.fields import (
+    IGNORED,
+    Echoed,
+    Items,
+    Json,
+    Strict,
+    String,
+    Unused,
+    values_of,
+    whole,
+)
 from quantize.serve.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -316,6 +326,11 @@ class CompletionRequest(_Generation):
     def top(self) -> int | None:
         """Return how many most probable tokens to list per position; None: no log-probabilities."""
         return self.logprobs
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _whole_tokens(cls, value: Any) -> Any:
+        return [whole(token) for token in value] if isinstance(value, list) else value
 
     @field_validator("prompt")
     @classmethod

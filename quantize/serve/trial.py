@@ -42,6 +42,7 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> tuple[Any, str | None]:
     fault = " ".join(matcher.get_error().split()).removesuffix("<non-verbose/>").strip()
     if fault.startswith("panic"):  # of the library, at a size that it does not check
         fault = "it is too large"
+    fault = fault.replace("Unimplemented keys:", "no answer can be held to the keywords")
     fault = re.sub(r"^at \d+\(\d+\): | \(in regex\)", "", fault)  # places in its own grammar
     return matcher, re.split(INTERNALS, fault)[0][:300]
 

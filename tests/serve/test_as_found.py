@@ -306,7 +306,11 @@ def test_a_template_that_refuses_a_tools_property_names_it() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "says"),
-    [("x " * 5000, "at most"), ([9999], "outside the vocabulary"), ([1023], "image")],
+    [
+        ("x " * 5000, "at most"),
+        ([5, -1], "token 1 of the prompt, -1, is outside the vocabulary"),
+        ([1023], "image"),
+    ],
 )
 def test_errors_of_plain_completions_name_the_prompt(
     server: Running, prompt: Any, says: str

@@ -350,3 +350,32 @@ def test_a_responses_stream_options_and_reasoning_that_is_off(
     off = {"input": "x", "reasoning": {"enabled": False}}
     assert post(telling[0], off, RESPONSES).headers[HEADER] == "enabled"
     assert post(strict, off, RESPONSES).json()["error"]["param"] == "reasoning.enabled"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        (CHAT, {"messages": [{"role": "USER", "content": "x"}]}, "messages[0].role", "'USER' is not"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "needs a role"),
+        (CHAT, {"messages": [USER | {"content": [{"type": "frob"}]}]}, "messages[0].content[0]",
+         "type 'frob' is not one of 'text'"),
+        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "input[0]", "not one of 'message'"),
+        (CHAT, {"messages": [USER], "guided_json": {
+            "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False,
+            "minProperties": 2}}, "guided_json.minProperties", "2 here, and `properties` allows 1"),
+        (CHAT, {"messages": [USER], "guided_json": {"contains": {}}}, "guided_json",
+         'no answer can be held to the keywords ["contains"]'),
+    ],
+)  # fmt: skip
+def test_messages_say_nothing_of_the_inside(
+    telling: tuple[Running, TellingEngine], path: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    error = post(telling[0], body, path).json()["error"]
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def test_whole_numbers_of_a_prompt_are_tokens(telling: tuple[Running, TellingEngine]) -> None:
+    for prompt in ([2.0, 300.0], [2, 300]):
+        assert post(telling[0], {"prompt": prompt}, "/v1/completions").status_code == 200
+    assert telling[1].prompts[-1] == telling[1].prompts[-2] == [2, 300]

@@ -61,7 +61,11 @@ class Encoder:
         if not prompt:
             raise InputError("the prompt is empty")
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
-            raise InputError(f"the prompt has a token outside the vocabulary of {self.vocabulary}")
+            at = next(n for n, token in enumerate(prompt) if not 0 <= token < self.vocabulary)
+            raise InputError(
+                f"token {at} of the prompt, {prompt[at]}, is outside the vocabulary of "
+                f"{self.vocabulary}"
+            )
         if (self._placeholder in prompt) != (images is not None):
             words = ("an image placeholder and no image", "images and no placeholder")
             raise InputError(f"the prompt has {words[images is not None]}")
