@@ -516,8 +516,14 @@ def without_turns(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / "tokenizer_config.json").unlink(), "is tokenizer_config.json missing"),
-        (lambda f: (f / "tokenizer_config.json").write_text("{}"), "make .*<unk>.* of 'Tom has 9"),
+        (
+            lambda f: (f / "tokenizer_config.json").unlink(),
+            "tokenizer_config.json: tokenizer_class is missing",
+        ),
+        (
+            lambda f: (f / "tokenizer_config.json").write_text("{}"),
+            "tokenizer_config.json: tokenizer_class is missing",
+        ),
         (without_turns, r"the chat template writes <\|turn>, which is no token of tokenizer.json"),
         (
             lambda f: (f / TEMPLATE).write_text(" \n"),
@@ -525,7 +531,7 @@ def without_turns(folder: Path) -> None:
         ),
         (
             lambda f: (f / TEMPLATE).write_text("{{ bos_token }}"),
-            "make '<bos>' of 'Tom has 9 pens.'",
+            "make '' of 'Tom has 9 pens.'",
         ),
     ],
     ids=["no settings", "empty settings", "no turns", "empty template", "no messages"],

@@ -51,16 +51,21 @@ def check_prompt(tokenizer: Any) -> None:
     for thinking in (False, True):
         chat = [{"role": "user", "content": SENTENCE}]
         prompt = tokenizer.decode(encode_chat(tokenizer, chat, thinking=thinking))
-        if SENTENCE not in prompt:
-            raise InputError(
-                f"tokenizer and chat template make {prompt[:100]!r} of {SENTENCE!r}; is "
-                f"tokenizer_config.json missing?"
-            )
-        if split := sorted({*MARKUP.findall(prompt)} - markup_of(tokenizer).ids.keys()):
-            raise InputError(
-                f"the chat template writes {split[0]}, which is no token of tokenizer.json, so the "
-                f"model would read it as text"
-            )
+        check_rendered(prompt, markup_of(tokenizer).ids.keys())
+
+
+def check_rendered(prompt: str, tokens: Collection[str]) -> None:
+    """Raise InputError if the prompt of SENTENCE lacks it, or has markup that is none of `tokens`."""
+    if SENTENCE not in prompt:
+        raise InputError(
+            f"tokenizer and chat template make {prompt[:100]!r} of {SENTENCE!r}; is "
+            f"tokenizer_config.json missing?"
+        )
+    if split := sorted({*MARKUP.findall(prompt)} - {*tokens}):
+        raise InputError(
+            f"the chat template writes {split[0]}, which is no token of tokenizer.json, so the "
+            f"model would read it as text"
+        )
 
 
 def encode_chat(

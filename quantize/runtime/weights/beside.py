@@ -18,7 +18,7 @@ from quantize.checkpoints.reader import (
     read_json_object,
 )  # fmt: skip
 from quantize.errors import InputError
-from quantize.runtime.prompt.chat import sound_tokenizer
+from quantize.runtime.prompt.chat import SENTENCE, check_rendered
 from quantize.runtime.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def check_template(folder: Path) -> None:
     """
     path = folder / TEMPLATE
     if path.is_file():
-        return _check_jinja(path, path.read_text(encoding="utf-8", errors="replace"))
+        _check_jinja(path, path.read_text(encoding="utf-8", errors="replace"))
+        return
     path = folder / "tokenizer_config.json"
     stated: Any = read_json_object(path).get("chat_template") if path.is_file() else None
     if isinstance(stated, list):
@@ -107,7 +108,7 @@ def check_template(folder: Path) -> None:
         _check_jinja(path, template)
 
 
-def _check_jinja(path: Path, template: str) -> None:
+def _check_jinja(path: Path, template: str) -> Any:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -122,7 +123,7 @@ def _check_jinja(path: Path, template: str) -> None:
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     try:
-        environment.compile(template, raw=True)
+        return environment.from_string(template)
     except TemplateSyntaxError as error:
         raise InputError(
             f"{path}: line {error.lineno}: the chat template is not valid Jinja ({error.message}); "
@@ -134,13 +135,40 @@ _FILES = (check_tokenizer, check_carried, Sampler.from_checkpoint, check_ids, ch
 
 
 def check_prompts(folder: Path) -> None:
-    """Raise InputError if tokenizer and template, each sound in itself, make no whole prompts."""
+    """Raise InputError if settings and template, each sound in itself, make no whole prompts.
+
+    No tokenizer is loaded, which takes seconds; `sound_tokenizer` looks again before prompts are made.
+    """
+    from jinja2 import TemplateError
+
     try:
         for look in _FILES:
             look(folder)
     except InputError:
         return  # which has been said
-    sound_tokenizer(folder)
+    settings, path = folder / "tokenizer_config.json", folder / TEMPLATE
+    stated = read_json_object(settings) if settings.is_file() else {}
+    if not isinstance(stated.get("tokenizer_class"), str):
+        raise InputError(
+            f"{settings}: tokenizer_class is missing, and the class that transformers takes then loses "
+            f"text; download the checkpoint again"
+        )
+    source: Any = path.read_text("utf-8") if path.is_file() else stated["chat_template"]
+    if isinstance(source, list):
+        source = next(entry["template"] for entry in source if entry["name"] == "default")
+    added = read_json_object(folder / TOKENIZER).get("added_tokens") or ()
+    chat, tokens = (
+        [{"role": "user", "content": SENTENCE}],
+        {t["content"] for t in added if "content" in t},
+    )
+    for thinking in (False, True):
+        values = {"messages": chat, "add_generation_prompt": True, "enable_thinking": thinking}
+        try:
+            check_rendered(_check_jinja(path, source).render(values), tokens)
+        except InputError as error:
+            raise InputError(f"{folder}: {error}; download the checkpoint again") from error
+        except (TemplateError, TypeError):  # it asks for what only transformers gives
+            return
 
 
 LOOKS = (*_FILES, check_prompts)
