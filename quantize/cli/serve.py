@@ -25,8 +25,8 @@ the extra: pip install 'diffusiongemma-quantize[serve]'.
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"model": "bundled", "messages": [{"role": "user", "content":
     "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"}]}'
-  answers 226. The bundled model knows such word problems alone; JSON, tools, a system prompt and a
-  second turn are taken, and mean nothing to it. A form that it can fill, with thoughts on:
+  answers 226. The bundled model knows such word problems alone; JSON, a system prompt, a second turn
+  and, with --chat-template tools, tools are taken, and mean nothing to it. A form that it can fill:
     "guided_regex": "#### [0-9]{1,6}", "chat_template_kwargs": {"enable_thinking": true}
 
 \b

@@ -51,10 +51,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
     if first["type"] == "json_invalid" and first["loc"][:1] == ("body",) and len(first["loc"]) == 2:
         reason = _broken_json(first["ctx"]["error"], first["loc"][1], body)
         return RequestError(400, reason, code="invalid_body")
-    if first["type"] == "misplaced":
+    if first["type"] in ("misplaced", "unknown_parameter"):
         where += first["ctx"]["path"]
     if first["type"].startswith("union_tag"):
         where, reason = _unknown_kind(first, where)
+    if first["type"] == "string_type" and first["loc"][-1] == "text" and where[-1:] != ["text"]:
+        reason = "must be a string or a list"  # "text" is here the name of a union's member
     param = written(where) or None
     if first["type"] == "extra_forbidden":
         if known := REFUSED.get(str(where[-1])) if where else None:
@@ -69,7 +71,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
     if param is None:
         reason = f"the body must be JSON, sent as Content-Type: application/json ({reason})"
         return RequestError(400, reason, code="invalid_body")
-    return invalid(param, reason)
+    known = first["type"] != "unknown_parameter"
+    return invalid(param, reason, "invalid_value" if known else "unknown_parameter")
 
 
 def _unknown_kind(error: Mapping[str, Any], where: list[str | int]) -> tuple[list[str | int], str]:

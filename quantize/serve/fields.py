@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from math import isfinite
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -64,9 +64,13 @@ String = Annotated[str, AfterValidator(_utf8)]
 Json = Annotated[dict[str, Any], AfterValidator(lambda value: _check(value, 0))]
 
 
-def misplaced(path: Sequence[str | int], reason: str) -> PydanticCustomError:
+def misplaced(
+    path: Sequence[str | int],
+    reason: str,
+    kind: Literal["misplaced", "unknown_parameter"] = "misplaced",
+) -> PydanticCustomError:
     """Return the error of a value at `path` within the field whose validator raises it."""
-    return PydanticCustomError("misplaced", "{reason}", {"path": list(path), "reason": reason})
+    return PydanticCustomError(kind, "{reason}", {"path": list(path), "reason": reason})
 
 
 def values_of(kinds: tuple[type, ...], reason: str) -> BeforeValidator:

@@ -13,7 +13,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import RequestError, from_validation
-from quantize.serve.fields import Echoed, Echoing, Items, Json, Strict, String, Unused, by_type
+from quantize.serve.fields import (
+    Echoed,
+    Echoing,
+    Items,
+    Json,
+    Strict,
+    String,
+    Unused,
+    by_type,
+    misplaced,
+)
 from quantize.serve.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -185,6 +195,11 @@ class ResponsesRequest(Asked):
         for field in ("previous_response_id", "conversation", "background"):
             if value.get(field):
                 raise ValueError(f"{field}: {STORED}")
+        of_chats = ChatRequest.model_fields.keys() - cls.model_fields.keys()
+        for field in [name for name in of_chats if value.get(name) is not None]:
+            way = f"set {RENAMED[field]}" if field in RENAMED else "/v1/chat/completions has it"
+            reason = f"/v1/responses has no such field; {way}"
+            raise misplaced((field,), reason, "unknown_parameter")
         items = value.get("input")
         if isinstance(items, list) and "item_reference" in map(_kind, items):
             raise ValueError(f"input: {STORED}")
@@ -232,6 +247,7 @@ class ResponsesRequest(Asked):
 
 
 RENAMED = {  # a chat request's parameter -> this API's
+    "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",

@@ -33,8 +33,9 @@ from quantize.serve.unsupported import IGNORABLE
 
 KNOWS = (
     "this is the bundled model, or made from it: it knows small word problems alone. A system prompt, "
-    "a second turn, JSON and tools are taken, and what it says then makes no sense. A form that it can "
-    'fill: "guided_regex": "#### [0-9]{1,6}", "chat_template_kwargs": {"enable_thinking": true}'
+    "a second turn, JSON and, with --chat-template tools, tools are taken, and what it says then makes "
+    'no sense. A form that it can fill: "guided_regex": "#### [0-9]{1,6}", '
+    '"chat_template_kwargs": {"enable_thinking": true}'
 )
 EVEN = 16  # requests at once from which one token at a time is as fast (H200): docs/serve.md
 

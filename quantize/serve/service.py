@@ -86,7 +86,10 @@ class Service:
         turns = [message.turn for message in body.messages]
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
         prompt = self.text.encode_chat(turns, thinking=body.thinks, tools=tools)
-        return [place(prompt, counts, self.config) if body.pictures else prompt]
+        try:
+            return [place(prompt, counts, self.config) if body.pictures else prompt]
+        except InputError as error:
+            raise invalid(body.pictures[0][0], error, "unsupported_content") from error
 
     async def answer(self, body: Body, echoes: Mapping[str, str] | None = None) -> Said:
         """Return the answer; RequestError or InputError: refused, or failed and no stream began.

@@ -1,6 +1,7 @@
 """Requests as clients really send them: echoed fields, values that change nothing, odd texts."""
 
 import json
+import re
 from collections.abc import Generator
 from contextlib import nullcontext
 from functools import cache
@@ -366,18 +367,38 @@ def test_a_missing_key_is_told_how_to_send_it() -> None:
 
 
 def test_the_bundled_model_says_what_it_knows(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     say_what_it_knows(CHECKPOINT)
     said = " ".join(capsys.readouterr().err.split())
     assert "it knows small word problems alone" in said
     assert '"guided_regex": "#### [0-9]{1,6}"' in said
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert post(server, tools=[tool]).status_code == 400  # so the pages say what takes them
+    tutorial = (Path(__file__).parents[2] / "docs/tutorials/serve-a-canvas.md").read_text("utf-8")
+    helped = CliRunner().invoke(cli, ["serve", "--help"]).output
+    for page in (said, helped, tutorial.replace("`", "")):
+        assert "with --chat-template tools, tools are taken" in " ".join(page.split())
     told = CliRunner().invoke(cli, ["serve", "--help"]).output
     assert "The bundled model knows such word problems alone" in " ".join(told.split())
     assert "knows small word problems alone" in (STATIC / "index.html").read_text("utf-8")
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 2816}}')
     say_what_it_knows(tmp_path)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("page", ["serve.md", "tutorials/serve-a-canvas.md"])
+def test_the_plain_completion_that_pages_show_is_answered_as_they_say(
+    server: Running, page: str
+) -> None:
+    said = (Path(__file__).parents[2] / "docs" / page).read_text("utf-8")
+    (shown,) = re.findall(r"/v1/completions .* -d '(.*)'", said)
+    (answer,) = post(server, "/v1/completions", **json.loads(shown)).json()["choices"]
+    assert answer["text"] == "132+94=226\n#### 226"
+    assert "`132+94=226" in said
+    asked = re.findall("user\n(.*)<turn", json.loads(shown)["prompt"])
+    (raw,) = post(server, "/v1/completions", prompt=asked[0], seed=1).json()["choices"]
+    assert raw["text"] == ""  # why they show a prompt with markup
 
 
 def test_the_form_that_is_named_can_be_filled(server: Running) -> None:

@@ -32,6 +32,7 @@ from tests.support.serving import (
     model,
     running,
     text_of,
+    text_with_tools,
     tokenizer,
 )
 
@@ -263,9 +264,21 @@ def test_a_picture_counts_against_the_context() -> None:
 
 def test_a_template_without_pictures_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer(), "chat_template", "{{ messages[0]['role'] }}")
-    refused = pytest.raises(openai.BadRequestError, match="takes no pictures")
-    with running(ScriptedEngine()) as server, refused:
-        ask(server, [part(PNG), QUESTION])
+    raises = pytest.raises(openai.BadRequestError, match="takes no pictures")
+    with running(ScriptedEngine()) as server, raises as refused:
+        ask(server, [QUESTION, part(PNG)])
+    assert refused.value.param == "messages[0].content[1].image_url"
+
+
+def test_the_template_with_tools_takes_pictures_as_the_models_own() -> None:
+    content = [{"type": "image"}, {"type": "text", "text": " What is this? "}, {"type": "image"}]
+    for thinking in (False, True):
+        prompts = [
+            encode_chat(teller, [{"role": "user", "content": content}], thinking=thinking)
+            for teller in (tokenizer(), text_with_tools().tokenizer)
+        ]
+        assert prompts[0] == prompts[1]
+        assert prompts[0].count(model().config.image_token_id) == 2
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])

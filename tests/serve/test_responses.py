@@ -128,7 +128,7 @@ LONG = {"type": "json_schema", "name": "x", "schema": {"type": "string", "minLen
         ({"input": "word " * 9000}, "input"), ({"verbosity": 3}, "verbosity"),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"required": 5}}]},
          "tools[0].parameters.required"),
-        ({"tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"), ({"seed": 1}, "seed"),
     ],
 )  # fmt: skip
 def test_param_is_the_path_as_the_client_wrote_it(
@@ -149,7 +149,11 @@ def test_param_is_the_path_as_the_client_wrote_it(
         ({"input": [{"role": "robot", "content": "x"}]}, re.escape("input[0].role")),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "no such call"),
         ({"input": []}, "at least 1"),
-        ({"input": 3}, "input"),
+        ({"input": 3}, "input: must be a string or a list"),
+        ({"input": [{"role": "user", "content": 3}]}, r"content: must be a string or a list"),
+        ({"extra_body": {"seed": 1}}, "seed: .*no such field; /v1/chat/completions has it"),
+        ({"extra_body": {"max_tokens": 5}}, "max_tokens: .*no such field; set max_output_tokens"),
+        ({"extra_body": {"messages": [{"role": "user"}]}}, "messages: .*no such field; set input"),
         ({"tools": [{"type": "web_search"}]}, re.escape("tools[0].type: Input should be 'function'")),
         ({"tools": TOOLS * 2}, "same name"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "no tool of the request"),

@@ -357,7 +357,7 @@ def test_the_model_is_listed(server: Running) -> None:
         ({"extra_body": {"t_min": 0.9}}, "t_min", "t_max > t_min"),
         ({"extra_body": {"num_inference_steps": 10**9}}, "num_inference_steps", "256"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0]", "system"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "system"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0]", "input_audio: not supported: the model takes no audio",
@@ -489,11 +489,12 @@ def test_the_key_is_asked_for(capfd: pytest.CaptureFixture[str], caplog: Any) ->
         wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame-123", max_retries=0)
         with wrong, pytest.raises(openai.AuthenticationError):
             wrong.models.list()
-        for path in ("/v1/models", "/metrics", "/openapi.json", "/v1/nothing"):
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/v1/nothing"):
             reply = httpx.get(server.url + path)
             assert (reply.status_code, reply.headers["WWW-Authenticate"]) == (401, "Bearer")
         said = (Path(__file__).parents[2] / "docs" / "serve.md").read_text("utf-8")
-        assert "The page `/`, `/docs` and `/health` stay open" in said
+        assert "`/v1/...`, `/metrics`, `/version` and `/openapi.json` ask for it" in said
+        assert "The page `/`, `/docs` and `/health`\nstay open" in said
         for path in ("/", "/page.js", "/page.css", "/icon.svg", "/docs", "/health"):
             assert httpx.get(server.url + path).status_code == 200
         basic = {"Authorization": "Basic sesame-1234"}
