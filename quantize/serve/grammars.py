@@ -15,7 +15,8 @@ from quantize.serve.trial import TOO_MUCH, Trial, compiled
 
 LONGEST = 4096  # most tokens on a way to an accepted end; longer ways are not tried
 TAKEN = 1 << 32  # weighs more than the shape of any token
-ENDS_FIRST = ('"}]', '}]"', "\n", "")  # closing characters, in the orders that are tried
+# Closing characters, in the orders that are tried; the last write what an unanchored pattern wants.
+ENDS_FIRST = ('"}]', '}]"', "\n", "", '"0}]', '"a}]', '"A}]', "0")
 THEN = ",:{[0tfn"
 MARKERS = (CLOSE, QUOTE)  # the only tokens that end a call, and a string in a call
 AT_ONCE = 16  # tokens that a matcher takes between two looks at the clock

@@ -113,6 +113,18 @@ def test_thoughts_that_the_model_closes_cost_no_round(grammars: Grammars) -> Non
     assert (verdict.keep, verdict.tokens[: len(closed)]) == (None, closed)
 
 
+@pytest.mark.parametrize("pattern", ["[0-9]{3}", r"\d+$", "[a-z]+", "[A-Z]{2}"])
+def test_a_pattern_that_begins_with_free_text_has_a_way_out(
+    grammars: Grammars, pattern: str
+) -> None:
+    text = {"type": "string", "pattern": pattern}
+    form = {"type": "object", "properties": {"a": text}, "required": ["a"]}
+    meter = WorkMeter(10_000, lambda: 60.0, "it")
+    assert grammars.way_out(grammars.matcher("json", form), 24, meter) is not None
+    free = grammars.matcher("regex", ".*[0-9]+.*")
+    assert grammars.way_out(free, 24, meter) is not None
+
+
 def line(grammars: Grammars, tokens: list[int], units: int) -> _Line:
     return _Line(grammars, torch.zeros(L, V), tokens, 0, L, WorkMeter(units, lambda: 9, "it"))
 
