@@ -61,7 +61,7 @@ FilePath = Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser(
 Pattern = Annotated[str, AfterValidator(_valid_pattern)]
 LEAST = 2  # fewest questions of a task: a comparison needs the variance of differences
 Limit = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Points = Annotated[float, Field(gt=0, le=100)]  # of all answers, in percent
+Points = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]  # of all answers, in percent
 Share = Annotated[float, Field(gt=0, le=1)]
 # Optional keys that digests cover even at their defaults: all keys of an earlier version. A later key
 # is covered only if a recipe sets it, so that its addition renames no run and repeats no answer.

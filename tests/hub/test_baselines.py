@@ -14,7 +14,8 @@ from quantize.stages.evaluate.baseline_pack import FORMAT, _digest, find_pack, i
 from tests.support.fake_hub import TOKEN, FakeHub, Fault
 
 REPO = "org/bf16-answers"
-MADE = {"model": {"weights": "w"}, "device": "cpu", "planned": {"questions": 1, "repeats": 1}}
+PLANNED = {"estimand": "these_questions", "questions": 1, "repeats": 1, "seed": 0}
+MADE = {"model": {"weights": "w"}, "device": "cpu", "planned": PLANNED}
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
