@@ -312,15 +312,15 @@ def test_steps_are_told_by_the_look_that_decided() -> None:
     def steps(ratio: float, p: float) -> StepInflation:
         return StepInflation(ratio, ratio - 0.1, ratio + 0.1, (0, 0), ratio - 0.05, p)
 
-    found = [None, steps(1.3, 0.02 + ROUNDING), steps(1.4, 0.001)]
+    inflations = [None, steps(1.3, 0.02 + ROUNDING), steps(1.4, 0.001)]
     looks = tuple(
         {
             **asdict(passed) | asdict(passed.difference_bounds),
-            "step_inflation": each and asdict(each),
+            "step_inflation": inflation and asdict(inflation),
             "questions": 100 * (number + 1),
             "level": 0.02,
         }
-        for number, each in enumerate(found)
+        for number, inflation in enumerate(inflations)
     )
     told = (
         "t: takes {} % more denoising steps a token; at 95% it is above {} %; 10 % are allowed "

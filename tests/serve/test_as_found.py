@@ -379,8 +379,8 @@ def test_the_bundled_model_says_what_it_knows(
     helped = CliRunner().invoke(cli, ["serve", "--help"]).output
     for page in (said, helped, tutorial.replace("`", "")):
         assert "with --chat-template tools, tools are taken" in " ".join(page.split())
-    told = CliRunner().invoke(cli, ["serve", "--help"]).output
-    assert "The bundled model knows such word problems alone" in " ".join(told.split())
+    help_text = CliRunner().invoke(cli, ["serve", "--help"]).output
+    assert "The bundled model knows such word problems alone" in " ".join(help_text.split())
     assert "knows small word problems alone" in (STATIC / "index.html").read_text("utf-8")
     (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 2816}}')
     say_what_it_knows(tmp_path)

@@ -3,8 +3,10 @@
 import json
 import re
 from collections.abc import Generator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema_rs
 import openai
@@ -129,21 +131,24 @@ def line(grammars: Grammars, tokens: list[int], units: int) -> _Line:
     return _Line(grammars, torch.zeros(L, V), tokens, 0, L, WorkMeter(units, lambda: 9, "it"))
 
 
+@pytest.mark.parametrize("units", [10**6, 0])
 def test_what_stands_behind_a_replaced_token_is_kept_while_units_are_left(
-    grammars: Grammars,
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, units: int
 ) -> None:
-    letters = [tokenizer().get_vocab()[letter] for letter in "qwertzuiopqw"]
-    matcher, wrong = grammars.matcher("regex", "[a-z]{12}"), [*letters[:3], 3, *letters[4:]]
-    way = Constraint(grammars, matcher, L)._way
-    canvas = [*wrong, *[7] * (L - len(wrong))]
-    written, _, _ = line(grammars, canvas, 10**6).write(matcher, way, hasty=False)
-    assert (written[:3], written[4:12]) == (letters[:3], letters[4:])
-    assert written[3] != 3
-    written, _, _ = line(grammars, canvas, 0).write(matcher, way, hasty=False)
-    end = written.index(EOS[0])
-    assert re.fullmatch("[a-z]{12}", said(written[:end]))
-    assert written[3:end] != letters[3:]
-    assert set(written[end:]) == {EOS[0]}
+    vocabulary, room = tokenizer().get_vocab(), 12
+    matcher, letters = grammars.matcher("regex", "[a-z]*[0-9]{3}"), [vocabulary["q"]] * 10
+    way = Constraint(grammars, matcher, room)._way
+    digits = [vocabulary[digit] for digit in "4567" if vocabulary[digit] not in way][:2]
+    reading = replace(line(grammars, [*letters, *digits], units), room=room)
+    read = Mock(wraps=reading._wished)
+    monkeypatch.setattr(reading, "_wished", read)
+    written, _, _ = reading.write(matcher, way, hasty=False)
+    if units:  # one letter too many becomes a digit, and both digits behind it fit
+        assert (written[:9], written[10:]) == (letters[:9], digits)
+        assert said(written[9:10]).isdigit()
+    else:  # the known way at once, and nothing of the canvas is read again
+        assert written == [*way, *EOS[:1] * (room - len(way))]
+        assert read.call_count == 1
 
 
 def test_a_dead_end_offers_no_token(grammars: Grammars) -> None:
