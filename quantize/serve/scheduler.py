@@ -158,7 +158,8 @@ class Scheduler:
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread.is_alive():  # a server may end before it began
+            self._thread.join()
 
     def _run(self) -> None:
         while self._wait():

@@ -163,6 +163,12 @@ def test_text_is_made_once_the_next_canvas_has_begun(stops: list[str], before: i
     assert len(made) == 3 + 3 * before
 
 
+def test_a_scheduler_that_never_began_is_stopped() -> None:
+    never_begun = Scheduler(ScriptedEngine(1), max_queue=1, metrics=Metrics())
+    never_begun.stop()
+    assert not never_begun.healthy
+
+
 def test_every_canvas_is_handed_out_once_by_an_engine_that_lends_no_time(case: Case) -> None:
     case.engine.lends = False
     case.engine.free = True
