@@ -30,7 +30,7 @@ from quantize.host.files import read_json, write_json
 from quantize.host.progress import say
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Quantization, Recipe
-from quantize.recovery.samples import Request, sample_seed
+from quantize.recovery.samples import Request, Waiting, sample_seed
 from quantize.runtime import Placement, open
 from quantize.runtime.engine.interface import Engine
 from quantize.runtime.record.trajectory import Trajectory, record
@@ -192,7 +192,7 @@ def answer(
     right = [[False] * len(rows) for _ in range(repeats)]
     tokens = steps = 0
     started = time.monotonic()
-    for request, done in model(list(requests)):
+    for request, done in model(Waiting(list(requests), iter(requests))):
         repeat, at = requests[request]
         number = FINAL_ANSWER.search(done.text)
         right[repeat][at] = number is not None and int(number[1]) == rows[at]["answer_number"]

@@ -37,7 +37,8 @@ class BlockDiffusionLM(LM):
         for repeat in self.part.repeats:
             for instance in requests:
                 self.requests[self._doc_id(instance), repeat] = self._request(instance, repeat)
-        self.complete(list(self.requests.values()))
+        if self.repeat == self.part.repeats[0]:
+            self.complete(list(self.requests.values()))
         return [self._answer(instance) for instance in requests]
 
     def completion(self, doc_id: int, repeat: int) -> Completion:

@@ -8,8 +8,9 @@ syncs the file, so that no model waits for the disk. If the machine fails, at mo
 finished during two syncs are lost. An incomplete last line is removed; any other line whose
 sha256 does not match is an error.
 
-Process r of n makes every n-th sample and writes a file of its own. Opening a store reads the
-files of all processes, so a resumed run may have another number of processes.
+Several processes share the missing samples: whoever has a free slot takes the next one, and writes
+it to a file of its own. Opening a store reads the files of all processes, so a resumed run may have
+another number of processes.
 
 A sample is identified by its key, a hash of prompt, seed, token limit and whether thinking is on.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,18 +58,38 @@ class Completion:
 
 
 Finished = tuple[Request, Completion]
-# Takes all missing requests and yields each with its answer once it is answered, in any order.
-Generate = Callable[[Sequence[Request]], Iterator[Finished]]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Requests to answer: `missing` are those of all processes; iterating takes this process' next one.
+
+    A request that is taken belongs to this process, so take it only when it can begin.
+    """
+
+    missing: Sequence[Request]
+    taken: Iterator[Request]
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.taken
+
+
+# Yields each request that it takes with its answer once it is answered, in any order.
+Generate = Callable[[Waiting], Iterator[Finished]]
 Progress = Callable[[Iterator[Finished], int], Iterable[Finished]]
 
 
 @dataclass(frozen=True)
 class Share:
-    """One process' share of a task's samples; `wait` is a barrier for all `processes`."""
+    """How one of several `processes` shares a task's samples; `wait` is a barrier for all of them.
+
+    `numbers` begins the sequence 0, 1, 2, ..., of which each process gets those that it asks for first.
+    """
 
     rank: int = 0
     processes: int = 1
     wait: Callable[[], None] = lambda: None
+    numbers: Callable[[], Iterator[int]] = count
 
 
 def sample_seed(run_seed: int, document: str, repeat: int) -> int:
@@ -80,7 +102,7 @@ class SampleStore:
     """The finished samples of one task and model, in memory (`done`, by request's key) and on disk.
 
     `complete` writes to the file `path`, in processes after the first to `path`.RANK. `made_with`
-    is what samples depend on besides requests. `share` is this process' share, by default all.
+    is what samples depend on besides requests. `share` says how processes share them; None: one.
 
     Raise ValueError if a file's samples have another `made_with`, or if a line is damaged.
     """
@@ -108,20 +130,25 @@ class SampleStore:
         progress: Progress,
         keep: Callable[[str], str] = str,
     ) -> None:
-        """Generate the missing samples of this process' share, longest prompts first.
+        """Generate missing samples until none waits; most tokens, then longest prompts, come first.
 
         Then wait for the other processes and read their samples. `requests` are those of all
-        processes, including answered requests. `progress(samples, count)` yields the `count` new
-        samples as they finish; it may show progress. `keep(text)` returns the text to store.
+        processes, including answered requests. `progress(samples, count)` yields the new samples as
+        they finish, about `count`; it may show progress. `keep(text)` returns the text to store.
 
         Raise ValueError if some requests were not answered, or a file of samples is damaged.
         """
-        ordered = sorted(set(requests), key=lambda r: (-len(r.prompt), r.key))
-        mine = ordered[self.share.rank :: self.share.processes]
-        if missing := [request for request in mine if request.key not in self.done]:
+        ordered = sorted(set(requests), key=lambda r: (-r.max_new_tokens, -len(r.prompt), r.key))
+        missing = [request for request in ordered if request.key not in self.done]
+        # Numbers count all requests: a process that came late has read some of these answers.
+        numbers = takewhile(lambda number: number < len(ordered), self.share.numbers())
+        taken = (ordered[n] for n in numbers if ordered[n].key not in self.done)
+        if (first := next(taken, None)) is not None:
+            waiting = Waiting(missing, chain([first], taken))
+            about = -(-len(missing) // self.share.processes)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file, _syncing(file) as sync:
-                for request, completion in progress(generate(missing), len(missing)):
+                for request, completion in progress(generate(waiting), about):
                     self._append(file, request.key, _kept(completion, keep))
                     sync()
         self.share.wait()

@@ -81,13 +81,11 @@ def score(
     for model.repeat in part.repeats:
         results = _evaluate(model, task, loaded, part.questions)
         if results is None or store.share.rank > 0:
-            continue
+            return None
         metrics = [entry["metric"] for entry in results["configs"][task]["metric_list"]]
         metric = "exact_match" if "exact_match" in metrics else metrics[0]
         rows += _rows(results["samples"][task], model, metric)
         conditions = _conditions(task, results, seed, sampler)
-    if store.share.rank > 0:
-        return None
     if not rows:
         raise ValueError(f"task {task!r} has no documents")
     rows.sort(key=lambda row: (row.doc_id, row.repeat))

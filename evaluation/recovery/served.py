@@ -14,7 +14,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from http.client import HTTPException
 from itertools import islice
@@ -135,7 +135,7 @@ class Servers:
         self.all = [AnsweringServer(url, **settings) for url in urls]
         self.in_flight = in_flight
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Finished]:
         """Yield each request with its answer as soon as it is answered.
 
         A further request is sent only when the caller has stored an answer and asks for the next.

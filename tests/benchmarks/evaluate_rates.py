@@ -42,7 +42,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from quantize.recovery.samples import Finished, Request, SampleStore
+from quantize.recovery.samples import Finished, Request, SampleStore, Waiting
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 
 WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat
@@ -157,7 +157,8 @@ def evaluated(
         ),
         capacity=capacity,
     )  # fmt: skip
-    for _ in answerer(chats(answerer.capacity, 2 * canvas)):
+    first = chats(answerer.capacity, 2 * canvas)
+    for _ in answerer(Waiting(first, iter(first))):
         pass  # loads, compiles and captures
     at_once = answerer.engine(0).slots
 

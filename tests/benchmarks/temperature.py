@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from quantize.bundled import CHECKPOINT, HELDOUT
-from quantize.recovery.samples import Request
+from quantize.recovery.samples import Request, Waiting
 from quantize.runtime import Placement, Sampler
 from quantize.stages.evaluate.local_model import Answerer
 
@@ -59,7 +59,7 @@ def measured(
         for index, row in enumerate(rows)
         for again in range(samples)
     ]
-    done = dict(model(requests))
+    done = dict(model(Waiting(requests, iter(requests))))
     groups = [requests[i : i + samples] for i in range(0, len(requests), samples)]
     texts = [[done[request].text for request in group] for group in groups]
     right = [

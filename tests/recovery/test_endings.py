@@ -8,14 +8,14 @@ all tasks, with the value that a careful human reads in them.
 import csv
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from quantize.recovery.filters import boxed_integer, final_choice, integer
 from quantize.recovery.rows import Row
-from quantize.recovery.samples import Completion, Finished, Request, SampleStore
+from quantize.recovery.samples import Completion, Finished, SampleStore, Waiting
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
@@ -109,7 +109,7 @@ def test_gpqa_endings_are_scored_by_their_letter(tmp_path: Path) -> None:
 
 
 def _score(task: str, folder: Path, data: Path, answer: Callable[[int], str]) -> list[Row]:
-    def generate(requests: Sequence[Request]) -> Iterator[Finished]:
+    def generate(requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             asked = int(request.prompt.split("\n")[0][1:])
             yield request, Completion(answer(asked), 5, [1], False)

@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from quantize.recovery.samples import (
     Request,
     SampleStore,
     Share,
+    Waiting,
     sample_seed,
 )
 from tests.support.syncs import noted_syncs
@@ -32,7 +34,7 @@ class Model:
         self.dies_after = dies_after
         self.asked: list[int] = []
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             if len(self.asked) == self.dies_after:
                 raise KeyboardInterrupt
@@ -141,11 +143,62 @@ def test_longest_prompts_come_first_and_progress_is_told_how_many_samples(tmp_pa
     assert told == [10]
 
 
+def test_most_tokens_come_before_longest_prompts(tmp_path: Path) -> None:
+    """Else a long answer begins last, and every other slot idles until it ends."""
+    requests = [Request("x" * i, i, 64 * (i % 3 + 1)) for i in range(1, 8)]
+    model = Model()
+    SampleStore(tmp_path / "store", {}).complete(requests, model, lambda finished, _: finished)
+    assert model.asked == [5, 2, 7, 4, 1, 6, 3]
+
+
 def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
-    complete_together(tmp_path / "store", 3)
-    files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == ["store", "store.1", "store.2"]
-    assert [len((tmp_path / f).read_bytes().splitlines()) for f in files] == [5, 4, 4]
+    together = complete_together(tmp_path / "store", 3)
+    files = {store.path: len(model.asked) for model, store in together if model.asked}
+    assert set(tmp_path.iterdir()) == files.keys()
+    names = {store.path.name for _, store in together}
+    assert names == {"store", "store.1", "store.2"}
+    assert all(len(f.read_bytes().splitlines()) == n + 1 for f, n in files.items())
+
+
+def test_a_slow_process_leaves_what_waits_to_the_others(tmp_path: Path) -> None:
+    """The slow one ends its first sample when all others are answered."""
+    all_others, shared, barrier = threading.Event(), count(), threading.Barrier(2, timeout=60)
+
+    def slow(requests: Waiting) -> Iterator[Finished]:
+        for request in requests:
+            assert all_others.wait(60)
+            yield request, Completion("", 1, [1], False)
+
+    def fast(requests: Waiting) -> Iterator[Finished]:
+        for number, request in enumerate(requests, 2):
+            if number == len(REQUESTS):
+                all_others.set()
+            yield request, Completion("", 1, [1], False)
+
+    def work(rank: int) -> int:
+        store = SampleStore(tmp_path / "store", {}, Share(rank, 2, barrier.wait, lambda: shared))
+        store.complete(REQUESTS, (slow, fast)[rank], lambda finished, _: finished)
+        return len(store.path.read_bytes().splitlines()) - 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [1, 9]
+
+
+def test_a_process_that_comes_late_takes_what_nobody_has_taken(tmp_path: Path) -> None:
+    """It has read answers that others gave in this sequence already."""
+    shared, late = count(), Model()
+    first = SampleStore(tmp_path / "store", {}, Share(1, 2, numbers=lambda: shared))
+
+    def some(requests: Waiting) -> Iterator[Finished]:
+        for request in islice(requests, 3):
+            yield request, Completion("", 1, [1], False)
+
+    with pytest.raises(ValueError, match="7 of 10"):
+        first.complete(REQUESTS, some, lambda finished, _: finished)
+    second = SampleStore(tmp_path / "store", {}, Share(0, 2, numbers=lambda: shared))
+    second.complete(REQUESTS, late, lambda finished, _: finished)
+    assert len(late.asked) == 7
+    assert len(second.done) == 10
 
 
 @pytest.mark.parametrize(
@@ -174,10 +227,11 @@ def test_what_is_not_kept_is_not_written(tmp_path: Path) -> None:
 
 def complete_together(path: Path, processes: int) -> list[tuple[Model, SampleStore]]:
     """Complete with several stores at once, as processes under torchrun do."""
-    barrier = threading.Barrier(processes, timeout=60)
+    barrier, shared = threading.Barrier(processes, timeout=60), count()
 
     def work(rank: int) -> tuple[Model, SampleStore]:
-        store, model = SampleStore(path, MADE_WITH, Share(rank, processes, barrier.wait)), Model()
+        share = Share(rank, processes, barrier.wait, lambda: shared)
+        store, model = SampleStore(path, MADE_WITH, share), Model()
         store.complete(REQUESTS, model, lambda finished, total: finished)
         return model, store
 
@@ -189,7 +243,7 @@ def test_processes_share_the_requests_of_one(tmp_path: Path) -> None:
     alone = Model()
     expected = complete(tmp_path / "alone", alone).done
     together = complete_together(tmp_path / "together", 3)
-    assert [model.asked for model, _ in together] == [alone.asked[rank::3] for rank in range(3)]
+    assert sorted(seed for model, _ in together for seed in model.asked) == sorted(alone.asked)
     assert all(store.done == expected for _, store in together)
     for model, _ in complete_together(tmp_path / "together", 2):  # a resumed run has fewer
         assert model.asked == []
@@ -201,8 +255,8 @@ def test_processes_share_the_requests_of_one(tmp_path: Path) -> None:
 
 
 def test_missing_answers_are_an_error(tmp_path: Path) -> None:
-    def lazy(requests: Sequence[Request]) -> Iterator[Finished]:
-        yield requests[0], Completion("", 1, [1], False)
+    def lazy(requests: Waiting) -> Iterator[Finished]:
+        yield next(iter(requests)), Completion("", 1, [1], False)
 
     with pytest.raises(ValueError, match="9 of 10 requests were not answered"):
         SampleStore(tmp_path / "lazy", {}).complete(REQUESTS, lazy, lambda f, _: f)

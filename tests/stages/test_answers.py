@@ -51,10 +51,13 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
 
     rates = AnswerRates()
     assert rates.hours(10) == 0
+    several = AnswerRates(2)
+    several.by_model = rates.by_model
     for count, name in enumerate(("bf16", "bf16", "quantized"), 1):
         model: Any = SimpleNamespace(name=name, backend=backend)
         assert len(list(rates.counted(finished(), 3, model, FIRST, ""))) == 3
         assert rates.hours(10) == pytest.approx(10 * 11 / 3 / 3600)
+        assert several.hours(10) == rates.hours(10) / 2
         facts = {"samples": 3, "tokens": 18, "seconds": 11.0}
         twice = {key: value * min(count, 2) for key, value in facts.items()}
         assert rates.by_model == {"bf16": twice} | ({"quantized": facts} if count == 3 else {})

@@ -3,7 +3,7 @@
 import gzip
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Evaluation, Gate
-from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Waiting
 from quantize.recovery.sequential import Plan
 from quantize.recovery.spot_check import SpotCheck
 from quantize.reports.provenance import baseline_lines
@@ -56,7 +56,7 @@ class Scripted(Answerer):
         super().__init__(folder, digest, *more, **settings)
         self.digest = digest
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             self.asked.append(self.digest)
             right = (self.digest == "source") + request.seed % 2

@@ -17,7 +17,7 @@ from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
 from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import Verdict
-from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request, Waiting
 from quantize.recovery.sequential import Plan
 from quantize.reports.scores import read_scoring, write_scoring
 from quantize.runs.folder import RunDir
@@ -74,7 +74,7 @@ class Bench:
                 super().__init__(folder, digest, *more, **settings)
                 self.name = "bf16" if digest == "source" else "quantized"
 
-            def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+            def __call__(self, requests: Waiting) -> Iterator[Finished]:
                 bench.loaded.append(self.name)
                 for request in requests:
                     yield request, bench.answer(self.name, request)

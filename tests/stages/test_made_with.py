@@ -19,7 +19,7 @@ from quantize.host.processes import ALONE
 from quantize.recipe import controls
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
 from quantize.recovery.rows import Scoring
-from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Waiting
 from quantize.recovery.terms import Terms
 from quantize.reports.scores import pair, read_scoring, write_scoring
 from quantize.runs.folder import RunDir
@@ -78,7 +78,7 @@ class Counting(Answerer):
 
     asked = 0
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             Counting.asked += 1
             yield request, Completion("#### 1", 1, [1], False)

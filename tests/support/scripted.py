@@ -1,21 +1,21 @@
 """Scores a task whose answers a function gives, through lm-eval's harness."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from quantize.recovery.own import Definition
 from quantize.recovery.rows import Scoring
-from quantize.recovery.samples import Completion, Finished, Request, SampleStore
+from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Waiting
 from quantize.recovery.scoring import score, size
 from quantize.recovery.sequential import Part
 
 Answer = Callable[[Request], str]
 
 
-def answering(answer: Answer) -> Callable[[Sequence[Request]], Iterator[Finished]]:
-    def generate(requests: Sequence[Request]) -> Iterator[Finished]:
+def answering(answer: Answer) -> Callable[[Waiting], Iterator[Finished]]:
+    def generate(requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             yield request, Completion(answer(request), 5, [3], request.seed % 7 == 0)
 

@@ -19,7 +19,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host.files import write_json
 from quantize.recipe.reading import parse_recipe, shipped_recipes
 from quantize.recipe.sections import Evaluation, Recipe
-from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request, Waiting
 from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint, new_manifest
@@ -47,7 +47,7 @@ class Scripted:
         rows = [json.loads(line) for line in GSM8K.read_text("utf-8").splitlines()]
         self.truth = {row["question"]: row["answer"].split("#### ")[1] for row in rows}
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         for request in requests:
             forgotten = request.seed % (4 if self.forgets else 9) == 0
             text = "?" if forgotten else self.answer(request.prompt)

@@ -7,8 +7,7 @@ finished. Noise is addressed by (seed, canvas, step, position), and no slot read
 slot. So other samples and timing change a sample only by rounding; with `batch_invariant`, not at all.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -200,32 +199,35 @@ def each_completed(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampler: Sampler,
     on_draft: OnDraft | None = None,
     images: Sequence[Images | None] | None = None,
     on_canvas: OnCanvas | None = None,
+    order: Iterable[int] | None = None,
 ) -> Iterator[tuple[int, Sample]]:
     """Yield (index, sample) of each prompt when its sample is finished; prompts may outnumber slots.
 
     Samples and other arguments are as in `generate`. `on_draft` is called after every step,
-    `on_canvas` after every canvas. A slot that becomes free goes to the next prompt at once. Raise
-    InputError if the engine cannot take a prompt or its images, or no token fits after a prompt.
+    `on_canvas` after every canvas. A slot that becomes free goes to the next prompt at once. `order`
+    gives the indices of the prompts to answer, each asked for when it has a slot; None means all.
+    Raise InputError if the engine cannot take a prompt or its images, or no token fits after a prompt.
     """
     budgets = canvas_budgets(
         prompts, max_new_tokens, sampler, engine.max_length, engine.canvas_length
     )
     given = [None] * len(prompts) if images is None else images
     samples = [Sample() for _ in prompts]
-    waiting, running = deque(range(len(prompts))), dict[int, int]()
+    waiting = iter(range(len(prompts)) if order is None else order)
+    running = dict[int, int]()
     try:
-        while waiting or running:
-            for slot in range(engine.slots):
-                if waiting and slot not in running:
-                    index = waiting.popleft()
-                    engine.admit(slot, prompts[index], seeds[index], sampler, given[index])
-                    running[slot] = index
-            slots = sorted(running)
+        while True:
+            free = (slot for slot in range(engine.slots) if slot not in running)
+            for slot, index in zip(list(free), waiting, strict=False):
+                engine.admit(slot, prompts[index], seeds[index], sampler, given[index])
+                running[slot] = index
+            if not (slots := sorted(running)):
+                break
             for slot, canvas in zip(slots, engine.denoise(slots, on_draft), strict=True):
                 if canvas is None:
                     continue

@@ -48,18 +48,21 @@ class Sample:
 
 
 def canvas_budgets(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, limit: int, length: int
-) -> list[int]:
+    prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], sampler: Sampler,
+    limit: int, length: int,
+) -> list[int]:  # fmt: skip
     """Return, for each prompt, how many canvases of `length` tokens its answer may take.
 
-    Raise InputError if `limit`, sampler.max_length or `max_new_tokens` leaves an answer no token.
+    `max_new_tokens` is one number for all, or one for each. Raise InputError if that number, `limit` or
+    sampler.max_length leaves an answer no token.
     """
-    limit = min(limit, sampler.max_length or limit)
-    budgets = [-(-min(max_new_tokens, limit - len(prompt)) // length) for prompt in prompts]
+    limit, count = min(limit, sampler.max_length or limit), len(prompts)
+    most = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
+    budgets = [-(-min(n, limit - len(p)) // length) for p, n in zip(prompts, most, strict=True)]
     for index, budget in enumerate(budgets):
         if budget <= 0:
             raise InputError(
                 f"prompt {index} has {len(prompts[index])} tokens: nothing can follow it within "
-                f"max_new_tokens {max_new_tokens} and a total length of {limit}"
+                f"max_new_tokens {most[index]} and a total length of {limit}"
             )
     return budgets

@@ -208,7 +208,8 @@ class Answers:
         path = self._run.evaluation / model.name / f"{task.name}-{key_of(made)}.partial.jsonl"
         if model.name == BASELINE and isinstance(backend, Answerer):
             path = store_path(self._run, task.name, made)
-        share = Share(self._processes.rank, self._processes.count, self._processes.wait)
+        every = self._processes
+        share = Share(every.rank, every.count, every.wait, every.numbers)
         with held(path, made, share) as store:
             if isinstance(backend, ImportedBaseline):
                 store.done |= backend.pack.answers[task.name]
@@ -221,16 +222,17 @@ def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:
 
 
 class AnswerRates:
-    """Counts samples, tokens and seconds per model, and shows the progress."""
+    """Counts this process' samples, tokens and seconds per model, and shows the progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        self._processes = processes
         self.by_model: dict[str, Any] = {}
 
     def hours(self, samples: int) -> float:
-        """Return the hours that `samples` would take at the rate so far, 0 before the first sample."""
+        """Return the hours that all take for `samples` at the rate so far; 0 before the first."""
         counted = sum(counts["samples"] for counts in self.by_model.values())
         seconds = sum(counts["seconds"] for counts in self.by_model.values())
-        return samples * seconds / counted / 3600 if counted else 0.0
+        return samples * seconds / counted / self._processes / 3600 if counted else 0.0
 
     def counted(
         self,

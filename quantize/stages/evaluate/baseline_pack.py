@@ -28,7 +28,7 @@ from quantize.host.files import parse_json, read_json, write_bytes, write_json
 from quantize.host.locks import locked
 from quantize.recovery.estimands import Estimand
 from quantize.recovery.rows import Answer
-from quantize.recovery.samples import Completion, Finished, Request, SampleStore, Share
+from quantize.recovery.samples import Completion, Finished, SampleStore, Share, Waiting
 from quantize.recovery.sequential import Plan
 from quantize.reports.scores import read_scoring, scored_tasks
 from quantize.runs.folder import SHARED, RunDir
@@ -144,10 +144,10 @@ class ImportedBaseline:
         self.pack, self.sampler_settings = pack, sampler_settings
         self.made_with = dict(made_with) | {"model": made_with["model"] | {"imported": origin}}
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         """Raise InputError: the pack lacks answers to `requests`, and BF16 is not loaded here."""
         raise InputError(
-            f"{self.pack.path}: lacks {len(requests):,} answers, to other questions or behind "
+            f"{self.pack.path}: lacks {len(requests.missing):,} answers, to other questions or behind "
             f"the end of the run that made it; import one of `quantize evaluate RUN --all`, or remove "
             f"this file to ask BF16 here"
         )

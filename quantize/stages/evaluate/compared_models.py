@@ -15,7 +15,7 @@ from quantize.errors import InputError
 from quantize.host.progress import say
 from quantize.recipe.controls import JUDGED, SETTINGS
 from quantize.recipe.sections import Evaluation, OperatingPoint
-from quantize.recovery.samples import Finished, Request
+from quantize.recovery.samples import Finished, Waiting
 from quantize.recovery.served import Servers
 from quantize.runs.manifest import fingerprint, package_versions
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE, EXPORTED, in_mode
@@ -32,8 +32,8 @@ class Backend(Protocol):
     made_with: dict[str, Any]  # everything besides their requests that its samples depend on
     loading_seconds: float  # seconds spent so far on loading the model
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Yield each request with its answer once answered; no answer depends on other requests."""
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
+        """Yield each request that it takes, once answered; no answer depends on other requests."""
         ...
 
     def release(self) -> None:
@@ -85,7 +85,7 @@ class ServedModel:
         served = {"served": server.model, "weights": weights, "revision": revision}
         return served | {"activations": server.about.get("activations")}
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         """Yield each request with its answer; requests are sent one by one, several in flight."""
         return self.servers(requests)
 

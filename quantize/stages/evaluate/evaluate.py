@@ -11,18 +11,19 @@ made under other conditions move to evaluation-earlier/. BF16's samples do not d
 so all runs in one folder share the samples in that folder's `.bf16/`. One model is in memory at a
 time; it answers a whole part before another model is loaded.
 
-Under `torchrun --nproc-per-node N` the processes share each part's samples, one GPU each; the
-scores are as with one process (recovery.samples.Share). The first process writes and compares them.
+Under `torchrun --nproc-per-node N` the processes share each part's samples, one GPU each: whoever has
+a free slot takes the next. The scores are as with one process, and the first process writes them.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from quantize.errors import ResourceError
 from quantize.host.files import read_json
-from quantize.host.processes import joined
+from quantize.host.processes import Processes, joined
 from quantize.host.progress import say
 from quantize.recipe.controls import SETTINGS
 from quantize.recipe.sections import Evaluation, Gate
@@ -34,7 +35,12 @@ from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE
 from quantize.runtime import Sampler
 from quantize.stages.evaluate.answers import AnswerRates, Answers
-from quantize.stages.evaluate.baseline_pack import ImportedBaseline, find_pack, imports
+from quantize.stages.evaluate.baseline_pack import (
+    ImportedBaseline,
+    differing,
+    find_pack,
+    imports,
+)
 from quantize.stages.evaluate.compared_models import (
     Backend,
     ComparedModel,
@@ -88,8 +94,9 @@ def evaluate(
             models = open_models(
                 source, digest, run.checkpoint, settings, options, context, imported
             )
+            check_alike(models, processes)
             warn_of_servers(models, longest, canvas)
-            rates = AnswerRates()
+            rates = AnswerRates(processes.count)
             answers = Answers(run, processes, rates)
             _announce(tasks, models, gate)
             answers.tell_what_differs(models, tasks)
@@ -126,6 +133,18 @@ def _imported(
                 f"the verdict needs more"
             )
     return ImportedBaseline(pack, made, sampler)
+
+
+def check_alike(models: Sequence[ComparedModel], processes: Processes) -> None:
+    """Raise ResourceError if this process' answers would depend on else than the first process'."""
+    for model in models:
+        made = model.backend.made_with
+        for key, first, here in islice(differing(processes.of_first(made), made), 1):
+            raise ResourceError(
+                f"process {processes.rank + 1} of {processes.count}: {model.name} would answer with "
+                f"{key} {here}, in the first process {first}; all need equal GPUs, files and versions, "
+                f"and --batch-size for the GPU with the least free memory"
+            )
 
 
 def _announce(tasks: Sequence[Task], models: Sequence[ComparedModel], gate: Gate) -> None:

@@ -16,7 +16,7 @@ import torch
 from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError, ResourceError
 from quantize.recipe.sections import AT_ONCE
-from quantize.recovery.samples import Completion, Finished, Request
+from quantize.recovery.samples import Completion, Finished, Request, Waiting
 from quantize.runs.digests import sha256_of
 from quantize.runs.manifest import package_versions, tokenizer_digest
 from quantize.runtime import Placement, Sample, Sampler, StepRecord, generate, open, sized
@@ -116,21 +116,23 @@ class Answerer:
         self._engine = None
         free_unused(self._place.device)
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        """Yield each request with its answer as soon as it is answered, in any order."""
-        prompts, engine, budget = self._ready(requests)
-        seeds = [request.seed for request in requests]
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
+        """Yield each request that it takes as soon as it is answered, in any order."""
+        missing = requests.missing
+        prompts, engine, _ = self._ready(missing)
+        places = {request: index for index, request in enumerate(missing)}
 
         def announce(_: int, sample: Sample) -> None:
             new = sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
             self.announce(0, new)
 
         done = each_completed(
-            engine, prompts, seeds, max_new_tokens=budget, sampler=self.sampler,
-            on_canvas=announce,
+            engine, prompts, [request.seed for request in missing],
+            max_new_tokens=[request.max_new_tokens for request in missing], sampler=self.sampler,
+            on_canvas=announce, order=(places[request] for request in requests),
         )  # fmt: skip
         for index, sample in done:
-            yield requests[index], _completion(self.tokenizer, sample)
+            yield missing[index], _completion(self.tokenizer, sample)
 
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         prompts = [_encode(self.tokenizer, request) for request in requests]
@@ -204,7 +206,7 @@ class ExportedAnswerer:
         self.made_with: dict[str, Any] = base.made_with | {"model": model}
         self._running: LlamaCpp | None = None
 
-    def __call__(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def __call__(self, requests: Waiting) -> Iterator[Finished]:
         """Yield each request with its answer, one after the other."""
         if self._running is None:
             canvas: int = read_config(self.folder)["canvas_length"]
