@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,18 @@ LONGEST = (
 
 
 def pytest_configure() -> None:
-    """Do not wait for the disk: no test loses power, and a wrong descriptor still raises."""
+    """Do not wait for the disk, and let an example of hypothesis take as long as the machine needs.
+
+    No test loses power, and a wrong descriptor still raises.
+    """
     os.fsync = os.fstat  # type: ignore[assignment]
+    with suppress(ImportError):  # a GPU machine may lack it
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("any machine")
 
 
 def pytest_collection() -> None:

@@ -32,7 +32,7 @@ LARGE = 1 << 22  # bytes from which a file of a larger set counts by its sha256
 SETTLED = 2_000_000_000  # ns
 REMEMBERED = Path(user_cache_dir("diffusiongemma-quantize", appauthor=False)) / "digests.json"
 MOST_REMEMBERED = 4096  # files
-SLOW = 4_000_000_000  # bytes from which reading takes long enough to be told
+ANNOUNCED_FROM = 4_000_000_000  # bytes from which reading takes long enough to be told
 HASHED_AT_ONCE = 1 << 24
 SAMPLE, SAMPLES = 65536, 64  # of `sampled`: bytes of a sample, samples of a file
 
@@ -91,7 +91,7 @@ def sha256_of_all(paths: Iterable[Path]) -> list[str]:
     identities = [(path, _identity(path)) for path in paths]
     known = _recall()
     unread = [path for path, identity in identities if identity not in known]
-    if (count := sum(path.stat().st_size for path in unread)) >= SLOW:
+    if (count := sum(path.stat().st_size for path in unread)) >= ANNOUNCED_FROM:
         say(f"{unread[0].parent}: {size(count)} are read for their digests, once")
     began = time.time_ns()
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""Holds answers to a grammar: decides from left to right which tokens of a canvas are committed.
+"""Holds answers to a grammar, canvas by canvas, within a budget of work; decides what is committed.
 
 A canvas is denoised freely. Then an automaton (llguidance) reads its tokens from left to right. A
 token that the grammar forbids is replaced by the most probable allowed token, under the last step's

@@ -1,4 +1,4 @@
-"""Makes llguidance's matchers, and finds the texts that end them."""
+"""Makes llguidance's matchers of regexes, JSON forms and calls, and finds the texts that end them."""
 
 from collections.abc import Sequence
 from copy import copy

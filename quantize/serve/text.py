@@ -168,7 +168,7 @@ class Answer:
         if self.finish is None:
             reasoning, content = (t.rstrip(HALF_CHARACTER) for t in (reasoning, content))
             markers = [OPEN] if self.tools else []
-            content = content[: len(content) - held(content, [*self.stops, *markers])]
+            content = content[: len(content) - held_back(content, [*self.stops, *markers])]
         calls: list[Call] = []
         if self.tools:
             content, calls = read_calls(content, self.tools, whole=self.finish is not None)
@@ -203,7 +203,7 @@ def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(ends)[1]], True) if ends else (text, False)
 
 
-def held(text: str, stops: Sequence[str]) -> int:
+def held_back(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest end of `text` with which a stop string begins, or 0."""
     return max((_overlap(text[1 - len(stop) :], stop) for stop in stops if stop[1:]), default=0)
 

@@ -69,7 +69,7 @@ assert not any(name.startswith("triton.") for name in sys.modules)
 
 
 @given(st.floats(-6, 6, width=32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_encoding_is_to_nearest_with_ties_to_even(value: float) -> None:
     given = torch.tensor([value, 0.0])
     code = int(formats.pack(formats.e2m1_codes(given.clone(), torch.empty(2))))

@@ -202,7 +202,7 @@ def test_a_base_that_scores_nothing_has_no_recovery() -> None:
         assert judge_task("t", found).outcome in ("PASS", "INCONCLUSIVE")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     n=st.integers(2, 120),
     k=st.integers(1, 4),

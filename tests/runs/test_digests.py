@@ -243,7 +243,7 @@ def test_one_byte_of_a_sparse_file_above_2_gb(
 ) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(digests, "REMEMBERED", tmp_path / "digests.json")
-    monkeypatch.setattr(digests, "SLOW", 2_000_000_000)
+    monkeypatch.setattr(digests, "ANNOUNCED_FROM", 2_000_000_000)
     path = tmp_path / "sparse"
     with path.open("wb") as file:
         file.truncate(2_100_000_000)

@@ -92,7 +92,7 @@ def test_a_step_samples_the_distribution() -> None:
         assert chi_square < 16.3  # 0.1 % point at 3 degrees of freedom
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**31), st.floats(0.01, 8))
 def test_acceptance_is_that_of_transformers(seed: int, bound: float) -> None:
     logits = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(seed)) * 4

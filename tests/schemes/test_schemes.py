@@ -171,7 +171,7 @@ def test_every_e2m1_midpoint_rounds_to_the_even_code():
     assert torch.equal(round_e2m1(below), grid[:-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 0x7F7F), min_size=32, max_size=32), st.integers(0, 0xFFFFFFFF))
 def test_any_finite_block_equals_compressed_tensors(bits: list[int], signs: int):
     block = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)

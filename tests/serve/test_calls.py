@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantize.serve.calls import DEEPEST, MARKERS, Call, read_call, read_calls
@@ -40,7 +40,6 @@ def written(arguments: dict[str, Any]) -> str:
     return rendered[rendered.index("<|tool_call>") : rendered.index("<|turn>model", 30)]
 
 
-@settings(deadline=None)  # the first example builds the template
 @given(st.dictionaries(WORDS, VALUES, max_size=4))
 def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> None:
     content, (call,) = read_calls("so: " + written(arguments), NAMES, whole=False)

@@ -17,7 +17,7 @@ from quantize.serve import guard
 from quantize.serve import server as module
 from quantize.serve.protocol import ChatRequest
 from quantize.serve.service import MAX_ENTRIES
-from quantize.serve.text import held
+from quantize.serve.text import held_back
 from tests.support.hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies
 from tests.support.serving import Running, ScriptedEngine, running, text_with_tools
 
@@ -181,9 +181,9 @@ def test_long_stop_strings_are_compared_once() -> None:
     """The engine's thread compared each beginning: 1 MB took minutes a canvas."""
     stops = ["a" * 500_000, "ab" * 250_000]
     text = "ab" * 20_000 + "a"
-    assert seconds(held, text, stops) < 0.5
-    assert held(text, stops) == len(text)
-    assert held(text[:-1] + "c", stops) == 0
+    assert seconds(held_back, text, stops) < 0.5
+    assert held_back(text, stops) == len(text)
+    assert held_back(text[:-1] + "c", stops) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantize.runtime.engine.interface import Canvas
-from quantize.serve.text import Answer, Text, cut, held
+from quantize.serve.text import Answer, Text, cut, held_back
 from tests.support.serving import SAMPLER, tokenizer
 
 EOS = 1
@@ -98,7 +98,7 @@ def test_cut_and_held_are_what_a_whole_text_says(text: str, stops: list[str]) ->
     for end in range(len(text) + 1):
         seen, stopped = cut(text[:end], stops)
         if not stopped:
-            seen = seen[: len(seen) - held(seen, stops)]
+            seen = seen[: len(seen) - held_back(seen, stops)]
         assert seen.startswith(shown)  # nothing that was shown is taken back
         shown = seen
         if stopped:

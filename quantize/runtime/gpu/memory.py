@@ -1,4 +1,4 @@
-"""Plans GPU memory before loading: which layers stay, and how many canvases are denoised at once.
+"""Plans GPU memory before loading: bytes a slot takes, which layers stay, how many slots there are.
 
     fixed        embedding, norms, routers, self-conditioning: always on the GPU
     layers       weights of the Linears and experts of layers that stay

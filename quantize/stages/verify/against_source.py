@@ -79,8 +79,8 @@ def compare(artifact: Checkpoint, source: Checkpoint, device: str = "cpu") -> di
         target, start, stop = part
         rows = source.read_rows(target.name, start, stop)
         if target.scheme is None:
-            theirs = artifact.read_rows(target.name, start, stop)
-            same = torch.equal(rows.view(torch.uint8), theirs.view(torch.uint8))  # NaN as well
+            stored = artifact.read_rows(target.name, start, stop)
+            same = torch.equal(rows.view(torch.uint8), stored.view(torch.uint8))  # NaN as well
             return ["" if same else f"{target.name} differs from BF16's"]
         weights = rows.view(-1, *linear_shape(target.shape, target.modules))
         named = zip(modules_of(part)[1], weights, strict=True)
@@ -139,12 +139,17 @@ def _likeness(
     except InputError as error:
         return str(error)
     with device.turn:
-        theirs = {suffix: device.take(tensor) for suffix, tensor in read.items()}
+        stored = {suffix: device.take(tensor) for suffix, tensor in read.items()}
         weight = device.take(weight)
         ranges = scheme.observe(weight, "memoryless_minmax")
         nearest = scheme.dequantize(scheme.quantize(weight, ranges, None, None))
-        ours, mine = weight.double(), scheme.dequantize(theirs).double()
-        sums = (ours * ours, (ours - mine).square(), (ours - nearest).square(), ours * mine)
+        original, dequantized = weight.double(), scheme.dequantize(stored).double()
+        sums = (
+            original * original,
+            (original - dequantized).square(),
+            (original - nearest).square(),
+            original * dequantized,
+        )
         norm, distance, least, inner = torch.stack([terms.sum() for terms in sums]).tolist()
     length = inner / norm if norm else 1.0
     errors = ratio(distance, norm), ratio(least, norm)

@@ -53,29 +53,32 @@ class Decompressor:
         modules: Sequence[str],
         compared: Sequence[slice],
         tensors: Mapping[str, Tensor],
-        mine: Tensor,
+        dequantized: Tensor,
     ) -> Tensor:
         """Return bool [n]: whether each Linear's rows `compared`, decompressed, equal ours bit for bit.
 
-        `tensors` maps suffix -> stored values [n, ...]; `mine` are our weights, BF16 [n, out, in].
+        `tensors` maps suffix -> stored values [n, ...]; `dequantized` are ours, BF16 [n, out, in].
         """
-        wrong = torch.zeros(len(modules), dtype=torch.int32, device=mine.device)  # rows of each
+        device = dequantized.device
+        wrong = torch.zeros(len(modules), dtype=torch.int32, device=device)  # rows of each
         groups: dict[str, dict[int, slice]] = defaultdict(dict)
         for index, (module, rows) in enumerate(zip(modules, compared, strict=True)):
             groups[str(self._schemes.group_of(module))][index] = rows
         for group, chosen in groups.items():
-            numbers = np.arange(mine.shape[1])
+            numbers = np.arange(dequantized.shape[1])
             places = [index * len(numbers) + numbers[rows] for index, rows in chosen.items()]
-            at = torch.from_numpy(np.concatenate(places)).to(mine.device)  # in [n * out, in]
-            ours, of_row = _rows(mine, at), at // len(numbers)
+            at = torch.from_numpy(np.concatenate(places)).to(device)  # in [n * out, in]
+            expected, of_row = _rows(dequantized, at), at // len(numbers)
             stored = {  # a scale of a whole matrix is repeated for each of its rows
                 suffix: _rows(tensor, at) if tensor.dim() == 3 else tensor[of_row][:, :, None]
                 for suffix, tensor in tensors.items()
                 if suffix not in INPUT_SCALES
             }
             equal = [
-                _equal_rows(self.weight(group, {s: t[rows] for s, t in stored.items()}), ours[rows])
-                for rows in blocks(ours)
+                _equal_rows(
+                    self.weight(group, {s: t[rows] for s, t in stored.items()}), expected[rows]
+                )
+                for rows in blocks(expected)
             ]
             wrong.index_add_(0, of_row, torch.cat(equal).logical_not().int())
         return wrong == 0
@@ -95,8 +98,8 @@ def _rows(tensor: Tensor, at: Tensor) -> Tensor:
     return (rows if len(at) == len(rows) else rows.index_select(0, at)).view(tensor.dtype)
 
 
-def _equal_rows(theirs: Tensor, mine: Tensor) -> Tensor:
+def _equal_rows(decompressed: Tensor, dequantized: Tensor) -> Tensor:
     """Return bool [R]: whether dtype and bits of each row are the same."""
-    if theirs.dtype != mine.dtype or theirs.shape != mine.shape:
-        return torch.zeros(len(mine), dtype=torch.bool, device=mine.device)
-    return (theirs.contiguous().view(torch.int16) == mine.view(torch.int16)).all(1)
+    if decompressed.dtype != dequantized.dtype or decompressed.shape != dequantized.shape:
+        return torch.zeros(len(dequantized), dtype=torch.bool, device=dequantized.device)
+    return (decompressed.contiguous().view(torch.int16) == dequantized.view(torch.int16)).all(1)

@@ -133,14 +133,14 @@ def verify(
 
 def _expect_equal(
     check: Check,
-    mine: Mapping[str, Any],
-    theirs: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    actual: Mapping[str, Any],
     fault: str,
     default: Any = None,
 ) -> None:
-    """Expect equal values under every name; `fault` is a format of name, mine and theirs."""
-    for name in sorted(mine.keys() | theirs.keys()):
-        both = mine.get(name, default), theirs.get(name, default)
+    """Expect equal values under every name; `fault` is a format of name, expected and actual."""
+    for name in sorted(expected.keys() | actual.keys()):
+        both = expected.get(name, default), actual.get(name, default)
         check.expect(both[0] == both[1], fault.format(name, *both))
 
 
@@ -206,5 +206,5 @@ def _check_calibrated(written: dict[str, float], path: Path, check: Check) -> No
         check.expect(False, str(error))
         return
     by_name = dict(zip(reader.tensors, values, strict=True))
-    mine = {f"{module}.input_global_scale": [value] for module, value in written.items()}
-    _expect_equal(check, mine, by_name, f"{{}} is {{}} and calibration found {{}}; {CONVERT}")
+    expected = {f"{module}.input_global_scale": [value] for module, value in written.items()}
+    _expect_equal(check, expected, by_name, f"{{}} is {{}} and calibration found {{}}; {CONVERT}")

@@ -194,14 +194,18 @@ class Comparer:
         with self.device.turn:
             weight = self.device.take(rows).view(-1, *linear_shape(target.shape, target.modules))
             tensors = _parsed(self.device.take(encoded), len(modules), _specs(target, scheme))
-            mine = scheme.dequantize(tensors)
-            squares = _sums_of_squares(weight, mine).T.tolist()
+            dequantized = scheme.dequantize(tensors)
+            squares = _sums_of_squares(weight, dequantized).T.tolist()
             del weight
-            flags = [sound_each(tensors), _positive(tensors["weight_scale"], scheme), _alive(mine)]
+            flags = [
+                sound_each(tensors),
+                _positive(tensors["weight_scale"], scheme),
+                _alive(dequantized),
+            ]
             if self.decompressor is not None:
-                count, out = len(target.modules), mine.shape[1]
+                count, out = len(target.modules), dequantized.shape[1]
                 compared = [compared_rows(first + i, count, out) for i in range(len(modules))]
-                flags.append(self.decompressor.alike(modules, compared, tensors, mine))
+                flags.append(self.decompressor.alike(modules, compared, tensors, dequantized))
             by_expert = torch.stack(flags).T.tolist()
         most = A_LINEAR * error_limit(self.recipe, scheme)
         for i, (module, (sound, positive, alive, *alike)) in enumerate(
@@ -259,14 +263,16 @@ def _alive(weight: Tensor) -> Tensor:
     return alive if alive.all() else weight.flatten(1).any(1)
 
 
-def _sums_of_squares(weight: Tensor, mine: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+def _sums_of_squares(
+    weight: Tensor, dequantized: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return the sums of squares of W and of W - W' for each of [n, out, in]: float64 [2, n]."""
     squares = torch.zeros(2, len(weight), dtype=torch.float64, device=weight.device)
     for block in blocks(weight):
         values = weight[block].to(dtype)
         norm = torch.linalg.vector_norm(values, dim=(-2, -1))
-        distance = torch.linalg.vector_norm(values.sub_(mine[block]), dim=(-2, -1))
+        distance = torch.linalg.vector_norm(values.sub_(dequantized[block]), dim=(-2, -1))
         squares[:, block[0]] += torch.stack((norm, distance)).double().square()
     if dtype == torch.float32 and not squares.isfinite().all():  # one overflowed
-        return _sums_of_squares(weight, mine, torch.float64)
+        return _sums_of_squares(weight, dequantized, torch.float64)
     return squares
