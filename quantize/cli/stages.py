@@ -14,6 +14,10 @@ from quantize.pipeline.stages import STAGES, Stage
     "recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu", "hourly-price"
 )
 @click.option(
+    "--gpus", type=click.IntRange(1, 1024), default=1, show_default=True,
+    help="How many such GPUs share what can be shared.",
+)  # fmt: skip
+@click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without "
     "--model, the 26B model is shown.",
@@ -43,7 +47,7 @@ def plan(
     from quantize.stages.plan.show import show_plan
 
     if serve:
-        del options["tasks"], options["limit"], options["hourly_price"]
+        del options["tasks"], options["limit"], options["hourly_price"], options["gpus"]
         show_serving(model or REAL_MODEL, context=context, clients=clients, **options)
         return 0
     code = show_plan(recipe, model, **options)

@@ -1,11 +1,11 @@
-"""Locks that let one process at a time work on a run folder or a store, and end with the process.
+"""Locks that let one process at a time work on a run folder, a store or a cache; they end with it.
 
 The lock is the kernel's (flock), so a kill frees it. The file stays, and names its last holder.
 """
 
 import fcntl
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from os import getpid
 from pathlib import Path
 
@@ -35,6 +35,19 @@ def locked(file: Path, what: str) -> Generator[None]:
         held.truncate(0)
         held.write(f"{getpid()}\n")
         held.flush()
+        yield
+
+
+@contextmanager
+def in_turn(file: Path) -> Generator[None]:
+    """Hold the lock `file` while the block runs; wait for other processes of this machine that hold it.
+
+    Where no such file can be made, the block runs at once.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(file.open("a")), fcntl.LOCK_EX)
         yield
 
 

@@ -138,7 +138,7 @@ def best_device() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     place, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if place >= gpus:
+    if place and place >= gpus:
         raise ResourceError(
             f"process {place + 1} of this machine has no GPU: there are {gpus}; torchrun "
             f"--nproc-per-node {gpus}"

@@ -14,7 +14,7 @@ rot on a disk change no time; stages that take over another's files read them wh
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +24,7 @@ import xxhash
 from platformdirs import user_cache_dir
 
 from quantize.host.files import write_json
+from quantize.host.locks import in_turn
 from quantize.host.progress import say
 from quantize.host.units import size
 
@@ -87,8 +88,19 @@ def xxh3_of(path: Path) -> str:
 
 
 def sha256_of_all(paths: Iterable[Path]) -> list[str]:
-    """Return the sha256 of each file; a file that was read before and has not changed is not read."""
+    """Return the sha256 of each file; a file that was read before and has not changed is not read.
+
+    Of several processes that ask at once, one reads, and the others wait for what it remembers.
+    """
     identities = [(path, _identity(path)) for path in paths]
+    known = _recall()
+    if all(identity in known for _, identity in identities):
+        return [known[identity] for _, identity in identities]
+    with in_turn(REMEMBERED.with_suffix(".lock")):
+        return _read_unless_known(identities)
+
+
+def _read_unless_known(identities: Sequence[tuple[Path, str]]) -> list[str]:
     known = _recall()
     unread = [path for path, identity in identities if identity not in known]
     if (count := sum(path.stat().st_size for path in unread)) >= ANNOUNCED_FROM:

@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,25 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     monkeypatch.setattr(digests, "sha256_of", noted)
     return seen
+
+
+def test_of_processes_that_ask_at_once_one_reads(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four processes of torchrun would each read a model of 52 GB."""
+    settled(monkeypatch)
+    began, read = threading.Barrier(2, timeout=60), list[Path]()
+
+    def slowly(path: Path) -> str:
+        read.append(path)
+        time.sleep(0.2)
+        return sha256_of(path)
+
+    monkeypatch.setattr(digests, "sha256_of", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        both = pool.map(lambda _: (began.wait(), sha256_of_all([large]))[1], range(2))
+        assert list(both) == [[sha256_of(large)]] * 2
+    assert read == [large]
 
 
 def test_a_byte_that_no_sample_held_is_seen(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 import ast
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +164,17 @@ def test_a_kernel_that_does_not_compile_is_one_line_with_the_compilers_reason(
         trust.trust({"fp8"}, None, CUDA)
 
 
+def test_of_processes_that_begin_at_once_one_tests(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, began = pretend(H200), threading.Barrier(2, timeout=60)
+    at_once = selftest.fault
+    monkeypatch.setattr(selftest, "fault", lambda *of: (time.sleep(0.2), at_once(*of))[1])
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: (began.wait(), trust.trust({"fp8"}, None, CUDA)), range(2)))
+    assert tested == ["bf16", "fp8"]
+
+
 def test_other_versions_and_damaged_files_are_tested_again(
     pretend: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +308,7 @@ def test_a_process_whose_gpu_is_gone_ends_and_the_next_one_knows(
     trust.trust({"bf16"}, None, CUDA)
 
     def gone(*_: object) -> None:
-        if dispatch.distrusted or "nvfp4_e2m1" in next(trust.REMEMBERED.glob("*")).read_text():
+        if dispatch.distrusted or "nvfp4_e2m1" in next(trust.REMEMBERED.glob("*.json")).read_text():
             raise RuntimeError("CUDA error: an illegal instruction was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", gone)

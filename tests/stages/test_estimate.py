@@ -16,6 +16,7 @@ from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target
 from quantize.cli import cli
 from quantize.cli.options import REAL_MODEL
+from quantize.pipeline.stages import STAGES, Stage
 from quantize.recipe.reading import load_recipe, shipped_recipes
 from quantize.recipe.sections import Recipe
 from quantize.runtime.gpu.gpus import GPUS, Gpu
@@ -30,7 +31,7 @@ from quantize.stages.plan.estimate import (
 from quantize.stages.plan.gpu_support import planned_gpu
 from quantize.stages.plan.plan import plans_of, tensors_from_config
 from quantize.stages.plan.serving import serving_table
-from quantize.stages.plan.show import between, stage_table, task_table
+from quantize.stages.plan.show import SEVERAL, between, stage_table, task_table
 
 GOLDEN = Path(__file__).parents[1] / "data/plans.txt"
 CONFIG = known_config(REAL_MODEL) or {}
@@ -124,6 +125,29 @@ def test_a_pulled_baseline_leaves_the_candidates_time_and_an_hour_has_a_price() 
     for sentence, seconds in (("evaluate: ", whole.seconds), ("or `import`): ", whole.candidate)):
         low, high = (f"{second / 1200:,.2f}" for second in seconds)
         assert f"{sentence}{between(seconds)}, at 3 an hour: {low} to {high}" in said
+
+
+def test_several_gpus_divide_the_time_of_answers_and_nothing_of_its_price() -> None:
+    whole = rows(NVFP4, planned_gpu(GPUS["h200"], None))["evaluate"]
+    words = ["plan", "--recipe", "nvfp4", "--model", REAL_MODEL, "--gpu", "h200"]
+    words += ["--hourly-price", "3", "--gpus"]
+    one, four = (CliRunner().invoke(cli, [*words, n], env={"COLUMNS": "80"}) for n in "14")
+    said = " ".join(four.output.split())
+    for sentence, seconds in (("evaluate: ", whole.seconds), ("or `import`): ", whole.candidate)):
+        assert seconds is not None
+        low, high = (f"{second / 1200:,.2f}" for second in seconds)
+        quarter = between((seconds[0] / 4, seconds[1] / 4))
+        assert f"{sentence}{quarter}, at 12 an hour: {low} to {high}" in said
+    assert "4 GPUs of one kind share calibrate, fidelity and evaluate" in said
+    assert "torchrun --nproc-per-node 4" in said
+    assert "torchrun" not in one.output
+
+
+@pytest.mark.parametrize("stage", STAGES[1:], ids=lambda stage: stage.name)
+def test_what_several_gpus_share_is_as_the_plan_says(stage: Stage) -> None:
+    shared = SEVERAL.partition("share")[2].partition("(")[0]
+    assert (stage.name in shared) is stage.shares_work
+    assert stage.name in SEVERAL.lower()
 
 
 def test_sixteen_gb_are_told_what_they_lack() -> None:

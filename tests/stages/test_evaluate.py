@@ -150,7 +150,7 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
 
 
 def test_tokens_are_told_of_before_their_sample_is_finished(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So that minutes in which one sample is denoised show something; what is told is what comes.
 
@@ -170,6 +170,9 @@ def test_tokens_are_told_of_before_their_sample_is_finished(
     assert len(told) == sum(len(c.denoising_steps) for c in completions) >= len(requests)
     assert sum(tokens for _, tokens in told) == sum(c.tokens for c in completions)
     assert not any(n for n, _ in told)  # each sample is handed over as it is finished
+    parts = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()[-2:]]
+    assert parts[0].startswith("loaded in ")
+    assert parts[1].endswith(" s later, kernels compiled and captured")
 
 
 def test_a_batch_size_for_the_machine_overrules_the_recipes(

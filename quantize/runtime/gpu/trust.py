@@ -31,6 +31,7 @@ from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.reader import read_config
 from quantize.errors import ResourceError
 from quantize.host.files import write_json
+from quantize.host.locks import in_turn
 from quantize.host.progress import say
 from quantize.runtime.gpu.gpus import TUNED, check_gpu
 from quantize.schemes.modes import ActivationMode
@@ -130,6 +131,9 @@ class _Results:
         }
         self.faults: dict[str, str | None] = {}
         self.launches: dict[str, str] = {}  # layout -> digest of its configurations
+        self._recall()
+
+    def _recall(self) -> None:
         with suppress(OSError, ValueError, KeyError, TypeError):
             read = json.loads(self.path.read_text())
             if read["about"] == self.about:
@@ -174,18 +178,25 @@ class _Results:
         """
         configurations = json.dumps(tuning.of_layout(layout, self.device), sort_keys=True)
         launches = hashlib.sha256(configurations.encode()).hexdigest()[:16]
-        if name not in self.faults or self.launches.get(name) != launches:
-            say(f"testing {tested} on {self.name}, once")
-            self.faults[name], self.launches[name] = test(), launches
-            write_json(
-                self.path, {"about": self.about, "faults": self.faults, "launches": self.launches}
-            )
-            try:
-                torch.cuda.synchronize(self.device)
-            except RuntimeError:  # the GPU no longer answers; the next process knows the fault
-                why = self.faults[name]
-                raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
+        if not self._knows(name, launches):
+            with in_turn(self.path.with_suffix(".lock")):
+                self._recall()  # a process beside this one may have tested meanwhile
+                if not self._knows(name, launches):
+                    say(f"testing {tested} on {self.name}, once")
+                    self._note(name, test(), launches)
         return self.faults[name]
+
+    def _knows(self, name: str, launches: str) -> bool:
+        return name in self.faults and self.launches.get(name) == launches
+
+    def _note(self, name: str, why: str | None, launches: str) -> None:
+        self.faults[name], self.launches[name] = why, launches
+        about = {"about": self.about, "faults": self.faults, "launches": self.launches}
+        write_json(self.path, about)
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError:  # the GPU no longer answers; the next process knows the fault
+            raise ResourceError(f"{self.name}: {why}; {REPORT}, and run this again") from None
 
 
 def _sources() -> str:

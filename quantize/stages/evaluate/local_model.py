@@ -15,6 +15,7 @@ import torch
 
 from quantize.checkpoints.reader import read_config
 from quantize.errors import InputError, ResourceError
+from quantize.host.progress import say
 from quantize.recipe.sections import AT_ONCE
 from quantize.recovery.samples import Completion, Finished, Request, Waiting
 from quantize.runs.digests import sha256_of
@@ -81,6 +82,7 @@ class Answerer:
         self.announce: Callable[[int, int], None] = lambda samples, tokens: None
         self.loading_seconds = 0.0
         self._engine: Engine | None = None
+        self._loaded: float | None = None  # when, until its first canvas is finished
 
     @property
     def capacity(self) -> int:
@@ -105,7 +107,9 @@ class Answerer:
                     f"once, {planned} were planned; --batch-size {self.capacity} plans for so many"
                 )
             self._engine = open(self.folder, self._place, batch_invariant=True)
-            self.loading_seconds += time.monotonic() - began
+            self._loaded = time.monotonic()
+            self.loading_seconds += self._loaded - began
+            say(f"{self.folder}: loaded in {self._loaded - began:.1f} s")
         return self._engine
 
     def release(self) -> None:
@@ -123,6 +127,9 @@ class Answerer:
         places = {request: index for index, request in enumerate(missing)}
 
         def announce(_: int, sample: Sample) -> None:
+            if self._loaded is not None:
+                seconds, self._loaded = time.monotonic() - self._loaded, None
+                say(f"{self.folder}: a canvas {seconds:.1f} s later, kernels compiled and captured")
             new = sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
             self.announce(0, new)
 

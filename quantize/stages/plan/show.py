@@ -1,6 +1,7 @@
 """Shows a plan: what the weights become, what each stage takes, what other recipes would make."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,11 @@ TO_THE_LIMITS = (
     "from answers of typical length until the verdict is certain, to all at their limits"
 )
 PACK = "`quantize baseline pull`, or `import`"
+SEVERAL = (
+    "{0} GPUs of one kind share calibrate, fidelity and evaluate (`torchrun --nproc-per-node {0} -m "
+    "quantize STAGE RUN`): the time of evaluate is one GPU's divided by {0}, by arithmetic. Round, "
+    "convert, verify and report take one GPU. Memory is that of each, for each loads whole models"
+)
 JUDGING = (
     "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "
     "answers stay. So do the trajectories that BF16 is recorded on without a calibration; BF16 reads "
@@ -61,13 +67,15 @@ def show_plan(
     tasks: Sequence[str] = (),
     limit: int | None = None,
     hourly_price: float | None = None,
+    gpus: int = 1,
 ) -> int:
     """Print what a recipe would do to a model, from headers or only from the model's config.
 
     Stages are estimated for `gpu` (None: this machine's GPU or, if it has none, an H200) with
     `gpu_memory` bytes (None: all). They are left out for the bundled model if both are None. With
-    `hourly_price`, the price of an hour of the GPU, evaluation's cost stands beside its time. Return 4
-    if the gate cannot PASS on a task, whatever the answers are, else 0.
+    `hourly_price`, the price of an hour of the GPU, evaluation's cost stands beside its time. The time
+    is that of `gpus` such GPUs, and a sentence says what they share. Return 4 if the gate cannot PASS
+    on a task, whatever the answers are, else 0.
     Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
     recipe = resolved(recipe_name, bundled=model is None, tasks=tasks, limit=limit)
@@ -90,11 +98,15 @@ def show_plan(
     rows = planned(recipe, config, tensors, targets, within)
     page.print(stage_table(recipe.name, rows, within))
     (asking,) = (row for row in rows if row.stage == "evaluate")
-    if asking.seconds:
+    if asking.seconds and asking.candidate:
+        (low, high), (least, most) = asking.seconds, asking.candidate
+        shares = (low / gpus, high / gpus), (least / gpus, most / gpus)
+        asking = replace(asking, seconds=shares[0], candidate=shares[1])
         page.print(task_table(recipe, asking.seconds))
     count = replayed_of(recipe)
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
-    lines = [*few, *ending(asking, hourly_price), *JUDGING]
+    lines = [*few, *ending(asking, hourly_price and hourly_price * gpus), *JUDGING]
+    lines += [SEVERAL.format(gpus)] if gpus > 1 else []
     lines.append(serving_line(config, targets, within))
     page.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
