@@ -65,13 +65,20 @@ def passes(comparison: Comparison) -> bool:
     return all(_within(limit.p_pass, comparison) for limit in limits_on(comparison).values())
 
 
+def _with_budget(task: str, comparison: Comparison) -> str:
+    """Return a task's name with the most tokens of an answer, which move scores more than formats."""
+    tokens = comparison.max_tokens
+    return task if tokens is None else f"{task} at {tokens:,} tokens"
+
+
 def judge_task(task: str, comparison: Comparison) -> Verdict:
     """Return a task's own verdict, without step inflation and Holm's correction over tasks."""
     limits = limits_on(comparison)
     margin = limits["margin"]
 
     def because(outcome: Outcome, *sentences: str) -> Verdict:
-        reason = "; ".join(f"{task}: {sentence}" for sentence in sentences)
+        named = _with_budget(task, comparison)
+        reason = "; ".join(f"{named}: {sentence}" for sentence in sentences)
         return Verdict(outcome, reason, comparison.estimand)
 
     if passes(comparison):
@@ -150,7 +157,7 @@ def _failures(
         for task, name in tests
     }
     return [
-        f"{task}: {limits[task][name].sentence('FAIL')}"
+        f"{_with_budget(task, comparisons[task])}: {limits[task][name].sentence('FAIL')}"
         for (task, name), adjusted in holm(p_values, tests).items()
         if name in limits.get(task, {}) and _within(adjusted, comparisons[task])
     ]

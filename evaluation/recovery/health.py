@@ -6,6 +6,7 @@
   cut            the token limit ended the answer
   never_stopped  a canvas took the most denoising steps allowed
   stutter        16 words or more, and at least a tenth of their 8-grams (of words) are repetitions
+  loop           the text ends in a cycle: at least 64 characters, and three times the same piece
 
 Signs of the text (`OF_TEXT`) are found when an answer is made, since a private task keeps no text;
 the other signs follow from what is stored of an answer. A sign is judged like accuracy, by the same
@@ -17,7 +18,8 @@ A recipe may set the limits. The default is half the task's margin: an empty ans
 a wrong one, and one sign may not use up the margin. If half the margin is below 5 units (answers
 or questions, whichever the estimand counts), the default is the lesser of 5 units and the margin.
 With a limit below 5 units, one answer of the candidate with the sign by chance would prevent PASS:
-P(Poisson(5) <= 1) is 4.0 %. `never_stopped` has no default: `max_step_inflation` judges its cost.
+P(Poisson(5) <= 1) is 4.0 %. `never_stopped` and `loop` have no default: `max_step_inflation` judges
+the cost of the first, and a text with a loop has the sign `stutter`, or is cut.
 
 Let s be the share of BF16's answers that have the sign. If s / 2 exceeds the limit, s / 2 is the
 limit instead. With the smaller limit, healthy models with a frequent sign would stay undecided. The
@@ -48,15 +50,17 @@ SIGNS = {
     "open_thought": "with thoughts not closed",
     "cut": "cut at the token limit",
     "stutter": "repeating themselves",
+    "loop": "ending in a loop",
     "never_stopped": "with a canvas that never stopped",
 }
-OF_TEXT = {"empty", "open_thought", "stutter"}
-UNJUDGED = {"never_stopped"}  # unless a recipe names a limit
+OF_TEXT = {"empty", "open_thought", "stutter", "loop"}
+UNJUDGED = {"never_stopped", "loop"}  # unless a recipe names a limit
 ROOM = 5  # a default limit is at least this many units, or the margin
 MORE = 0.5  # part of its frequency in BF16's answers that a sign may gain, if more than its limit
 THINKING, END_OF_THINKING = "<|channel>", "<channel|>"
 _CONTROL = re.compile(r"<\|?[a-z_]+\|?>")
 _GRAM, _LEAST_WORDS, _REPEATED = 8, 16, 0.1
+_LEAST_LOOP, _PERIODS = 64, 3  # characters of a loop, and how often it repeats
 
 
 def without_thinking(text: str) -> str:
@@ -72,8 +76,26 @@ def text_signs(text: str) -> list[str]:
         "empty": not _CONTROL.sub("", without_thinking(text)).strip(),
         "open_thought": THINKING in text.rpartition(END_OF_THINKING)[2],
         "stutter": len(words) >= _LEAST_WORDS and 1 - len({*grams}) / len(grams) >= _REPEATED,
+        "loop": loops(text),
     }
     return [sign for sign, is_shown in shown.items() if is_shown]
+
+
+def loops(text: str) -> bool:
+    """Return whether a text ends in a cycle, whatever its period; the last turn of it may be cut."""
+    text = _CONTROL.sub("", text)
+    return _ends_in_cycle(text) or _ends_in_cycle(text.rstrip())
+
+
+def _ends_in_cycle(text: str) -> bool:
+    end, start = text[-_LEAST_LOOP // 2 :], len(text)
+    while (start := text.rfind(end, 0, start + len(end) - 1)) >= 0:  # the end comes before, too
+        period = len(text) - len(end) - start
+        if (span := max(_PERIODS * period, _LEAST_LOOP)) > len(text):
+            break
+        if period and text[-span:-period] == text[period - span :]:
+            return True
+    return False
 
 
 def limits_of(terms: Terms, units: int) -> dict[str, float | None]:

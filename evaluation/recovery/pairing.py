@@ -59,6 +59,7 @@ def paired(
         return replace(
             compare(base.by_question(), other.by_question(), terms),
             length=_length(base, other, terms.confidence),
+            max_tokens=base.conditions.get("generation", {}).get("max_gen_toks"),
             **dict(chain(*measured)),
         )
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from quantize.recovery.catalog import is_private
-from quantize.recovery.health import text_signs
+from quantize.recovery.health import loops, text_signs
 
 Answer = tuple[int, int]  # (index of a question in its data set, index of a repeat)
 NO_ANSWER = "[invalid]"  # lm-eval's regex filter returns this when nothing matches
@@ -29,6 +29,7 @@ class Row:
     denoising_steps: list[int]
     truncated: bool
     signs: list[str] | None = None
+    kind: str | None = None  # what kind of prompt its question says that it is
 
     def health(self, most_steps: float) -> set[str]:
         """Return the answer's signs of ill health; `most_steps` is the limit on a canvas' steps."""
@@ -37,8 +38,13 @@ class Row:
             "cut": self.truncated,
             "never_stopped": any(steps >= most_steps for steps in self.denoising_steps),
         }
-        of_text = text_signs(self.text) if self.signs is None else self.signs
-        return {*of_text, *(sign for sign, shown in in_row.items() if shown)}
+        return {*self.signs_of_text, *(sign for sign, shown in in_row.items() if shown)}
+
+    @cached_property
+    def signs_of_text(self) -> set[str]:
+        """The signs that the text shows; samples of earlier versions name no loops."""
+        signs = text_signs(self.text) if self.signs is None else self.signs
+        return {*signs, *(["loop"] if loops(self.text) else [])}
 
     @property
     def score(self) -> float:

@@ -166,7 +166,7 @@ def _hashed(row: Row) -> Row:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     answer = digest(row.answer) if row.answered else row.answer
-    return replace(row, target=digest(row.target), answer=answer, text=digest(row.text))
+    return replace(row, target=digest(row.target), answer=answer, text=digest(row.text), kind=None)
 
 
 def _manager(
@@ -251,6 +251,7 @@ def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -
             answer=str(first["filtered_resps"][0]),
             scores={sample["filter"]: float(sample[metric]) for sample in (first, *others)},
             seed=model.requests[doc_id, model.repeat].seed,
+            kind=kind if isinstance(kind := first["doc"].get("kind"), str) else None,
             **asdict(model.completion(doc_id, model.repeat)),
         )
         for doc_id, (first, *others) in merged.items()

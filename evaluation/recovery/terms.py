@@ -94,6 +94,7 @@ class Comparison(Terms):
     health: Mapping[str, Sign] = field(default_factory=dict[str, Sign])
     unjudged: Sequence[str] = ()  # signs that have a limit, but cannot be seen in what is stored
     length: Sequence[float] | None = None  # ratio of mean tokens to the base's, its interval's ends
+    max_tokens: int | None = None  # the most tokens of an answer; None if the scoring does not say
 
 
 def unmeasured() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from quantize.reports.render import markdown_table
 from quantize.reports.sections import (
     JUDGED,
     ReportSection,
+    ends_section,
     fidelity_section,
     health_section,
     looks_lines,
@@ -123,7 +124,9 @@ def card(
         judged=JUDGED[recipe.gate.estimand],
         scores=markdown_table(ReportSection("", *scores)),
         fidelity=report["fidelity"] and _with_notes(fidelity_section(report["fidelity"])),
-        health=markdown_table(health_section(report["tasks"])),
+        health="\n\n".join(
+            markdown_table(section(report["tasks"])) for section in (health_section, ends_section)
+        ),
         not_tested=not_tested({"speeds": None, "noise_floor": [], "not_asked": [], **report}),
         repo=repo,
         place=repo if "/" in repo else ".",

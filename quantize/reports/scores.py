@@ -30,8 +30,8 @@ def pair(
         **(asdict(comparison) if comparison else asdict(terms) | unmeasured()),
         "thinking": bool(other.conditions.get("generation", {}).get("thinking")),
         "made_with": other.made_with,
-        "bf16_counts": counts(base.rows),
-        "quantized_counts": counts(other.rows),
+        "bf16_counts": counts(base.rows) | by_kind(base.rows),
+        "quantized_counts": counts(other.rows) | by_kind(other.rows),
     }
     del entry["health_pp"]  # each sign has its limit
     return entry, comparison
@@ -88,9 +88,19 @@ def counts(rows: Sequence[Row]) -> dict[str, Any]:
         "samples": len(rows),
         "no_answer": sum(not row.answered for row in rows),
         "truncated": sum(row.truncated for row in rows),
+        "loops": sum("loop" in row.signs_of_text for row in rows),
+        "empty": sum("empty" in row.signs_of_text for row in rows),
         "tokens_per_sample": round(tokens / len(rows), 4),
         "tokens_per_forward": round(tokens / sum(steps), 4) if steps else None,
         "steps_per_canvas": round(mean(steps), 4) if steps else None,
+        "steps_p90": sorted(steps)[(9 * len(steps) - 1) // 10] if steps else None,
         "canvases_per_sample": round(len(steps) / len(rows), 4) if steps else None,
         "canvases_by_steps": {str(s): n for s, n in sorted(Counter(steps).items())},
     }
+
+
+def by_kind(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return {"by_kind": kind of prompt -> its counts}, {} where no question says its kind."""
+    kinds = sorted({row.kind for row in rows if row.kind})
+    of_kind = {kind: counts([row for row in rows if row.kind == kind]) for kind in kinds}
+    return {"by_kind": of_kind} if kinds else {}

@@ -7,7 +7,7 @@ from typing import Any
 from quantize.reports.headline import chosen_point, point_rows, published_rows, published_speed
 from quantize.reports.provenance import made_lines, scored_with, stage_rows
 from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
-from quantize.reports.table import cell, health_rows, score_table
+from quantize.reports.table import ENDS, cell, ends_rows, health_rows, score_table
 
 Content = Mapping[str, Any]  # report.json
 SHOWN = 20  # questions of a task that report.md lists
@@ -67,6 +67,7 @@ def sections(content: Content) -> list[ReportSection]:
             point_rows(content), _settings(content), (), ("points",),
         ),
         health_section(tasks),
+        ends_section(tasks),
         ReportSection(
             "Answers without a final value",
             ("task", "model", "answers", "share", "examples"),
@@ -122,6 +123,13 @@ def health_section(tasks: Sequence[Content]) -> ReportSection:
     """Return the section on signs of ill health in both models' answers to `tasks`."""
     columns = ("task", "answers", "BF16", "quantized", "difference", "allowed", "judged")
     return ReportSection("Health of answers", columns, health_rows(tasks))
+
+
+def ends_section(tasks: Sequence[Content]) -> ReportSection:
+    """Return the section on steps, ends and loops of both models' answers, by kind of prompt."""
+    lines = ["BF16 / quantized. Finished: the answer ended before its limit of tokens."]
+    rows = ends_rows(tasks)
+    return ReportSection("Steps, ends and loops", ("task", "kind", *ENDS), rows, lines * bool(rows))
 
 
 def mode_lines(content: Content) -> list[str]:

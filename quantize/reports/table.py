@@ -69,6 +69,41 @@ def health_rows(tasks: Sequence[Task]) -> list[list[str]]:
     return rows
 
 
+ENDS = {  # heading of a column -> key of a side's counts, and its format
+    "answers": ("samples", ",d"),
+    "steps a canvas": ("steps_per_canvas", ".2f"),
+    "p90": ("steps_p90", "d"),
+    "tokens a forward": ("tokens_per_forward", ".2f"),
+    "finished, %": ("finished", ".1f"),
+    "in a loop, %": ("loops", ".1f"),
+    "empty, %": ("empty", ".1f"),
+}
+
+
+def ends_rows(tasks: Sequence[Task]) -> list[list[str]]:
+    """Return one row per gated task, and one per kind of its prompts, on steps, ends and loops."""
+    rows: list[list[str]] = []
+    for task in (task for task in tasks if task["gated"]):
+        sides = [task.get(key, {}) for key in ("bf16_counts", "quantized_counts")]
+        if not all("loops" in side for side in sides):  # a report from before
+            continue
+        budget = f" at {task['max_tokens']:,} tokens" if task.get("max_tokens") else ""
+        kinds = [side.get("by_kind", {}) for side in sides]
+        shown = {"all": sides, **{k: [of[k] for of in kinds] for k in kinds[0] if k in kinds[1]}}
+        for kind, both in shown.items():
+            pair = dict(
+                zip(("bf16_counts", "quantized_counts"), map(_in_percent, both), strict=True)
+            )
+            rows.append([task["task"] + budget, kind, *(_both(pair, *of) for of in ENDS.values())])
+    return rows
+
+
+def _in_percent(counts: Mapping[str, Any]) -> dict[str, Any]:
+    ends = {"finished": counts["samples"] - counts["truncated"]}
+    ends |= {key: counts[key] for key in ("loops", "empty")}
+    return {**counts, **{key: 100 * count / counts["samples"] for key, count in ends.items()}}
+
+
 def _name(task: Task) -> list[str]:
     return [task["task"], task.get("activations") or "BF16, other seed"]
 

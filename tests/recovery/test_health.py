@@ -37,8 +37,15 @@ def words(count: int) -> str:
         ("<|channel>thought\nwell, well", ["empty", "open_thought"]),
         (LOOP + "#### 7", ["stutter"]),
         ("the " * 15, []),  # too short to tell
-        ("the " * 16, ["stutter"]),
-        ("<|channel>thought\n" + LOOP, ["empty", "open_thought", "stutter"]),
+        ("the " * 16, ["stutter", "loop"]),  # 64 characters; the line above has 60
+        ("the " * 17 + "\n<turn|>", ["stutter", "loop"]),
+        ("<|channel>thought\n" + LOOP, ["empty", "open_thought", "stutter", "loop"]),
+        ("We add. " + LOOP + "Then Ruth gives<turn|>", ["stutter", "loop"]),  # cut within a turn
+        ("It is very, very far. " + words(40), []),
+        (words(40) + "no no no", []),
+        ("!" * 64, ["loop"]),  # what NaN logits give, and not one word
+        (words(300) * 2, ["stutter"]),  # two turns are no cycle
+        (words(300) * 3, ["stutter", "loop"]),  # no sequence of a few words finds how long it is
         (NINE + words(8) + NINE, ["stutter"]),  # 2 of 19 sequences of eight words come again
         (NINE + words(10) + NINE, []),  # 2 of 21
     ],
@@ -67,6 +74,9 @@ NEVER: dict[str, Any] = {"denoising_steps": [48]}
         ({}, {"text": ""}, {}, "FAIL", "20.0 % of answers are empty, 0.0 % of BF16's; +20.0 points"),
         ({}, {"text": "<|channel>thought\nso"}, {}, "FAIL", "are with thoughts not closed"),
         ({}, {"text": LOOP}, {}, "FAIL", "are repeating themselves"),
+        ({}, {"text": LOOP}, {"loop": 5, "stutter": None}, "FAIL",
+         "20.0 % of answers are ending in a loop, 0.0 % of BF16's"),
+        ({}, {"text": LOOP}, {"stutter": None}, "PASS", ""),  # counted, and judged if a recipe says so
         ({}, {"truncated": True}, {}, "FAIL", "are cut at the token limit"),
         ({}, {"answer": "[invalid]"}, {}, "FAIL", "are without a final value"),
         ({}, {"text": ""}, dict.fromkeys(SIGNS), "PASS", ""),

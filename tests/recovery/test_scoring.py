@@ -222,7 +222,10 @@ def test_requests_can_be_had_without_answers(tmp_path: Path) -> None:
 
 
 def test_a_task_of_ones_own_scores_as_told(tmp_path: Path) -> None:
-    rows = [{"sum": f"What is {i} + 1?", "total": f"{i + 1:,}"} for i in range(998, 1002)]
+    rows = [
+        {"sum": f"What is {i} + 1?", "total": f"{i + 1:,}", "kind": "code" if i % 2 else "chat"}
+        for i in range(998, 1002)
+    ]
     data = write_jsonl(tmp_path / "sums.jsonl", rows)
     definition = from_questions(
         data, prompt="{{sum}}", target="{{total}}", extract=r"= (\S+)", max_tokens=64, thinking=True
@@ -230,6 +233,7 @@ def test_a_task_of_ones_own_scores_as_told(tmp_path: Path) -> None:
     assert size("sums", data, definition) == (4, 64)
     scored = score_own("sums", data, definition, tmp_path, lambda r: f"= 7\n= {number_in(r) + 1}.")
     assert [row.scores for row in scored.rows] == [{"answer": 1.0}] * 4
+    assert [row.kind for row in scored.rows] == ["chat", "code"] * 2
     assert all(request.thinking for request in own_requests(data, definition))
     wrong = score_own("sums", data, definition, tmp_path / "w", lambda r: f"= {number_in(r)}\n")
     assert [row.score for row in wrong.rows] == [0.0] * 4

@@ -31,10 +31,12 @@ from quantize.reports.headline import published_rows
 from quantize.reports.junit import junit
 from quantize.reports.questions import question_counts, questions_and_canvases
 from quantize.reports.render import html, markdown
-from quantize.reports.scores import pair, read_scoring, write_scoring
+from quantize.reports.scores import counts, pair, read_scoring, write_scoring
+from quantize.reports.table import ends_rows
 from quantize.runs.folder import RunDir
 from quantize.stages.evaluate.recording import RECORDED, leave_questions, record_differing
 from quantize.stages.report.report import report
+from tests.support.faulty import scoring as faulty
 from tests.support.scripted_run import (
     GSM8K,
     HOSTILE,
@@ -404,6 +406,32 @@ def test_a_model_that_takes_too_many_steps_fails_the_gate(
     assert entry["step_inflation"]["never_stopped"] == [0.0, 0.0]
     assert entry["max_step_inflation"] == limit
     assert judge({"gsm8k": comparison}).outcome == outcome
+
+
+def test_steps_ends_and_loops_stand_there_by_kind_of_prompt() -> None:
+    """Each fifth answer of the candidate loops, ends at its limit, and takes more steps."""
+    looping = faulty(text="so it is again, " * 9, truncated=True, denoising_steps=[30, 48])
+    sides = [
+        replace(
+            side,
+            rows=[replace(row, kind=("prose", "code")[row.doc_id % 2]) for row in side.rows],
+            conditions=side.conditions | {"generation": {"max_gen_toks": 8192}},
+        )
+        for side in (faulty(), looping)
+    ]
+    entry, comparison = pair(*sides, Terms(estimand="these_questions", margin_pp=10, health_pp={}))
+    assert judge({"t": comparison}).reason.startswith("t at 8,192 tokens: 20.0 % of answers are ")
+    task = {"task": "t", "gated": True} | entry
+    code, prose = ends_rows([task])[1:]
+    assert (code[:3], prose[1]) == (["t at 8,192 tokens", "code", "200 / 200"], "prose")
+    assert ends_rows([task])[0] == [
+        "t at 8,192 tokens", "all", "400 / 400", "9.00 / 19.00", "9 / 48", "6.67 / 2.63",
+        "100.0 / 80.0", "0.0 / 20.0", "0.0 / 0.0",
+    ]  # fmt: skip
+    one_knows = task | {
+        "bf16_counts": counts(sides[0].rows)
+    }  # BF16's samples are of an earlier version
+    assert [row[1] for row in ends_rows([one_knows])] == ["all"]
 
 
 def test_canvases_that_took_every_step_are_those_of_the_samplers_limit() -> None:
