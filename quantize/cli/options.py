@@ -48,6 +48,10 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         help=f"GPU to estimate for: {', '.join(KNOWN_GPUS)}, or sm_NN with --gpu-memory. By default "
         "this machine's GPU.",
     ),
+    "gpus": click.option(
+        "--gpus", type=click.IntRange(1, 1024), default=1, show_default=True,
+        help="How many such GPUs will share the stages that can be shared.",
+    ),
     "gpu-memory": click.option(
         "--gpu-memory", type=click.FloatRange(min=0, min_open=True), metavar="GB",
         callback=lambda _, __, gb: None if gb is None else gb * 1e9,

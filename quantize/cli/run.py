@@ -27,13 +27,14 @@ def run(recipe: str, model: str | None, out: Path, until: str, **options: Any) -
 
 
 @click.command()
-@with_options("recipe", "model", "revision", "out", "data-dir", "machine")
+@with_options("recipe", "model", "revision", "out", "data-dir", "machine", "gpus")
 def rehearse(recipe: str, model: str | None, out: Path, **options: Any) -> int:
     """Try every stage on your own copy of the model before the run that takes hours.
 
     Weights, data sets, disk and GPU memory are checked for the whole run. Then every stage runs at
     small limits: 32 prompts, all weights, 4 questions per task. A finding would end a run, but does
-    not end the rehearsal. Prints all findings, and the most time and disk that a run may take.
+    not end the rehearsal. Prints all findings, and the most time and disk that a run may take,
+    with --gpus on several GPUs (by arithmetic: it rehearses on one).
     The verdict of so few answers says nothing. The exit code is that of the first finding, else 0.
 
     rehearsal.json in the run folder holds these results, versions and hardware, but no questions or

@@ -11,12 +11,17 @@ from quantize.pipeline.stages import STAGES, Stage
 
 @click.command()
 @with_options(
-    "recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu", "hourly-price"
+    "recipe",
+    "model",
+    "revision",
+    "out",
+    "task",
+    "limit",
+    "gpu-memory",
+    "gpu",
+    "gpus",
+    "hourly-price",
 )
-@click.option(
-    "--gpus", type=click.IntRange(1, 1024), default=1, show_default=True,
-    help="How many such GPUs share what can be shared.",
-)  # fmt: skip
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without "

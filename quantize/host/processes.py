@@ -111,7 +111,10 @@ def _together() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = " ".join(str(error).split())[:200]
+        text = " ".join(str(error).split())
+        why = (text.partition("] ")[2] or text).partition(". ")[0][
+            :200
+        ]  # not where in torch it was
         raise ResourceError(
             f"another process of this command ended, or cannot be reached ({why}); its own line says "
             f"why, and the same command goes on"

@@ -59,12 +59,12 @@ class Tried:
 
 def rehearse(
     recipe_name: str, model: str | None, out: Path, *,
-    began: Callable[[RunDir], None] = lambda _: None, **settings: Any,
+    gpus: int = 1, began: Callable[[RunDir], None] = lambda _: None, **settings: Any,
 ) -> int:  # fmt: skip
     """Rehearse a run, or continue a rehearsal; return 0, or the exit code of the first finding.
 
-    `began` is called with the folder. `settings` are `revision`, `gpu_memory` and `data_dir` for
-    `started`, whose errors are raised.
+    Printed times are those of `gpus` GPUs. `began` is called with the folder. `settings` are
+    `revision`, `gpu_memory` and `data_dir` for `started`, whose errors are raised.
     """
     whole = resolved(recipe_name, bundled=model is None)
     with started(small(whole), model, out, resume=True, go_on=True, **settings) as run:
@@ -83,7 +83,7 @@ def rehearse(
         here = Table("", "here", "would end a run", title="rehearsal", title_justify="left")
         for attempt in tried:
             here.add_row(attempt.name, attempt.seen, attempt.finding)
-        screen().print(here, _projected(projected))
+        screen().print(here, _projected(projected, gpus))
         say(f"rehearse: {path} says the same, and what it was done on")
     return next((attempt.exit_code for attempt in tried if attempt.finding), 0)
 
@@ -258,10 +258,14 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
     return facts | {"source": source, "recipe": recipes, "gpu_memory": run.machine.gpu_memory}
 
 
-def _projected(projected: Mapping[str, Any]) -> Table:
-    table = Table("stage", "time", title="the whole run, at most", title_justify="left")
-    times: list[float | None] = list(projected["seconds"].values())
-    for stage, seconds in projected["seconds"].items():
+def _projected(projected: Mapping[str, Any], gpus: int) -> Table:
+    shared = [stage.name for stage in STAGES if stage.shares_work]
+    several = f", {', '.join(shared)} divided by {gpus} GPUs" if gpus > 1 else ""
+    table = Table("stage", "time", title=f"the whole run, at most{several}", title_justify="left")
+    by_stage = {name: seconds and seconds / (gpus if name in shared else 1)
+                for name, seconds in projected["seconds"].items()}  # fmt: skip
+    times: list[float | None] = list(by_stage.values())
+    for stage, seconds in by_stage.items():
         table.add_row(stage, "not measured" if seconds is None else duration(seconds))
     if None not in times:
         table.add_row("all", duration(sum(filter(None, times))))

@@ -1,6 +1,7 @@
 """A rehearsal tries every stage whatever it finds, and projects the whole run from what it measured."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from quantize.host.files import read_json, write_json
+from quantize.host.units import duration
 from quantize.pipeline import rehearse
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Recipe
@@ -82,6 +84,11 @@ def test_every_check_and_stage_is_tried_and_the_whole_run_projected(quick: Rehea
     assert "2,000 answers" in done.out
     again = quick.rehearse()
     assert (again.code, again.redone()) == (0, [])  # what stands is not done again
+    four, words = quick.rehearse("--gpus", "4"), "calibrate, fidelity, evaluate divided by 4 GPUs"
+    assert words in " ".join(four.out.split())
+    for said, gpus in ((again.out, 1), (four.out, 4)):
+        assert re.search(rf"evaluate\W+{duration(seconds['evaluate'] / gpus)}\W", said)
+        assert re.search(rf"convert\W+{duration(seconds['convert'])}\W", said)
 
 
 def test_the_file_holds_neither_questions_nor_answers_nor_the_home_folder(

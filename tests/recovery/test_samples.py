@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from quantize.errors import ResourceError
+from quantize.host.processes import joined
 from quantize.recovery.samples import (
     Completion,
     Finished,
@@ -22,6 +25,7 @@ from quantize.recovery.samples import (
     sample_seed,
 )
 from tests.support.syncs import noted_syncs
+from tests.support.two_processes import in_two
 
 REQUESTS = [Request("x" * (i % 5 + 1) + str(i), i, 64) for i in range(10)]
 MADE_WITH = {"model": "a", "sampler": {"t": 1}}
@@ -252,6 +256,34 @@ def test_processes_share_the_requests_of_one(tmp_path: Path) -> None:
     assert (resumed.asked, store.done) == ([], expected)
     store.remove()
     assert [file.name for file in tmp_path.iterdir()] == ["alone"]
+
+
+def test_a_lost_process_costs_only_what_it_had_taken(tmp_path: Path) -> None:
+    """The others answer all that waits, end in one line, and the same command goes on."""
+    path, said, lost = tmp_path / "store", tmp_path / "said", tmp_path / "lost"
+
+    def work(rank: int) -> None:
+        def generate(requests: Waiting) -> Iterator[Finished]:
+            for number, request in enumerate(requests):
+                if rank == 1 and number == 2:  # as if killed, with a third sample in its slot
+                    lost.touch()
+                    os._exit(0)
+                while rank == 0 and not lost.exists():
+                    time.sleep(0.01)
+                yield request, Completion("", 1, [1], False)
+
+        with joined() as processes:
+            share = Share(rank, 2, processes.wait, processes.numbers)
+            try:
+                SampleStore(path, MADE_WITH, share).complete(REQUESTS, generate, lambda f, _: f)
+            except ResourceError as error:
+                said.write_text(str(error))
+
+    in_two(work)
+    assert said.read_text().startswith("another process of this command ended")
+    rest = Model()
+    assert len(complete(path, rest).done) == 10
+    assert len(rest.asked) == 1
 
 
 def test_missing_answers_are_an_error(tmp_path: Path) -> None:

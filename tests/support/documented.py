@@ -15,7 +15,7 @@ BLOCK = re.compile(
     r"(?:<!-- needs (?P<needs>[^>]*?) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.S | re.M
 )
 SHELL = ("", "sh", "bash", "console")
-NEEDS = {"a GPU", "the network", "vLLM", "docker", "llama.cpp"}
+NEEDS = {"a GPU", "the network", "vLLM", "docker", "llama.cpp", "another machine"}
 
 
 @dataclass(frozen=True)
