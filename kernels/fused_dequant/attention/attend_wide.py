@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fused_dequant.attention.attend_hopper import visible_run, weigh
-from fused_dequant.launch.hopper import follow, load_box, thread_barrier
+from fused_dequant.launch.hopper import BEFORE_3_8, follow, load_box, thread_barrier
 from fused_dequant.launch.tiles import FAR
 
 ROWS = gl.constexpr(64)
@@ -39,6 +39,17 @@ def fetch(source, place, ready, base, position, capacity, column, wanted):
     thread_barrier()
     cell = base + position % capacity
     load_box(source, [cell, column], ready, place, pred=wanted)
+
+
+@gluon.jit
+def operand(p, layout: gl.constexpr, NOW: gl.constexpr):
+    """Return p [ROWS, BN] in bf16, in the layout of an operand; unchanged if not NOW.
+
+    Usually p waits for its product so. ptxas 12.9 would spill p in 16 bits, so there it is in float32.
+    """
+    if NOW:
+        p = gl.convert_layout(p.to(gl.bfloat16), layout)
+    return p
 
 
 @gluon.jit
@@ -99,7 +110,7 @@ def attend_wide_kernel(
     score = warpgroup_mma(queries, held_keys.permute([1, 0]), blank, use_acc=False)
     fetch(keys, held_keys, keys_ready, base, begin + BN, capacity, column, blocks > 1)
     p, decay, top, sums = weigh(score, top, sums, low, high, begin, end, clear, blurred)
-    p = gl.convert_layout(p.to(gl.bfloat16), factor)
+    p = operand(p, factor, BEFORE_3_8)
     mbarrier.wait(keys_ready, 1, pred=blocks > 1)
     for block in range(1, blocks):
         start = begin + block * BN
@@ -108,12 +119,13 @@ def attend_wide_kernel(
         )
         acc *= gl.convert_layout(decay, row_results)[:, None]
         mbarrier.wait(values_ready, (block - 1) & 1)
+        p = operand(p, factor, not BEFORE_3_8)
         acc = warpgroup_mma(p, held_values, acc, is_async=True)
         score = warpgroup_mma_wait(1, (score,))
         more = block + 1 < blocks
         fetch(keys, held_keys, keys_ready, base, start + BN, capacity, column, more)
         later, decay, top, sums = weigh(score, top, sums, low, high, start, end, clear, blurred)
-        later = gl.convert_layout(later.to(gl.bfloat16), factor)
+        later = operand(later, factor, BEFORE_3_8)
         # Here as in `attend_hopper`; the next wait takes `later`, or the compiler would move it.
         mbarrier.wait(keys_ready, (block + 1) & 1, pred=more)
         acc, p, later = warpgroup_mma_wait(0, (acc, p, later))
@@ -121,7 +133,7 @@ def attend_wide_kernel(
         p = later
     acc *= gl.convert_layout(decay, row_results)[:, None]
     mbarrier.wait(values_ready, (blocks - 1) & 1)
-    acc = warpgroup_mma(p, held_values, acc)
+    acc = warpgroup_mma(operand(p, factor, not BEFORE_3_8), held_values, acc)
 
     split_row = gl.program_id(2) * rows + row + query
     top, sums = gl.convert_layout(top, row_results), gl.convert_layout(sums, row_results)

@@ -9,10 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # Triton 3.7 renamed thread_barrier to barrier.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 # Triton 3.8 renamed the copies: of single values (cp.async), of boxes (TMA) to shared memory and back.
-SHRINKS = not hasattr(tma, "async_load")  # whether memory may be reinterpreted as less memory
-load_later = async_copy.async_copy_global_to_shared if SHRINKS else async_copy.async_load
-load_box = tma.async_copy_global_to_shared if SHRINKS else tma.async_load
-store_box = tma.async_copy_shared_to_global if SHRINKS else tma.async_store
+BEFORE_3_8 = gl.constexpr(not hasattr(tma, "async_load"))  # memory may shrink; ptxas is 12.8
+load_later = async_copy.async_copy_global_to_shared if BEFORE_3_8 else async_copy.async_load
+load_box = tma.async_copy_global_to_shared if BEFORE_3_8 else tma.async_load
+store_box = tma.async_copy_shared_to_global if BEFORE_3_8 else tma.async_store
 # (shared memory, dtype, shape, layout) -> the same memory; Triton 3.9 renamed the method.
 _memory = gl.shared_memory_descriptor
 reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.launch.chain import chained
-from fused_dequant.launch.hopper import SHRINKS, follow, load_box, reinterpret, thread_barrier
+from fused_dequant.launch.hopper import BEFORE_3_8, follow, load_box, reinterpret, thread_barrier
 from fused_dequant.launch.tiles import KEPT
 from fused_dequant.products import experts_hopper
 from fused_dequant.products.nvfp4_step import (
@@ -452,7 +452,7 @@ def whole_stages(config):
 
     Parts of a dense product exchange sums f32 [BN, BM] in the memory of tokens [STAGES, BM, BK].
     """
-    if SHRINKS or config["PARTS"] == 1:
+    if BEFORE_3_8 or config["PARTS"] == 1:
         return config
     stages, steps = config["STAGES"], max(2 * config["BN"] // config["BK"], 1)
     return config | {"STAGES": stages // steps * steps}

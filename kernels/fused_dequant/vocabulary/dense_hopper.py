@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from fused_dequant.launch.chain import chained
-from fused_dequant.launch.hopper import follow, load_box, store_box, thread_barrier
+from fused_dequant.launch.hopper import BEFORE_3_8, follow, load_box, store_box, thread_barrier
 from fused_dequant.launch.targets import processors
 from fused_dequant.launch.tiles import LOG2_E, LOWEST
 
@@ -189,6 +189,8 @@ def survey_and_store(
         sums += gl.sum(e, 1)
         moments += gl.sum(e * x, 1)
         rounded_sums += gl.sum(wide, 1)
+        if not BEFORE_3_8:  # piece after piece: ptxas 12.9 would begin all of them, and spill
+            top += 0.0 * sums
         send(pieces[i], y, results, m, n + PIECE * i, 0)
         send(narrow, p, results, m, n + PIECE * i, 1)
     row = m + gl.arange(0, 64, layout=row_layout)
