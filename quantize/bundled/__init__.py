@@ -9,4 +9,5 @@ from pathlib import Path
 _FOLDER = Path(__file__).parent
 CHECKPOINT = _FOLDER / "checkpoint"  # BF16, Google's layout: fused experts, decoder names
 HELDOUT = _FOLDER / "data" / "heldout.jsonl"  # 2,000 problems, in no training set
+KINDS = _FOLDER / "data" / "kinds.jsonl"  # prompts of four kinds, without answers
 CALIBRATION = _FOLDER / "data" / "calibration.jsonl"  # 512 problems, disjoint from both

@@ -27,7 +27,7 @@ from quantize.pipeline.stages import STAGES
 GROUPS = {
     "Run": ("run", "rehearse", "status"),
     "Stages of a run, one by one": tuple(stage.name for stage in STAGES),
-    "Look": ("recipes", "tasks", "inspect", "doctor"),
+    "Look": ("recipes", "tasks", "inspect", "measure", "doctor"),
     "Judge": ("judge", "compare", "baseline", "search"),
     "Use": ("generate", "serve", "bench", "tune", "export"),
     "Ship": ("adopt", "card", "bundle", "push", "verify-signature"),

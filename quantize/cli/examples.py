@@ -24,6 +24,7 @@ EXAMPLES = {
     "recipes": ("recipes", "recipes nvfp4 > mine.yaml"),
     "tasks": ("tasks", "tasks --recipe mine.yaml"),
     "inspect": ("inspect RUN/checkpoint",),
+    "measure": (f"measure {REAL.split()[1]}", "measure bundled --prompts 2 --canvases 1"),
     "doctor": ("doctor",),
     "judge": (
         "judge FOLDER --recipe fp8_dynamic",

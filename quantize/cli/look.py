@@ -1,4 +1,4 @@
-"""`quantize recipes`, `tasks`, `inspect` and `doctor`: list what ships, find what is wrong."""
+"""`quantize recipes`, `tasks`, `inspect`, `measure` and `doctor`: what ships, and what is there."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from quantize.cli.options import with_options
+from quantize.schemes.modes import ACTIVATION_MODES
 
 ROW = "{:22}{:>10}{:>16}{:>16}{:>16}  {}"
 
@@ -114,3 +115,40 @@ def doctor(out: Path) -> int:
         if finding.advice:
             click.echo(f"  -> {finding.advice}")
     return 3 if any(finding.advice and finding.level == NEEDED for finding in checks) else 0
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--checkpoint", metavar="FOLDER", help="A quantized checkpoint, whose routing is compared too."
+)
+@click.option(
+    "--activations", type=click.Choice(ACTIVATION_MODES), default="per_layer", show_default=True,
+    help="How the checkpoint's activations are rounded.",
+)  # fmt: skip
+@click.option(
+    "--prompts", type=click.IntRange(1, 26), default=25, show_default=True,
+    help="Prompts of each of the four kinds.",
+)  # fmt: skip
+@click.option(
+    "--canvases", type=click.IntRange(1, 1024), default=4, show_default=True,
+    help="Most canvases of an answer.",
+)  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder of the two files; by default outputs/measured-FINGERPRINT.",
+)  # fmt: skip
+@with_options("gpu-memory")
+def measure(model: str, **options: Any) -> None:
+    """Measure what a BF16 model does while it denoises: routing, ranges, entropy, steps.
+
+    MODEL is a folder or a Hub id; `bundled` is the model that ships. It answers the prompts of four
+    kinds that ship: structured, code, chat and prose. Writes measured.json and measured.html, which
+    hold no prompt and no answer: by denoising step experts hit, load and entropy, by Linear the range
+    of inputs, by kind of prompt steps and ends, and on a GPU ms per forward.
+    """
+    from quantize.host.progress import say
+    from quantize.pipeline.measure import measure as measured
+
+    folder = measured(model, **options)
+    say(f"{folder}: measured.json and measured.html; `quantize bundle {folder}` packs the figures")

@@ -62,12 +62,14 @@ def adopt(run: Path, point: str | None, restores: bool) -> int:
 def bundle(run: Path, out: Path | None) -> None:
     """Pack what a run found into one file: versions, times, memory, checks, scores and verdict.
 
+    RUN may also be the folder that `quantize measure` wrote.
+
     It holds no weights, no questions, no answers, no paths of this machine, and no text of errors.
     """
     from quantize.reports.bundle import write_bundle
-    from quantize.runs.folder import existing_run
+    from quantize.runs.folder import RunDir, existing_run
 
-    folder = existing_run(run)
+    folder = RunDir(run) if (run / "measured.json").is_file() else existing_run(run)
     file = out or Path(f"{folder.path.resolve().name}.zip")
     click.echo(f"{file}: {', '.join(write_bundle(folder, file))}")
 

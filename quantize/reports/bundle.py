@@ -19,7 +19,7 @@ from quantize.runs.folder import RunDir
 TAKEN = (
     "manifest.json", "recipe.yaml", "stages.json", "targets.csv", "conversion.json",
     "verification.json", "fidelity.json", "calibration/coverage.json", "rounding/rounding.json",
-    "report.json", "rehearsal.json", "run.log",
+    "report.json", "rehearsal.json", "measured.json", "run.log",
 )  # fmt: skip
 
 

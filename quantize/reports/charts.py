@@ -25,19 +25,19 @@ def all_charts(content: Mapping[str, Any]) -> dict[str, str]:
             mode: [(e["step"], e["kl_nats"]) for e in figures["by_step"]]
             for mode, figures in replays
         }
-        plots["kl"] = _lines(kl, "denoising step", "KL from BF16, nats")
+        plots["kl"] = lines(kl, "denoising step", "KL from BF16, nats")
         others = {
             mode: [(i, 100 - 100 * share) for i, share in enumerate(figures["routing_overlap"])]
             for mode, figures in replays
         }
-        plots["routing"] = _lines(others, "layer", "other experts than BF16's, %")
+        plots["routing"] = lines(others, "layer", "other experts than BF16's, %")
     if layers := content["layers"]:
         errors = {
             kind: [(e["layer"], 100 * e["error"][kind]) for e in layers if kind in e["error"]]
             for kind in CLASSES
         }
         shown = {kind: points for kind, points in errors.items() if points}
-        plots["error"] = _lines(shown, "layer", "relative error, %")
+        plots["error"] = lines(shown, "layer", "relative error, %")
     return plots
 
 
@@ -123,13 +123,14 @@ class _Scale:
         return [i * step for i in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _lines(lines: dict[str, list[tuple[int, float]]], x_name: str, y_name: str) -> str:
-    points = [point for line in lines.values() for point in line]
+def lines(of: Mapping[str, Sequence[tuple[int, float]]], x_name: str, y_name: str) -> str:
+    """Return an SVG of up to three named lines through points (x, y), x whole and y 0 or above."""
+    points = [point for line in of.values() for point in line]
     x = _Scale(min(p[0] for p in points), max(p[0] for p in points), 44)
     y = _Scale(0, max(p[1] for p in points) * 1.05, 150, 8)
     whole = [(x(tick), f"{int(tick)}") for tick in x.ticks() if tick == int(tick)]
     body = _axes(y, whole, x_name)
-    for i, (name, line) in enumerate(lines.items()):
+    for i, (name, line) in enumerate(of.items()):
         css = "abc"[i % 3]
         body += _path(f"line {css}", "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line))
         body += "".join(_circle(css, x(a), y(b), 2.2) for a, b in line)

@@ -92,13 +92,14 @@ def ends_rows(tasks: Sequence[Task]) -> list[list[str]]:
         shown = {"all": sides, **{k: [of[k] for of in kinds] for k in kinds[0] if k in kinds[1]}}
         for kind, both in shown.items():
             pair = dict(
-                zip(("bf16_counts", "quantized_counts"), map(_in_percent, both), strict=True)
+                zip(("bf16_counts", "quantized_counts"), map(in_percent, both), strict=True)
             )
             rows.append([task["task"] + budget, kind, *(_both(pair, *of) for of in ENDS.values())])
     return rows
 
 
-def _in_percent(counts: Mapping[str, Any]) -> dict[str, Any]:
+def in_percent(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return counts, with the answers that finished, loop or are empty in percent of all."""
     ends = {"finished": counts["samples"] - counts["truncated"]}
     ends |= {key: counts[key] for key in ("loops", "empty")}
     return {**counts, **{key: 100 * count / counts["samples"] for key, count in ends.items()}}

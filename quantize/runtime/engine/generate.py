@@ -17,7 +17,7 @@ from fused_dequant.sampler.canvas import random_tokens
 from torch import Tensor
 
 from quantize.errors import InputError
-from quantize.runtime.engine.interface import BatchEngine, DrawingPasses
+from quantize.runtime.engine.interface import BatchEngine, Decoded, DrawingPasses
 from quantize.runtime.prompt.images import Images
 from quantize.runtime.sampler.sample import Sample, canvas_budgets
 from quantize.runtime.sampler.sampler import Sampler
@@ -35,6 +35,7 @@ class StepRecord:
     accepted: Tensor  # bool [B, L], whether the step accepted a token at the position
     entropy: Tensor  # float32 [B, L] in nats, of softmax(logits / temperature)
     ends: Tensor  # bool [B], whether the canvas ends: it has stopped, or took all allowed steps
+    decoded: Decoded  # the step's pass, until the next one overwrites it
 
     def stopped(self) -> tuple[list[int], list[list[int]]]:
         """Return the rows whose canvas ends with this step, and for each row the L committed tokens."""
@@ -99,7 +100,15 @@ def _denoise(
         sampler.decide(draw, state, schedule)
         ends = state.finished | (step == sampler.max_denoising_steps)
         yield StepRecord(
-            canvas, step, rows, read, draw.argmax, state.accepted.clone(), draw.entropy, ends
+            canvas,
+            step,
+            rows,
+            read,
+            draw.argmax,
+            state.accepted.clone(),
+            draw.entropy,
+            ends,
+            decoded,
         )
         running = (~ends).nonzero()[:, 0]
         if len(running) == 0:

@@ -1,4 +1,4 @@
-"""The largest |x| that entered each Linear: an observer for an engine's `watching`."""
+"""The largest |x| that entered each Linear, or each of its channels: observers for `watching`."""
 
 import re
 
@@ -53,5 +53,34 @@ class Ranges:
             f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj", int(match[2])
         )
 
+    @property
+    def largest(self) -> dict[str, list[float]]:
+        """Name of a Linear -> its largest |x|; of stacked experts, one for each."""
+        return {name: amax.tolist() for name, amax in self._amax.items()}
+
     def _value(self, name: str, index: int) -> float:
         return self._amax[name][index].item() if name in self._amax else 0.0
+
+
+class Channels:
+    """The largest |x| of each input channel of each Linear; all experts of a layer are one."""
+
+    launches_alone = True
+
+    def __init__(self) -> None:
+        self._amax: dict[str, Tensor] = {}
+
+    def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
+        """Note rows [..., in] that enter `name`; their `experts` are not told apart."""
+        amax = vector_norm(rows.flatten(0, -2), float("inf"), 0)
+        before = self._amax.setdefault(name, amax.clone())
+        torch.maximum(before, amax.to(before.device), out=before)
+
+    def outliers(self, times: float) -> dict[str, dict[str, float]]:
+        """Return Linear -> its largest and median channel, and channels above `times` the median."""
+        figures: dict[str, dict[str, float]] = {}
+        for name, amax in self._amax.items():
+            median = amax.float().median().item()
+            above = int((amax > times * median).sum())
+            figures[name] = {"largest": amax.max().item(), "median": median, "outliers": above}
+        return figures

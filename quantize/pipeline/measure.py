@@ -1,0 +1,263 @@
+"""Measures what a BF16 model does while it answers prompts of four kinds: `quantize measure`.
+
+    by step    experts hit and load, entropy, tokens that hold .999 of the distribution
+    by Linear  the range of its inputs (calibrate's observers), and channels that are outliers
+    by kind    denoising steps, tokens a forward, answers that ended, loops
+    routing    how far a quantized checkpoint chooses other experts, if one is named (fidelity's code)
+    speed      milliseconds a forward, on a GPU (bench's code)
+
+The prompts ship with the package (`bundled.KINDS`). measured.json and measured.html hold neither them
+nor answers; both appear when all is measured, so an interrupted try leaves none of them.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantize.bench.speed import bench
+from quantize.bundled import KINDS
+from quantize.checkpoints.layout import check_mode
+from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
+from quantize.errors import InputError, ResourceError
+from quantize.host.files import read_json, write_json, write_text
+from quantize.host.processes import best_device
+from quantize.host.progress import metered, say
+from quantize.host.resources import now
+from quantize.host.units import digits
+from quantize.pipeline.run import check_source
+from quantize.recovery.rows import Row
+from quantize.reports.measured import measured_page
+from quantize.reports.scores import by_kind, counts
+from quantize.runs.manifest import fingerprint, hardware, package_versions, tool
+from quantize.runtime import Placement, Sampler, open
+from quantize.runtime.engine.interface import BatchEngine
+from quantize.runtime.gpu.placement import free_unused
+from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.record.ranges import Channels, Ranges
+from quantize.runtime.record.step_figures import StepFigures
+from quantize.runtime.record.trajectory import (
+    Prompt,
+    Trajectory,
+    context_of,
+    record,
+    save_trajectories,
+)
+from quantize.schemes.modes import ActivationMode
+from quantize.stages.calibrate.coverage import Coverage
+from quantize.stages.fidelity.fidelity import fidelity
+from quantize.stages.memory_needs import HELD_OUT
+
+SCHEMA_VERSION = 1
+BATCH = 16  # samples that are denoised together
+OUTLIER = 8.0  # times the median channel
+FIXED_STEPS, CONTEXT = "16", 512  # of the canvases that are timed
+
+
+def measure(
+    model: str, out: Path | None = None, *, checkpoint: str | None = None,
+    activations: ActivationMode = "per_layer", prompts: int = 25, canvases: int = 4,
+    gpu_memory: float | None = None,
+) -> Path:  # fmt: skip
+    """Measure a BF16 model on `prompts` prompts of each kind; return the folder of the two files.
+
+    `model` is a folder or Hub id, `checkpoint` a quantized one of it, None for none; its activations
+    are rounded by the mode `activations`. Each prompt gets at most `canvases` canvases. `out` is the
+    folder, None for one in outputs/ that is named by the model's fingerprint.
+
+    Raises:
+        InputError: the model is quantized, the checkpoint is not one of it, or a file is damaged.
+        ResourceError: a model does not fit.
+    """
+    source = Checkpoint.open(resolve(model))
+    if source.is_quantized:
+        raise InputError(
+            f"{source.folder}: is quantized; name a BF16 model, and this by --checkpoint"
+        )
+    check_source(source)
+    quantized = None if checkpoint is None else _candidate(checkpoint, source, activations)
+    digest = fingerprint(source)
+    folder = out or Path("outputs") / f"measured-{digest[:7]}"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is a file; name a folder with --out")
+    place = Placement(best_device(), gpu_memory)
+    started = time.monotonic()
+    content, trajectories, sampler = _denoised(source, place, prompts, canvases)
+    content |= {"ms_a_forward": _speed(source.folder, place), "routing": None}
+    if quantized is not None:
+        held = [replace(item, held_out=True) for item in trajectories[:HELD_OUT]]
+        content["routing"] = _routing(source.folder, quantized, activations, held, sampler, place)
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "ended": now(),
+        "seconds": 0.0,
+        "tool": tool(),
+        "versions": package_versions(),
+        "hardware": hardware(),
+        "model": {
+            "model": Path(model).name if Path(model).exists() else model,
+            "commit": hub_commit(source.folder),
+            "fingerprint": digest,
+        },
+        "prompts_a_kind": prompts,
+        "canvases": canvases,
+    }
+    about["seconds"] = round(time.monotonic() - started, 1)
+    write_json(folder / "measured.json", about | content)
+    write_text(folder / "measured.html", measured_page(about | content))
+    return folder
+
+
+def _candidate(name: str, source: Checkpoint, activations: ActivationMode) -> Path:
+    checkpoint = Checkpoint.open(resolve(name))
+    if not checkpoint.is_quantized:
+        raise InputError(f"{checkpoint.folder}: is not quantized; --checkpoint names one that is")
+    ours, theirs = (of.config["text_config"] for of in (source, checkpoint))
+    for key in ("num_hidden_layers", "hidden_size", "num_experts"):
+        if ours[key] != theirs.get(key):
+            raise InputError(
+                f"{checkpoint.folder}: {key} is {theirs.get(key)}, {ours[key]} in {source.folder}; "
+                f"name a checkpoint of this model"
+            )
+    check_mode(checkpoint, activations)
+    return checkpoint.folder
+
+
+def _prompts(source: Path, count: int) -> tuple[list[Prompt], list[str], Any]:
+    """Return the first `count` prompts of each kind, the kind of each, and the model's tokenizer."""
+    tokenizer = load_tokenizer(source)
+    rows = [json.loads(line) for line in KINDS.read_text("utf-8").splitlines()]
+    ranks: dict[str, int] = {}
+    chosen: list[tuple[int, dict[str, str]]] = []
+    for row in rows:
+        rank = ranks[row["kind"]] = ranks.get(row["kind"], -1) + 1
+        chosen += [(rank, row)] * (rank < count)
+    chosen.sort(key=lambda item: item[0])  # kinds in turn, so that every batch has all of them
+    prompts = [
+        Prompt(tuple(encode_chat(tokenizer, [message(row)], thinking=False)), False)
+        for _, row in chosen
+    ]
+    return prompts, [row["kind"] for _, row in chosen], tokenizer
+
+
+def message(row: dict[str, str]) -> dict[str, str]:
+    """Return the chat message of a line of KINDS."""
+    return {"role": "user", "content": row["prompt"]}
+
+
+def _denoised(
+    source: Checkpoint, place: Placement, count: int, canvases: int
+) -> tuple[dict[str, Any], list[Trajectory], Sampler]:
+    """Denoise the prompts; return what was seen, the trajectories and their sampler."""
+    prompts, kinds, tokenizer = _prompts(source.folder, count)
+    sampler, experts = (
+        Sampler.from_checkpoint(source.folder),
+        int(source.config["text_config"]["num_experts"]),
+    )
+    context = context_of(source.folder, [prompt.ids for prompt in prompts], canvases)
+    batches = -(-len(prompts) // BATCH)
+    asked = replace(place, capacity=BATCH, max_context=context, batches=batches, compares=True)
+    engine = open(source.folder, asked)
+    size = engine.capacity
+    ranges, channels, coverage = Ranges(experts), Channels(), Coverage(experts)
+    whole = StepFigures(experts, sampler)
+    with metered("measuring", len(prompts), "prompts") as meter:
+
+        def recorded(start: int, lane: BatchEngine) -> tuple[list[Trajectory], StepFigures]:
+            figures = StepFigures(experts, sampler)
+            batch = prompts[start : start + size]
+            seeds = range(start, start + len(batch))
+            with lane.watching(ranges.see, channels.see, coverage.see):
+                made = record(
+                    lane, batch, seeds, sampler=sampler, canvases=canvases, held_out=False,
+                    on_step=figures.see,
+                )  # fmt: skip
+            meter.add(len(made))
+            return made, figures
+
+        starts = range(0, len(prompts), size)
+        seen = engine.each([partial(recorded, start) for start in starts])
+    engine.close()
+    del engine  # or its weights would stay on the GPU
+    free_unused(place.device)
+    for _, figures in seen:
+        whole.add(figures)
+    trajectories = [item for made, _ in seen for item in made]
+    rows = [_row(*pair, sampler, tokenizer) for pair in zip(trajectories, kinds, strict=True)]
+    content = {
+        "by_step": whole.by_step(),
+        "tokens_per_expert": coverage.tokens,
+        "inputs": _inputs(ranges, channels),
+        "kinds": {"all": _steps(counts(rows))}
+        | {kind: _steps(of) for kind, of in by_kind(rows)["by_kind"].items()},
+    }
+    return content, trajectories, sampler
+
+
+def _row(made: Trajectory, kind: str, sampler: Sampler, tokenizer: Any) -> Row:
+    """Return a trajectory's answer as a row without a score, to be counted."""
+    ids = made.committed.flatten().tolist()
+    end = sampler.end_of(ids)
+    ids = ids if end is None else ids[: end + 1]
+    return Row(
+        doc_id=made.seed, repeat=0, doc_hash="", prompt_hash="", target="", answer="", scores={},
+        seed=made.seed, text=tokenizer.decode(ids), tokens=len(ids),
+        denoising_steps=[len(steps) for steps in made.steps], truncated=end is None, kind=kind,
+    )  # fmt: skip
+
+
+def _steps(of_rows: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in of_rows.items() if key != "no_answer"}
+
+
+def _inputs(ranges: Ranges, channels: Channels) -> list[dict[str, Any]]:
+    """Return an entry for each Linear, by name; of experts also the median expert's largest |x|."""
+    largest, entries = ranges.largest, []
+    for name, figures in channels.outliers(OUTLIER).items():
+        entry: dict[str, Any] = {"linear": name}
+        entry |= {key: digits(value) for key, value in figures.items()}
+        if len(values := sorted(largest[name])) > 1:
+            entry["median_expert"] = digits(values[len(values) // 2])
+        entries.append(entry)
+    return entries
+
+
+def _speed(source: Path, place: Placement) -> dict[str, float] | None:
+    """Return batch size -> ms a forward of canvases of FIXED_STEPS steps; None without a GPU."""
+    if place.device == "cpu":
+        say("ms a forward: not measured, there is no GPU")
+        return None
+    try:
+        rows = bench(
+            source, random=None, config=None, steps=[FIXED_STEPS], batches=[1, BATCH],
+            context=CONTEXT, canvases=3, place=place,
+        ).rows  # fmt: skip
+    except ResourceError as error:
+        say(f"ms a forward: not measured ({error})")
+        return None
+    free_unused(place.device)
+    return {str(row.batch): digits(row.ms_a_forward) for row in rows}
+
+
+def _routing(
+    source: Path, quantized: Path, activations: ActivationMode,
+    trajectories: Sequence[Trajectory], sampler: Sampler, place: Placement,
+) -> dict[str, Any]:  # fmt: skip
+    """Replay trajectories through both models; return what `fidelity` says of the routing."""
+    say(f"replaying {len(trajectories)} trajectories through {quantized.name}")
+    with tempfile.TemporaryDirectory() as name:
+        save_trajectories(Path(name), trajectories, sampler)
+        out = Path(name, "fidelity.json")
+        fidelity(
+            source, quantized, Path(name), out, activations=activations, limits={}, place=place
+        )
+        replayed = read_json(out, "activations", "routing_cost")
+    figures = replayed["activations"][activations]
+    kept = ("kl_nats", "routing_overlap", "routing", "by_step")
+    return {"activations": activations, "cost": replayed["routing_cost"]} | {
+        key: figures[key] for key in kept
+    }
