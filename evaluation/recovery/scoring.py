@@ -10,7 +10,6 @@ hashes, letters and counts, and the datasets library converts a local file in a 
 import hashlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -80,7 +79,7 @@ def score(
     model = BlockDiffusionLM(store.done, complete, seed=seed, part=part)
     for model.repeat in part.repeats:
         results = _evaluate(model, task, loaded, part.questions)
-        if results is None or store.share.rank > 0:
+        if store.share.rank > 0:
             return None
         metrics = [entry["metric"] for entry in results["configs"][task]["metric_list"]]
         metric = "exact_match" if "exact_match" in metrics else metrics[0]
@@ -222,18 +221,11 @@ def _read(
 
 def _evaluate(
     model: BlockDiffusionLM, task: str, loaded: dict[str, Any], questions: Sequence[int]
-) -> dict[str, Any] | None:
-    """Return lm-eval's results, None in processes of torchrun other than the first."""
+) -> dict[str, Any]:
     # `simple_evaluate` would also describe the machine: a second per call, and git's complaints.
     run: Any = evaluate  # its decorator hides the signature from type checkers
-    results: dict[str, Any] | None = run(
-        lm=model,
-        task_dict=loaded,
-        samples={task: list(questions)},
-        bootstrap_iters=0,
-        log_samples=True,
-    )
-    return results if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    chosen = {task: list(questions)}
+    return run(lm=model, task_dict=loaded, samples=chosen, bootstrap_iters=0, log_samples=True)
 
 
 def _rows(samples: list[dict[str, Any]], model: BlockDiffusionLM, metric: str) -> list[Row]:

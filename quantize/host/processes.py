@@ -87,18 +87,16 @@ def joined() -> Generator[Processes]:
         torch.cuda.set_device(device)
     with _together():
         store, rank, size = next(distributed.rendezvous("env://"))
+        how = {"store": store, "rank": rank, "world_size": size}
         # A process may have to wait long for the slowest process.
-        waits = timedelta(days=30)
-        distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=waits
-        )
+        distributed.init_process_group("gloo", timeout=timedelta(days=30), **how)
     try:
         processes = Processes(rank, size, store)
         name = device if device == "cpu" else torch.cuda.get_device_name(device)
         if (first := processes.of_first(name)) != name:
             raise ResourceError(
-                f"process {rank} of {size} has {name}, and the first one {first}: results are made on "
-                f"GPUs of one kind; CUDA_VISIBLE_DEVICES= names those to use"
+                f"process {rank + 1} of {size} has {name}, and the first one {first}: results are made "
+                f"on GPUs of one kind; CUDA_VISIBLE_DEVICES= names those to use"
             )
         yield processes
     finally:
@@ -112,12 +110,10 @@ def _together() -> Generator[None]:
         yield
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        why = (text.partition("] ")[2] or text).partition(". ")[0][
-            :200
-        ]  # not where in torch it was
+        why = (text.partition("] ")[2] or text).partition(". ")[0]  # without its place in torch
         raise ResourceError(
-            f"another process of this command ended, or cannot be reached ({why}); its own line says "
-            f"why, and the same command goes on"
+            f"another process of this command ended, or cannot be reached ({why[:200]}); its own line "
+            f"says why, and the same command goes on"
         ) from error
 
 

@@ -114,7 +114,7 @@ def test_gpus_of_two_kinds_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
     in_two(join)
     assert (tmp_path / "0").read_text() == "joined"
-    assert "process 1 of 2 has H100, and the first one H200" in (tmp_path / "1").read_text()
+    assert "process 2 of 2 has H100, and the first one H200" in (tmp_path / "1").read_text()
 
 
 PROGRAM = """
