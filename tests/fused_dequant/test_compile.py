@@ -30,6 +30,7 @@ import pytest
 import triton
 from fused_dequant.attention import attend
 from fused_dequant.launch.dispatch import launched_as_one_of
+from fused_dequant.launch.hopper import BEFORE_3_8
 from fused_dequant.launch.targets import TARGETS, Capability, name_of
 from fused_dequant.products import matmul, nvfp4_hopper
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -65,11 +66,12 @@ ELDER: dict[bool, dict[Capability, Capability]] = {
     False: {(12, 0): (9, 0)},
 }
 FORMATS = {"bf16": ("bf16.bf16", "kind::f16"), "fp8e4nv": ("e4m3.e4m3", "kind::f8f6f4")}
+NVFP4_KIND = "kind::mxf4nvf4.block_scale"
 # NVFP4 on both sides: a scale of e4m3 for 16 of the 64 columns that an instruction takes.
 FORMATS |= {
     "fp32": ("tf32.tf32", "kind::tf32"),
-    "i8": ("s8.s8",),
-    "u8": ("kind::mxf4nvf4.block_scale.scale_vec::4X",),
+    "i8": ("s8.s8", "kind::i8"),
+    "u8": (f"{NVFP4_KIND}.scale_vec::4X", f"{NVFP4_KIND}.block16"),  # two names of one thing
 }
 OPERAND = {  # of each kernel that multiplies, the parameter whose type its products have
     "matmul_kernel": "x", "nvfp4_kernel": "x", "nvfp4_hopper_kernel": "x", "attend_kernel": "q",
@@ -104,7 +106,10 @@ def instruction(launch: Launch, target: Capability) -> str:
     wide = rows(launch) >= 64 and launch.options.num_warps >= 4
     if target[0] == 9 and wide:
         return "wgmma.mma_async"
-    if target[0] in (10, 11) and wide and launch.type(OPERAND[launch.kernel]) != "*i8":
+    newer = target[0] in (10, 11)
+    if launch.type(OPERAND[launch.kernel]) == "*i8":
+        newer = target == (10, 0) and not BEFORE_3_8
+    if newer and wide:
         return "tcgen05.mma"
     return "mma.sync"
 

@@ -513,7 +513,7 @@ def test_a_dense_product_of_streamed_fragments_is_not_chained(
     weight = weights.Weight(
         "nvfp4_fragments", torch.zeros(1, 4, 2, 1), torch.zeros(1), torch.zeros(1), streamed
     )
-    config = {"BM": 16, "MORE": 0, "BN": 64, "BK": 64}
+    config = {"BM": 16, "MORE": 0, "BN": 64, "BK": 64, "PARTS": 1}
     nvfp4_hopper.launch(weight, torch.zeros(16, 128, dtype=torch.bfloat16), None, config)
     (arguments,) = launched
     assert (arguments["CHAINED"], "launch_pdl" in arguments) == (not streamed, not streamed)

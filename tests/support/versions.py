@@ -12,7 +12,8 @@
     newest     Python 3.13, and tests/data/newest.txt: the newest that pyproject.toml allowed that day
 
     core       what is installed, and before it, in a folder, the newest of what pyproject.toml bounds
-               and constraints.txt has otherwise: a minute where an environment takes many
+               and constraints.txt has otherwise, but for torch and triton: a minute where an
+               environment takes many
 
 llm-compressor pins transformers and compressed-tensors, so only `measured` has it; in the others its
 tests are skipped. The newest set is a record, so that a cell's result hangs on the commit alone and
@@ -194,6 +195,7 @@ def run_core(arguments: tuple[str, ...]) -> bool:
     lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     bounded = [Requirement(line) for line in lines if "<" in line]
     names = [str(canonicalize_name(line.name)) for line in bounded]
+    names = [name for name in names if name not in ("torch", "triton")]  # of several GB, with CUDA
     moved = {name for name in names if before.get(name, newest[name]) != newest[name]}
     print("core:", *(f"{name} {newest[name]}" for name in sorted(moved)), flush=True)
     lay_over(sorted(moved))

@@ -29,14 +29,14 @@ import triton
 import triton.language as tl
 
 from fused_dequant.inputs.rounding import round_e2m1, round_e4m3
-from fused_dequant.launch.targets import is_hopper
+from fused_dequant.launch.hopper import BEFORE_3_8
+from fused_dequant.launch.targets import capability, is_hopper
 
 ROWS, WARPS = 64, 2  # one row per thread; small programs, since a dense Linear has few rows
-# Pointers, sizes and strides. A block may start anywhere, so its kernel is not specialized on them.
-PLACES = range(17)
-# A span's kernel is, but for these: of aligned rows a thread loads 4 rows by 4 inputs, else 16 rows by
-# one, and the addresses of 16 rows of three tensors spill.
-SPAN_SIZES = ("OUT", "BLOCKS", "scales_expert", "scales_row")
+# What kernels are not specialized on. Of rows known to be aligned a thread loads 4 by 4 inputs, else
+# 16 by one; the addresses of 16 rows of three tensors spill, though in round_block from 3.8 on only.
+SIZES = ("OUT", "BLOCKS", "scales_expert", "scales_row")
+PLACES = range(17) if BEFORE_3_8 else SIZES
 # Tiles of products. For 32 of [1408, 128] @ [128, 2816] an H100 takes 0.73 ms with HOPPER, and 0.97 if
 # `right` has stride 1 along columns; products in float32 take 0.99 and 1.08.
 USUAL = {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 3}
@@ -175,7 +175,7 @@ def best_scale(scale, curvature, pull, g):
     return best
 
 
-@triton.jit(do_not_specialize=SPAN_SIZES)
+@triton.jit(do_not_specialize=SIZES)
 def descend_span_kernel(
     slope, hessian, shared, scales, codes, moved, OUT, BLOCKS,
     slope_expert, slope_row, hessian_expert, hessian_row, scales_expert, scales_row,
@@ -298,6 +298,8 @@ def add_product(total, lhs, rhs, factor):
     """
     E, M, N = total.shape
     tiles = HOPPER if is_hopper(total.device) else USUAL
+    if total.device.type != "cpu" and capability(total.device) >= (12, 0):
+        tiles = USUAL | {"num_warps": 8}  # four spill with Triton 3.8
     product_kernel[(triton.cdiv(N, tiles["BN"]), triton.cdiv(M, tiles["BM"]), E)](
         total, lhs, rhs, float(factor), M, N, lhs.shape[-1], *total.stride()[:2],
         *lhs.stride()[:2], *rhs.stride(), **tiles,

@@ -234,6 +234,8 @@ def multiply(
         current = (step - begin) % STAGES
         ahead = step + STAGES - 1
         into = (ahead - begin) % STAGES
+        if not BEFORE_3_8:  # the same in fewer instructions; earlier ones were timed with the above
+            into = gl.where(current > 0, current, STAGES) - 1
         if not GROUPED:
             mbarrier.expect(ready.index(into), 2 * (BM + MORE) * BK, pred=ahead < end)
         async_copy.wait_group(STAGES - 2)
