@@ -12,6 +12,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
+from scipy.special import ndtri
+
 from quantize.recovery.estimands import IN_WORDS, ROUNDING
 from quantize.recovery.health import OF_TEXT, SIGNS, compare_sign, limits_of
 from quantize.recovery.rows import Row, Scoring
@@ -30,6 +32,9 @@ class Limit:
     p_fail: float  # p-value of "the limit is not exceeded"; a small one fails the run
     sentence: Callable[[Outcome], str]  # says what was seen, as the reason of this outcome
     of_run: bool = False  # whether only a whole run fails by it, and never a task by itself
+    # Standard errors by which the estimate keeps the limit, below 0 if it does not. With the default a
+    # task is asked on in the hope of a FAIL.
+    inside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,15 @@ def _margin(comparison: Comparison) -> dict[str, Limit]:
         return seen if decisive else f"{seen}; {_needed(comparison)}"
 
     p_pass, p_fail = comparison.p_at_least_margin, comparison.p_at_most_margin
-    return {"margin": Limit(p_pass, p_fail, sentence)}
+    room = comparison.margin_pp + comparison.difference_pp
+    inside = _inside(room, comparison.difference_interval, comparison.confidence)
+    return {"margin": Limit(p_pass, p_fail, sentence, inside=inside)}
+
+
+def _inside(room: float, interval: Any, confidence: float) -> float:
+    """Return `room` in standard errors, as the two-sided `interval` (of `low`, `high`) has them."""
+    error = (interval.high - interval.low) / 2 / float(ndtri((1 + confidence) / 2))
+    return room / max(error, 1e-9)
 
 
 def _accuracy_seen(comparison: Comparison, decisive: str | None) -> str:
@@ -162,7 +175,10 @@ def _steps(comparison: Comparison) -> dict[str, Limit]:
     inflation = comparison.step_inflation
     p_fail = inflation.p_at_most_limit if inflation else None
     p_fail, sentence = 1.0 if p_fail is None else p_fail, partial(_steps_seen, comparison)
-    return {"steps": Limit(0.0, p_fail, sentence, of_run=True)}
+    room, inside = 1 + comparison.max_step_inflation, math.inf
+    if inflation is not None:
+        inside = _inside(room - inflation.ratio, inflation, comparison.confidence)
+    return {"steps": Limit(0.0, p_fail, sentence, of_run=True, inside=inside)}
 
 
 def _steps_seen(comparison: Comparison, _: Outcome) -> str:
@@ -220,6 +236,7 @@ def _health(comparison: Comparison) -> dict[str, Limit]:
             _or_1(sign.p_at_least_limit),
             _or_1(sign.p_at_most_limit),
             partial(_sign_seen, name, sign),
+            inside=_inside(sign.limit_pp - sign.difference_pp, sign, comparison.confidence),
         )
         for name, sign in comparison.health.items()
         if sign.limit_pp is not None

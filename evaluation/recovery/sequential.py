@@ -19,6 +19,13 @@ is only one repeat, looks add questions under either estimand. The `Plan` is sto
 before the first question is asked. Looks follow from the plan and from which answers exist, so
 nobody can choose them afterwards.
 
+A task also ends where more answers would hardly change the verdict. Were the looks to go on, the
+estimate in standard errors z at information t would end as a normal number with mean z / sqrt t and
+variance (1 - t) / t, if nothing is known of the true value before. It passes the last look's bound b
+with probability Phi((z - b sqrt t) / sqrt(1 - t)). A task is given up if this is below `LEAST_CHANCE`
+for PASS and FAIL together; once a task ended without PASS, no run passes, and FAIL alone counts. An
+early end of this kind gives no verdict but INCONCLUSIVE, so it makes no PASS or FAIL more frequent.
+
 The sequential p-value is the least alpha at which one of the looks so far decides (Liu and Anderson
 2008). The verdict, Holm's correction over tasks included, uses it in place of the p-value. Further
 looks never increase the sequential p-value.
@@ -41,16 +48,19 @@ from quantize.recovery.estimands import (
     ROUNDING,
     Estimand,
     Floats,
+    Number,
     units,
     unseen_p,
 )
 from quantize.recovery.gate import judge, passes
 from quantize.recovery.health import limits_of
+from quantize.recovery.limits import limits_on, weights
 from quantize.recovery.rows import Answer
 from quantize.recovery.terms import Comparison, Terms
 
 # Fractions of the units at the looks. An undamaged run ends mostly at 0.4 or 0.5, never before 0.3.
 FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
+LEAST_CHANCE = 0.02  # chance of a decision below which a task is given up
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
 
 
@@ -261,13 +271,45 @@ def still_open(seen: Mapping[str, Comparison | None]) -> list[str]:
     return [task for task, c in seen.items() if c is None or not passes(c)]
 
 
+def crossing(inside: Number, fractions: Sequence[float], now: float, alpha: float) -> Number:
+    """Return the chance that the last of the looks at `fractions` excludes what is tested, at `alpha`.
+
+    At information `now` the estimate is `inside` standard errors on the side that would exclude it.
+    """
+    bound = -ndtri(nominal_levels(tuple(fractions), alpha)[-1])
+    return ndtr((inside - bound * math.sqrt(now)) / math.sqrt(max(1 - now, 1e-9)))
+
+
+def chance(task: str, plan: Plan, seen: Mapping[str, Comparison | None], *, passing: bool) -> float:
+    """Return about the chance that more answers to a task of `seen` still decide the verdict.
+
+    FAIL counts, by any limit and after Holm's correction; PASS counts if `passing`.
+    """
+    comparison = seen[task]
+    if comparison is None or not comparison.looks:
+        return 1.0
+    fractions, now = [look.fraction for look in plan.looks], comparison.looks[-1]["fraction"]
+    alpha, limits = 1 - comparison.confidence, limits_on(comparison)
+    of_limit = weights([c for c in seen.values() if c is not None])
+    share = alpha / len(seen) / math.fsum(of_limit.values())
+    hopes = [
+        crossing(-limit.inside, fractions, now, share * of_limit[name])
+        for name, limit in limits.items()
+    ]
+    hopes += [crossing(limits["margin"].inside, fractions, now, alpha)] if passing else []
+    return math.fsum(hopes)
+
+
 def until_decided(
-    plans: Mapping[str, Plan], ask: Callable[[str, int], tuple[int, Comparison | None]]
+    plans: Mapping[str, Plan],
+    ask: Callable[[str, int], tuple[int, Comparison | None]],
+    least_chance: float = LEAST_CHANCE,
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
-    """Ask one task after the other, look by look, until the verdict is certain.
+    """Ask one task after the other, look by look, until the verdict is certain, or nearly.
 
     `ask(task, n)` lets both models answer the task's first n looks. It returns a pair: the number
-    of complete looks, an earlier run's included, and the comparison over these looks or None.
+    of complete looks, an earlier run's included, and the comparison over these looks or None. A
+    task whose `chance` to decide is below `least_chance` is given up.
 
     Returns:
         Two mappings: task -> number of complete looks, and task -> comparison, None without one.
@@ -276,7 +318,11 @@ def until_decided(
     shown: dict[str, Comparison | None] = {}
     for task in plans:
         taken[task], shown[task] = ask(task, 0)
+    may_pass = True
     for task, plan in plans.items():
         while taken[task] < len(plan.looks) and task in still_open(shown):
+            if chance(task, plan, shown, passing=may_pass) < least_chance:
+                break
             taken[task], shown[task] = ask(task, taken[task] + 1)
+        may_pass = may_pass and task not in still_open(shown)
     return taken, shown

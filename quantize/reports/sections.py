@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quantize.recovery.sequential import LEAST_CHANCE
 from quantize.reports.headline import chosen_point, point_rows, published_rows, published_speed
 from quantize.reports.provenance import made_lines, scored_with, stage_rows
 from quantize.reports.questions import QUESTION_COLUMNS, question_counts, question_row
@@ -178,9 +179,22 @@ def unread_rows(content: Content) -> list[list[str]]:
 
 def looks_lines(content: Content) -> list[str]:
     """Return sentences on tasks that ended early or were not asked, and on unjudged steps."""
+    undecided = content["verdict"]["outcome"] == "INCONCLUSIVE"
+    given_up = {
+        task["task"]
+        for task in content["tasks"]
+        if undecided and task["gated"] and task["outcome"] != "PASS"
+    }
     lines = [
-        f"{task}: the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
-        f"not asked. Its intervals are of what was asked, not widened for the looks."
+        f"{task}: "
+        + (
+            f"given up after look {look['taken']} of {look['of']}: the chance that the rest, which "
+            f"`--all` asks, would decide the verdict was below {LEAST_CHANCE:.0%}."
+            if task in given_up
+            else f"the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
+            f"not asked."
+        )
+        + " Its intervals are of what was asked, not widened for the looks."
         for task, look in content["looks"].items()
         if look["taken"] < look["of"]
     ]

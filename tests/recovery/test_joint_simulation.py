@@ -4,10 +4,16 @@
 `python -m tests.benchmarks.verdict_errors` makes the table of docs/evaluation.md from 500 of them.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
 import pytest
 from scipy.special import bdtrc
 
+from quantize.recipe.reading import load_recipe
 from quantize.recovery.estimands import ESTIMANDS, Estimand
+from quantize.recovery.sequential import LEAST_CHANCE
+from quantize.stages.plan.estimate import tokens_by_task
 from tests.support.random_worlds import (
     ALPHA,
     Damage,
@@ -18,7 +24,7 @@ from tests.support.random_worlds import (
     many_verdicts,
     one_verdict,
 )
-from tests.support.worlds import Bench
+from tests.support.worlds import SHIPPED, Bench
 
 ROUNDS = 400
 
@@ -128,3 +134,63 @@ def test_the_product_says_the_same_of_every_round(estimand: Estimand) -> None:
             verdicts, named = [*verdicts, verdict], [*named, *adopted(seen)]
     assert {"PASS", "FAIL"} <= {*verdicts}
     assert {*named} == {True, False}
+
+
+@pytest.mark.parametrize("estimand", ESTIMANDS)
+def test_giving_up_makes_no_error_more_frequent_and_asks_less(estimand: Estimand) -> None:
+    """Round by round: who passes or fails does so without it too, and no task is asked further."""
+    world = small_world(estimand, (1.0, 0.0, 0.0))
+    early, late = (many_verdicts(world, 400, least_chance=least) for least in (LEAST_CHANCE, 0.0))
+    for outcome in ("PASS", "FAIL"):
+        assert not (early[outcome] & ~late[outcome]).any()
+    assert (early["adopted"] == late["adopted"]).all()
+    looks = [np.stack(seen["last"]) for seen in (early, late)]
+    assert (looks[0] <= looks[1]).all()
+    assert looks[0].mean() < looks[1].mean() - 0.5
+
+
+def shipped_run(parts: Mapping[str, float], otherwise: float) -> tuple[RandomWorld, np.ndarray]:
+    """Return a run of the shipped tasks, the cheapest first, and the tokens of each task.
+
+    The candidate loses `parts` of a task's margin, else `otherwise`, in single answers.
+    """
+    tokens = tokens_by_task(load_recipe("nvfp4"))
+    order = sorted(tokens, key=tokens.__getitem__)
+    bench = dict(zip(tokens, SHIPPED, strict=True))
+    tasks = [JudgedTask(bench[task], {}, 8, steps=False) for task in order]
+    damages = {
+        (index, "accuracy"): Damage("single", parts.get(task, otherwise))
+        for index, task in enumerate(order)
+    }
+    world = RandomWorld(0, "these_questions", tasks, [damages], 0.5, together=False)
+    return world, np.array([tokens[task] for task in order])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(
+    ("parts", "otherwise"),
+    [
+        ({}, 0.0), ({}, 0.5), ({}, 1.0), ({}, 2.0), ({"aime25": 0.5}, 0.0),
+        ({"gpqa_diamond_thinking": 1.0}, 0.0), ({"gpqa_diamond_thinking": 2.0}, 0.0),
+        ({"aime25": 2.0}, 1.0),
+    ],
+)  # fmt: skip
+def test_what_shipped_runs_ask(parts: Mapping[str, float], otherwise: float) -> None:
+    """Of whole runs: share that passes and fails, and tokens asked, without giving up and with it."""
+    (world, tokens), rates = shipped_run(parts, otherwise), dict[float, np.ndarray]()
+    for least in (0.0, LEAST_CHANCE):
+        rows: list[np.ndarray] = []
+        for block in range(8):
+            seen = many_verdicts(world, 250, block, least)
+            asked = np.zeros(250)
+            for task, last, most in zip(world.tasks, seen["last"], tokens, strict=True):
+                shares = [look.fraction for look in world.plan(task).looks]
+                asked += most * np.where(last < 0, 0, np.take([*shares, 0.0], last))
+            rows.append(np.stack([seen["PASS"], seen["FAIL"], asked / tokens.sum()]))
+        rates[least] = 100 * np.concatenate(rows, 1).mean(1)
+    print(f"\n{dict(parts)}, else {otherwise}: {rates}")
+    before, now = rates[0.0], rates[LEAST_CHANCE]
+    assert before[0] - 1 <= now[0] <= before[0]
+    assert before[1] - 1 <= now[1] <= before[1]
+    assert now[2] < before[2]

@@ -14,6 +14,7 @@ from quantize.recovery.sequential import (
     FRACTIONS,
     Plan,
     at_looks,
+    crossing,
     nominal_levels,
     sequential_p,
     spent,
@@ -293,6 +294,56 @@ def test_a_run_asks_the_next_look_of_the_first_task_that_is_open() -> None:
     assert asked == [("passes", 1), *(("late", look) for look in range(1, 6))]
     assert taken == {"there": 3, "passes": 1, "late": 5}
     assert judge(seen).outcome == "INCONCLUSIVE"
+
+
+def run_of(differences: dict[str, np.ndarray], **changes: Any) -> tuple[dict[str, int], Any]:
+    """Return the looks taken of tasks [n, k] judged on these questions, and their comparisons."""
+    plans = {task: Plan("these_questions", *d.shape, 0) for task, d in differences.items()}
+
+    def ask(task: str, number: int) -> tuple[int, Any]:
+        looks = plans[task].looks[:number]
+        base, other = stored(differences[task])
+        settings: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 3}
+        found = (
+            compare_at_looks(base, other, looks, order=list(base), **settings) if looks else None
+        )
+        return number, found
+
+    return until_decided(plans, ask, **changes)
+
+
+def test_a_task_that_hardly_decides_is_given_up() -> None:
+    """At the margin neither PASS nor FAIL is likely; then no run passes, and FAIL alone counts."""
+    at_margin = -1.0 * (np.arange(200 * 40) % 33 == 0).reshape(200, 40)
+    undecided = -1.0 * (np.random.default_rng(1).random((50, 40)) < 0.02)
+    taken, seen = run_of({"open": undecided})
+    assert (taken, judge(seen).outcome) == ({"open": 4}, "PASS")
+    tasks = {"at": at_margin, "open": undecided}
+    taken, seen = run_of(tasks)
+    assert taken == {"at": 4, "open": 1}
+    assert judge(seen).outcome == "INCONCLUSIVE"
+    assert run_of(tasks, least_chance=0.0)[0] == {"at": 5, "open": 4}
+
+
+def test_a_fail_that_is_likely_is_asked_for_after_another_task_was_given_up() -> None:
+    at_margin = -1.0 * (np.arange(200 * 40) % 33 == 0).reshape(200, 40)
+    worse = -1.0 * (np.random.default_rng(2).random((200, 40)) < 0.045)
+    taken, seen = run_of({"at": at_margin, "worse": worse})
+    assert taken["at"] == 4
+    assert taken["worse"] > 1
+    assert judge(seen).outcome == "FAIL"
+
+
+def test_the_chance_to_cross_is_that_of_a_motion_whose_drift_is_unknown() -> None:
+    """Of motions with drifts as likely as each other, those near z at half the information."""
+    generator, rounds, z = np.random.default_rng(0), 400_000, 0.8
+    drift = generator.uniform(-12, 12, rounds)
+    half = 0.5 * drift + np.sqrt(0.5) * generator.normal(size=rounds)
+    end = half + 0.5 * drift + np.sqrt(0.5) * generator.normal(size=rounds)
+    near = abs(half / np.sqrt(0.5) - z) < 0.05
+    share = (end[near] >= -ndtri(nominal_levels(FRACTIONS, ALPHA)[-1])).mean()
+    found = crossing(z, FRACTIONS, 0.5, ALPHA)
+    assert share == pytest.approx(found, abs=three_sigma(found, int(near.sum())))
 
 
 # --- what it errs and costs ---------------------------------------------------------------------

@@ -650,10 +650,16 @@ def test_what_was_not_asked_is_said(full: RunDir) -> None:
     content = read_json(full.report_json)
     looks = {"gsm8k": {"taken": 2, "of": 5}, "gpqa_diamond": {"taken": 5, "of": 5}}
     content |= {"looks": looks, "not_asked": ["aime25"]}
+    content["verdict"] |= {"outcome": "PASS"}
     for text in (markdown(content), Page(html(content)).text):
         assert "gsm8k: the verdict was certain after look 2 of 5; the rest was not asked." in text
         assert "Its intervals are of what was asked, not widened for the looks." in text
         assert "aime25: not asked; the run's verdict was certain before." in text
         assert "gpqa_diamond: the verdict was certain" not in text
+        assert "given up" not in text
+    content["verdict"] |= {"outcome": "INCONCLUSIVE"}
+    content["tasks"] = [task | {"outcome": "INCONCLUSIVE"} for task in content["tasks"]]
+    told = "the chance that the rest, which `--all` asks, would decide the verdict was below 2%."
+    assert f"gsm8k: given up after look 2 of 5: {told} Its intervals" in markdown(content)
     case = ElementTree.fromstring(junit(content)).find("testcase[@name='task aime25']/skipped")
     assert case is not None

@@ -58,12 +58,21 @@ def test_sides_have_names_of_their_own() -> None:
 
 
 def test_points_share_the_error_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of four is asked until its verdict is certain at a quarter of the error."""
+    """Each of four is asked until it is certain at a quarter of the error; none is given up."""
     gates: list[Gate] = []
 
-    def ask(_: object, models: Sequence[Any], __: object, gate: Gate, *, go_on: bool) -> None:
+    def ask(
+        _: object,
+        models: Sequence[Any],
+        __: object,
+        gate: Gate,
+        *,
+        go_on: bool,
+        least_chance: float,
+    ) -> None:
         assert models[0].name == "bf16"
         assert not go_on
+        assert least_chance == 0
         gates.append(gate)
 
     module = sys.modules[evaluate.__module__]

@@ -188,6 +188,17 @@ def test_a_task_that_fails_ends_the_run_before_dearer_ones(
     assert "hours saved" in said
 
 
+def test_a_run_that_cannot_pass_asks_for_no_more_than_a_fail(bench: Bench) -> None:
+    """The cheaper task loses about the margin; the dearer one is then given up at its first look."""
+    bench.lost = lambda question, seed: seed % 11 == 5
+    verdict = bench.score((GSM, WORDS), repeats=10)
+    assert verdict.outcome == "INCONCLUSIVE"
+    assert bench.done["looks"] == {WORDS: {"taken": 4, "of": 5}, GSM: {"taken": 1, "of": 5}}
+    asked = len(bench.asked)
+    assert bench.score((GSM, WORDS), repeats=10).outcome == "INCONCLUSIVE"
+    assert len(bench.asked) == asked == 2 * COUNT * (7 + 3)  # what was given up stays so
+
+
 def test_questions_are_asked_in_a_random_order(bench: Bench) -> None:
     bench.score(estimand="such_questions", repeats=1, margin_pp=60)
     numbers = [int(r.prompt.split()[2]) for name, r in bench.asked if name == "bf16"]

@@ -26,11 +26,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtri, stdtrit
 
-from quantize.recovery.estimands import ESTIMANDS, Estimand, Floats, margin_p_values, total, units
+from quantize.recovery.estimands import (
+    ESTIMANDS,
+    Estimand,
+    Floats,
+    Total,
+    margin_p_values,
+    total,
+    units,
+)
+from quantize.recovery.estimands import limits as limits_at
 from quantize.recovery.gate import judge, passing
 from quantize.recovery.health import MORE, compare_sign, limits_of, sign_p_values
-from quantize.recovery.sequential import Look, Plan, at_looks, nominal_levels, until_decided
+from quantize.recovery.sequential import (
+    LEAST_CHANCE,
+    Look,
+    Plan,
+    at_looks,
+    crossing,
+    nominal_levels,
+    until_decided,
+)
 from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Comparison, Terms
@@ -229,7 +247,10 @@ def _first(table: Floats, look: Look) -> Floats:
 def _p_values(
     world: RandomWorld, index: int, base: Mapping[str, Floats], other: Mapping[str, Floats]
 ) -> dict[str, Floats]:
-    """Return quantity -> p-values [looks, 2, rounds] of "at least its limit" and "at most"."""
+    """Return quantity -> p-values [looks, 3, rounds] of "at least its limit" and "at most".
+
+    Third is by how many standard errors the estimate keeps the limit.
+    """
     task, limits = world.tasks[index], world.limits_pp(world.tasks[index])
     looks = world.plan(task).looks
     values: dict[str, Floats] = {}
@@ -238,17 +259,31 @@ def _p_values(
         for look in looks:
             x, y = _first(base[name], look), _first(other[name], look)
             if name == ACCURACY:  # tables hold the wrong answers
-                rows.append(margin_p_values(total(x - y, world.estimand), task.bench.margin_pp))
+                limit_pp: Any = task.bench.margin_pp
+                judged = margin_p_values(total(x - y, world.estimand), limit_pp)
             else:
-                rows.append(sign_p_values(x, y, world.estimand, limits[name])[1:])
+                limit_pp, *judged = sign_p_values(x, y, world.estimand, limits[name])
+            rows.append([*judged, _inside(total(x - y, world.estimand), limit_pp)])
         values[name] = np.array(rows)
     return values
 
 
-def _step_p(task: JudgedTask, costs: Floats, looks: Sequence[Look]) -> Floats:
-    """Return p-values [looks, rounds] of "the inflation is at most its limit"."""
-    sums = [_first(costs, look).sum(2) for look in looks]
-    return np.array([exceeds_p(*log_ratio(table), table.shape[1] - 1, INFLATION) for table in sums])
+def _inside(less: Total, limit_pp: Any) -> Any:
+    low, high = (100 * np.clip(end, -1, 1) for end in limits_at(less, 1 - ALPHA / 2))
+    return 2 * ndtri(1 - ALPHA / 2) * (limit_pp + 100 * less.mean) / (high - low)
+
+
+def _step_p(costs: Floats, looks: Sequence[Look]) -> Floats:
+    """Return p-values of "the inflation is at most its limit", and its inside [looks, 2, rounds]."""
+    rows: list[Any] = []
+    for table in (_first(costs, look).sum(2) for look in looks):
+        (middle, error), freedom = log_ratio(table), table.shape[1] - 1
+        half = stdtrit(freedom, 1 - ALPHA / 2) * error
+        width = np.exp(middle + half) - np.exp(middle - half)
+        room = 1 + INFLATION - np.exp(middle)
+        inside = 2 * ndtri(1 - ALPHA / 2) * room / width
+        rows.append([exceeds_p(middle, error, freedom, INFLATION), inside])
+    return np.array(rows)
 
 
 def _crossed(p_values: Floats, fractions: tuple[float, ...], alpha: float) -> np.ndarray:
@@ -268,30 +303,34 @@ class _Asked:
 
 def _ask(
     world: RandomWorld, values: Sequence[Mapping[str, Floats]], steps: Sequence[Floats | None],
-    alpha: float,
+    alpha: float, least_chance: float,
 ) -> _Asked:  # fmt: skip
     """Ask task after task, look by look, as `until_decided` does, in all rounds at once."""
     rounds = values[0][ACCURACY].shape[-1]
     with_steps, with_signs = any(s is not None for s in steps), any(len(v) > 1 for v in values)
     signs = {name for v in values for name in v if name != ACCURACY}
     weight = len(values) * (1 + with_steps + with_signs)
-    state = _Asked([], np.zeros(rounds, bool), [])
+    state, may_pass = _Asked([], np.zeros(rounds, bool), []), np.ones(rounds, bool)
     for task, value, step in zip(world.tasks, values, steps, strict=True):
         fractions = tuple(look.fraction for look in world.plan(task).looks)
         passes = np.all([_crossed(p[:, 0], fractions, alpha) for p in value.values()], 0)
-        fails = [
-            _crossed(p[:, 1], fractions, alpha / weight / (1 if n == ACCURACY else len(signs)))
-            for n, p in value.items()
-        ]
+        shares = {n: alpha / weight / (1 if n == ACCURACY else len(signs)) for n in value}
+        tests = [(p[:, 1], p[:, 2], shares[n]) for n, p in value.items()]
         if step is not None:
-            fails.append(_crossed(step, fractions, alpha / weight))
-        some = np.any(fails, 0)
+            tests.append((step[:, 0], step[:, 1], alpha / weight))
+        some = np.any([_crossed(p, fractions, share) for p, _, share in tests], 0)
         passed, last = np.zeros(rounds, bool), np.full(rounds, -1)
-        for look in range(len(fractions)):
-            active = ~state.failed & ~passed
+        asked_on = np.ones(rounds, bool)
+        for look, now in enumerate(fractions):
+            active = ~state.failed & ~passed & asked_on
             last[active] = look
             state.failed |= active & some[look]
             passed |= active & passes[look] & ~some[look]
+            inside = value[ACCURACY][look, 2]
+            hopes = may_pass * crossing(inside, fractions, now, alpha)
+            hopes += sum(crossing(-at[look], fractions, now, share) for _, at, share in tests)
+            asked_on &= hopes >= least_chance
+        may_pass &= passed
         state.passed.append(passed)
         state.last.append(last)
     return state
@@ -338,17 +377,19 @@ def drawn_answers(
     return tables, costs
 
 
-def many_verdicts(world: RandomWorld, rounds: int, block: int = 0) -> dict[str, Any]:
+def many_verdicts(
+    world: RandomWorld, rounds: int, block: int = 0, least_chance: float = LEAST_CHANCE
+) -> dict[str, Any]:
     """Return of each round: false PASS and FAIL of the run, points adopted, and each quantity alone.
 
     "quantities" maps (candidate, task, quantity) at its limit to [passes alone, fails alone] over all
-    looks, each at 5 %.
+    looks, each at 5 %. "last" has of each task the index of the run's last look, -1 if it took none.
     """
     tables, costs = drawn_answers(world, rounds, block)
     looks = [world.plan(task).looks for task in world.tasks]
     steps = [
-        None if cost is None else _step_p(task, cost, look)
-        for task, cost, look in zip(world.tasks, costs, looks, strict=True)
+        None if cost is None else _step_p(cost, look)
+        for cost, look in zip(costs, looks, strict=True)
     ]
     points = len(world.damages) - 1
     alone: dict[tuple[int, int, str], Any] = {}
@@ -365,17 +406,19 @@ def many_verdicts(world: RandomWorld, rounds: int, block: int = 0) -> dict[str, 
                 pair = [_crossed(values[index][name][:, s], fractions, ALPHA)[-1] for s in (0, 1)]
                 alone[number, index, name] = np.array(pair)
         judged = steps if number == 0 else [None] * len(steps)
-        found.append(_ask(world, values, judged, ALPHA / (1 if number == 0 else points)))
+        spending = (ALPHA / points, 0.0) if number else (ALPHA, least_chance)
+        found.append(_ask(world, values, judged, *spending))
         if number:
             least.append(_thresholds(world, values, found[-1], points))
     run = found[0]
     return {
         "PASS": np.all(run.passed, 0) & ~run.failed,
         "FAIL": run.failed,
+        "last": run.last,
         "adopted": _holm(np.stack(least)) if points else np.zeros((0, rounds), bool),
         "quantities": alone,
         "steps": [
-            _crossed(p, tuple(x.fraction for x in look), ALPHA)[-1]
+            _crossed(p[:, 0], tuple(x.fraction for x in look), ALPHA)[-1]
             for p, look in zip(steps, looks, strict=True)
             if p is not None
         ],
@@ -420,7 +463,7 @@ def one_verdict(
         looks = plans[name].looks[:many]
         return many, at_looks([at(int(name), look) for look in looks], looks) if looks else None
 
-    seen = until_decided(plans, ask)[1]
+    seen = until_decided(plans, ask, LEAST_CHANCE if number == 0 else 0.0)[1]
     return judge(seen).outcome, seen
 
 

@@ -2,8 +2,9 @@
 
 Tasks are asked one after the other, the cheapest first. Each task is asked in at most five parts,
 and after each part the two models are compared (`recovery.sequential`). A task that passes is not
-asked further, and a run that fails ends. The plan is fixed before the first answer and stored with
-every score. Models that the gate does not judge answer the same questions.
+asked further, nor is one that hardly decides, and a run that fails ends. The plan is fixed before
+the first answer and stored with every score. Models that the gate does not judge answer the same
+questions.
 
 A model skips a part whose answers it has already given under this run's conditions. If the run has
 a finished evaluation, new scores go to a copy, which replaces evaluation/ once complete. Scores
@@ -28,7 +29,7 @@ from quantize.host.progress import say
 from quantize.recipe.controls import SETTINGS
 from quantize.recipe.sections import Evaluation, Gate
 from quantize.recovery.gate import judge
-from quantize.recovery.sequential import out_of_reach, until_decided
+from quantize.recovery.sequential import LEAST_CHANCE, out_of_reach, until_decided
 from quantize.recovery.served import ServerError
 from quantize.recovery.terms import Comparison
 from quantize.runs.folder import RunDir
@@ -167,6 +168,7 @@ def _ask_until_decided(
     gate: Gate,
     *,
     go_on: bool,
+    least_chance: float = LEAST_CHANCE,
 ) -> dict[str, int]:
     """Ask baseline and candidate, look by look; return task -> number of looks taken, if any."""
     if go_on:  # no look ends the run, so each model is loaded only once
@@ -181,7 +183,8 @@ def _ask_until_decided(
             answers.tell_look(tasks, task, taken, comparison)
         return taken, comparison
 
-    taken, seen = until_decided({task.name: task.plan for task in tasks}, ask)
+    plans = {task.name: task.plan for task in tasks}
+    taken, seen = until_decided(plans, ask, least_chance)
     answers.tell(tasks, taken, judge(seen).outcome)
     return {name: looks for name, looks in taken.items() if looks}
 
@@ -196,7 +199,10 @@ def _ask_points(
         confidence = 1 - (1 - gate.confidence) / len(points)
         update = {"max_step_inflation": None, "confidence": confidence}
         stricter = gate.model_copy(update=update)
-        _ask_until_decided(answers, [baseline, point], tasks, stricter, go_on=go_on)
+        # Holm may yet allow a point more error than that, so none is given up.
+        _ask_until_decided(
+            answers, [baseline, point], tasks, stricter, go_on=go_on, least_chance=0.0
+        )
 
 
 def _leave_for_the_report(
