@@ -9,7 +9,7 @@ import yaml
 
 from quantize.checkpoints.reader import known_config
 from quantize.checkpoints.targets import Target, plan_targets
-from quantize.recipe.reading import load_recipe, resolved, shipped_recipes
+from quantize.recipe.reading import load_recipe, parse_recipe, resolved, shipped_recipes
 from quantize.recipe.sections import Recipe
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
@@ -68,6 +68,17 @@ def test_calibrate_on_other_data(tmp_path: Path) -> None:
     assert calibration is not None
     assert (calibration.datasets, calibration.prompts) == (["chats.jsonl"], 128)
     assert calibration.canvases == 2  # the rest stays
+
+
+def test_two_limits_of_tokens_one_set_of_answers() -> None:
+    section = (
+        PAGE.read_text("utf-8").partition("### Two limits of tokens")[2].partition("\n### ")[0]
+    )
+    (changes,) = re.findall(r"```yaml\n(.*?)```", section, re.S)
+    fields = yaml.safe_load(shipped_recipes()["nvfp4"]) | yaml.safe_load(changes)
+    recipe = parse_recipe(yaml.safe_dump(fields), "mine")
+    assert recipe.gate.margin_pp["gpqa_8k"] == recipe.gate.margin_pp["gpqa_diamond_thinking"]
+    assert recipe.evaluation.answer_tokens("gpqa_8k") == 8192
 
 
 def test_score_it_on_your_own_questions(

@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from quantize.recovery.catalog import read_task, token_limit
+from quantize.recovery.catalog import files_of, read_task, shipped, token_limit
 
 Definition = Mapping[str, Any]
 FORGIVEN = [",", r"\$", r"\.$"]  # like case, ignored when answer and target are compared
@@ -165,6 +165,16 @@ def from_lm_eval(file: Path, *, private: bool = False) -> Definition:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     return definition
+
+
+def at_limit(task: str, max_tokens: int) -> Definition:
+    """Return a task that ships, with another limit of tokens; its metadata's `of` names that task."""
+    fields = shipped(task)
+    return {
+        "include": [str(file) for file in files_of(task)],
+        "generation_kwargs": {**fields["generation_kwargs"], "max_gen_toks": max_tokens},
+        "metadata": {**fields["metadata"], "of": task},
+    }
 
 
 def finding(definition: Definition) -> Callable[[str], str]:

@@ -157,6 +157,13 @@ class SampleStore:
         if unanswered := sum(request.key not in self.done for request in ordered):
             raise ValueError(f"{unanswered} of {len(ordered)} requests were not answered")
 
+    def add(self, request: Request, completion: Completion, keep: Callable[[str], str]) -> None:
+        """Write a sample, unless there is one of this request; no disk is waited for."""
+        if request.key not in self.done:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                self._append(file, request.key, _kept(completion, keep))
+
     def _append(self, file: TextIO, key: str, completion: Completion) -> None:
         answers = [{"key": key, **asdict(completion)}]
         line = {"batch": answers, "sha256": _sha256(answers)}

@@ -70,7 +70,7 @@ def score(
     rows: list[Row] = []
     conditions: dict[str, Any] = {}
     loaded = _loaded(task, definition, data_file, part.questions)
-    keep = _keeping(task, definition)
+    keep = keeping(task, definition)
 
     def complete(requests: Sequence[Request]) -> None:
         store.done |= _told(earlier, model.requests) if earlier else {}
@@ -147,11 +147,11 @@ def size(
         ) from error
 
 
-def _keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
+def keeping(task: str, definition: Definition | None) -> Callable[[str], str]:
     """Return a function from an answer to the text kept: for private tasks, what scoring needs."""
     if not is_private(task, definition):
         return str
-    if definition is None:
+    if definition is None or "of" in definition["metadata"]:
         return lambda text: final_choice(without_thinking(text))
     find = finding(definition)
     stops = definition["generation_kwargs"].get("until") or []

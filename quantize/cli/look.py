@@ -51,7 +51,8 @@ def tasks(recipe: str | None, rate: float | None) -> None:
     for part in filter(None, (loaded.bundled.evaluation, loaded.evaluation) if loaded else ()):
         repeats |= part.repeats
         for name, own_task in part.own_tasks.items():
-            listed[name] = own_task.definition(), str(own_task.data or own_task.lm_eval)
+            data = own_task.data or own_task.lm_eval or f"that of {own_task.of}"
+            listed[name] = own_task.definition(), data
     listed |= {name: (shipped(name), _data(shipped(name))) for name in known_tasks()}
     heads = ("questions", "tokens/answer", "tokens at most", "hours at most")
     click.echo(ROW.format("task", *heads, "data"))

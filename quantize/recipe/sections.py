@@ -28,7 +28,7 @@ from quantize.recipe.controls import JUDGED, optional
 from quantize.recovery.catalog import known_tasks, notes, shipped, token_limit
 from quantize.recovery.estimands import Estimand
 from quantize.recovery.health import SIGNS
-from quantize.recovery.own import Definition, from_lm_eval, from_questions
+from quantize.recovery.own import Definition, at_limit, from_lm_eval, from_questions
 from quantize.recovery.terms import Terms
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import SCHEMES, refusal
@@ -182,7 +182,8 @@ class Verification(Section):
 
 
 class OwnTask(Section):
-    """A task of your own: a file of questions (`data`), or an lm-eval task of generate_until type.
+    """A task of your own: a file of questions (`data`), or an lm-eval task of generate_until type; or a
+    task that ships (`of`), with fewer tokens for an answer.
 
     `data` is a jsonl file with one question per line. `prompt` and `target` are Jinja templates over a
     question's fields; they make the user's message and the right answer. `extract` is a regular
@@ -191,11 +192,13 @@ class OwnTask(Section):
     at most `max_tokens` tokens; `thinking` turns the thinking channel on. An `lm_eval` file states all
     these settings itself. If `private` is set here or in such a file's `metadata`, no question, answer
     or target is written. Scores and reports hold hashes instead; samples hold only what `extract`
-    found. Paths are relative to the folder in which the command runs.
+    found. With `of` only `max_tokens` is stated. Paths are relative to the folder in which the command
+    runs.
     """
 
     data: FilePath | None = None
     lm_eval: FilePath | None = None
+    of: str | None = None
     prompt: str = "{{question}}"
     target: str = "{{answer}}"
     extract: str = r"#### (.+)"
@@ -204,14 +207,32 @@ class OwnTask(Section):
     private: bool = False
 
     @model_validator(mode="after")
-    def _is_one_of_two(self) -> "OwnTask":
-        if (self.data is None) == (self.lm_eval is None):
-            raise ValueError("name `data`, a jsonl file of questions, or `lm_eval`, a task's YAML")
+    def _is_one_of_three(self) -> "OwnTask":
+        if [self.data, self.lm_eval, self.of].count(None) != 2:
+            raise ValueError(
+                "name `data`, a jsonl file of questions, `lm_eval`, a task's YAML, or `of`, a task "
+                "that ships"
+            )
+        if self.of is not None:
+            self._shortens(self.of)
         return self
+
+    def _shortens(self, task: str) -> None:
+        """Raise ValueError unless `task` ships, and all that is stated is a lower limit of tokens."""
+        if task not in known_tasks():
+            raise ValueError(f"of: no task named {task!r} ships{nearest(task, known_tasks())}")
+        if more := self.model_dump(exclude_defaults=True).keys() - {"of", "max_tokens"}:
+            raise ValueError(
+                f"{min(more)}: {task} states it; beside `of` only max_tokens may stand"
+            )
+        if self.max_tokens >= (most := token_limit(shipped(task))):
+            raise ValueError(f"max_tokens: {task} itself ends answers at {most:,}; name fewer")
 
     def definition(self) -> Definition:
         """Return the task's lm-eval fields; raise InputError if its file is missing or not a task."""
-        options = self.model_dump(exclude={"data", "lm_eval"})
+        if self.of is not None:
+            return at_limit(self.of, self.max_tokens)
+        options = self.model_dump(exclude={"data", "lm_eval", "of"})
         try:
             if self.lm_eval is not None:
                 return from_lm_eval(Path(self.lm_eval), private=self.private)
@@ -221,7 +242,8 @@ class OwnTask(Section):
 
     def digest(self) -> str:
         """Return 16 hex digits of a hash over the task's fields and the bytes of its file."""
-        data = Path(self.lm_eval or self.data or "").read_bytes()
+        file = self.lm_eval or self.data
+        data = Path(file).read_bytes() if file else b""
         return hashlib.sha256(json.dumps(self.counted()).encode() + data).hexdigest()[:16]
 
 
@@ -289,6 +311,10 @@ class Evaluation(Section):
         if taken := sorted(self.own_tasks.keys() & set(known_tasks())):
             raise ValueError(f"own_tasks: {taken[0]!r} is a task that ships; choose another name")
         self.check_names([*self.tasks, *self.limit, *self.repeats])
+        for name, own_task in self.own_tasks.items():
+            for numbers in (self.limit, self.repeats):
+                if own_task.of in numbers:
+                    numbers.setdefault(name, numbers[own_task.of])
         if twice := [task for task in self.tasks if self.tasks.count(task) > 1]:
             raise ValueError(f"tasks: {twice[0]!r} stands there twice")
         return self
@@ -301,6 +327,12 @@ class Evaluation(Section):
                 raise ValueError(
                     f"no task named {name!r}{nearest(name, there)}; there are: {', '.join(there)}"
                 )
+
+    def family(self, task: str) -> str:
+        """Return what tasks share that differ only in their limit of tokens: for `of`, its name."""
+        if (own_task := self.own_tasks.get(task)) is None:
+            return task
+        return own_task.of or own_task.model_dump_json(exclude={"max_tokens"})
 
     def questions(self, task: str) -> int | None:
         """Return how many questions a task has, or None if that is not known beforehand."""
@@ -448,7 +480,7 @@ class Recipe(Section):
 def _every_task_has_a_margin(where: str, evaluation: Evaluation, gate: Gate) -> None:
     evaluation.check_names(gate.margin_pp)
     for task in evaluation.tasks:
-        if task not in evaluation.own_tasks and "margin_pp" in notes(task):
-            gate.margin_pp.setdefault(task, float(notes(task)["margin_pp"]))
+        if "margin_pp" in (metadata := notes(evaluation.family(task))):
+            gate.margin_pp.setdefault(task, float(metadata["margin_pp"]))
         if task not in gate.margin_pp:
             raise ValueError(f"{where}gate.margin_pp has no margin for task {task!r}")

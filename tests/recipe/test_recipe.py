@@ -14,7 +14,8 @@ from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.recipe.reading import load_recipe, parse_recipe, resolved, shipped_recipes
 from quantize.recipe.sections import Evaluation, Gate, OwnTask, Recipe
-from quantize.recovery.catalog import is_private, known_tasks, token_limit
+from quantize.recovery.catalog import is_private, known_tasks, shipped, token_limit
+from quantize.recovery.scoring import keeping
 from quantize.recovery.strict_yaml import read_yaml
 from quantize.stages.evaluate.tasks import open_tasks
 from quantize.stages.plan.estimate import cannot_pass
@@ -295,6 +296,19 @@ metric_list: [{metric: exact_match}]
         ({"lm_eval": "bleu.yaml"}, "metric_list lacks exact_match"),
         ({"lm_eval": "private.yaml"}, "private.yaml: a private task needs one filter"),
         ({"lm_eval": "plain.yaml", "private": True}, "plain.yaml: a private task needs one filter"),
+        ({"of": "gsm8", "max_tokens": 9}, "of: no task named 'gsm8' ships (did you mean 'gsm8k'?)"),
+        (
+            {"of": "gsm8k", "max_tokens": 1024},
+            "max_tokens: gsm8k itself ends answers at 1,024; name",
+        ),
+        (
+            {"of": "gsm8k", "max_tokens": 9, "thinking": True},
+            "thinking: gsm8k states it; beside `of`",
+        ),
+        (
+            {"of": "gsm8k", "data": "sums.jsonl"},
+            "name `data`, a jsonl file of questions, `lm_eval`",
+        ),
         ({"lm_eval": "nowhere.yaml"}, "nowhere.yaml: not readable as an lm-eval task"),
     ],
 )
@@ -340,6 +354,27 @@ def test_every_task_says_how_long_an_answer_may_be(tmp_path: Path) -> None:
     assert limits["word_problems_thinking"] == 128
     with pytest.raises(ValueError, match="lacks max_gen_toks"):
         token_limit({"generation_kwargs": {}})
+
+
+def test_a_task_with_fewer_tokens_is_otherwise_the_task_that_ships() -> None:
+    gpqa = "gpqa_diamond_thinking"
+    own = {"gpqa_8k": {"of": gpqa, "max_tokens": 8192}}
+    evaluation = {"tasks": ["gpqa_8k"], "own_tasks": own, "limit": {gpqa: 7}, "repeats": {gpqa: 2}}
+    gate = {"estimand": "such_questions"}
+    text = edited(bundled__evaluation=evaluation, bundled__gate=gate)
+    recipe = parse_recipe(text, "mine").for_bundled_model()
+    settings = recipe.evaluation
+    assert recipe.gate.margin_pp["gpqa_8k"] == 5
+    assert (settings.limit["gpqa_8k"], settings.repeats["gpqa_8k"]) == (7, 2)
+    assert (settings.questions("gpqa_8k"), settings.answer_tokens("gpqa_8k")) == (198, 8192)
+    definition = settings.own_tasks["gpqa_8k"].definition()
+    assert is_private("gpqa_8k", definition)
+    keep = keeping("gpqa_8k", definition)
+    text = "It is not (B), by what was said. The answer is (C)."
+    assert keep(text) == keeping(gpqa, None)(text) != text
+    assert definition["generation_kwargs"] == shipped(gpqa)["generation_kwargs"] | {
+        "max_gen_toks": 8192
+    }
 
 
 def test_an_lm_eval_task_is_private_if_either_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from quantize.recovery.catalog import TASKS
 from quantize.recovery.filters import final_choice, integer
 from quantize.recovery.lm import cut
-from quantize.recovery.own import Definition, finding, from_lm_eval, from_questions
+from quantize.recovery.own import Definition, at_limit, finding, from_lm_eval, from_questions
 from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Request, SampleStore
 from quantize.recovery.scoring import first_requests, known_tasks, score, size
@@ -351,6 +351,11 @@ def test_gpqa_keeps_hashes_letters_and_counts_only(tmp_path: Path) -> None:
     found = run("gpqa_diamond", out, data, knows)
     assert [row.score for row in found.rows] == [1] * 12
     assert len({row.target for row in found.rows}) > 1  # the right option is not always one letter
+    shorter = at_limit("gpqa_diamond", 99)
+    assert size("short", data, shorter) == (12, 99)
+    short = score_own("short", data, shorter, out, knows)
+    assert short.private
+    assert [row.scores for row in short.rows] == [row.scores for row in found.rows[:4]]
     written = b"".join(p.read_bytes() for p in out.rglob("*") if p.is_file())
     assert written
     assert MARKER.encode() not in written

@@ -151,7 +151,18 @@ def test_a_sample_of_the_kernels_depends_on_its_request_alone() -> None:
         model.release()
         return found
 
+    def beginnings(request: Request) -> dict[Request, Completion]:
+        model = Answerer(CHECKPOINT, "", sampler, PLACE, capacity=2)
+        model.also_at = (64,)
+        found = dict(model(Waiting([request], iter([request]))))
+        model.release()
+        return found
+
     together = answers(requests)
+    assert max(len(c.denoising_steps) for c in together.values()) == 2
+    for asked in requests[0], requests[1]:  # with fewer tokens, they are the same but cut
+        shorter = replace(asked, max_new_tokens=64)
+        assert beginnings(asked) == {asked: together[asked]} | answers([shorter])
     assert len(together) == 5
     assert all(len(c.denoising_steps) <= r.max_new_tokens / 64 for r, c in together.items())
     assert any("####" in each.text for each in together.values())

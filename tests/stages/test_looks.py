@@ -77,7 +77,11 @@ class Bench:
             def __call__(self, requests: Waiting) -> Iterator[Finished]:
                 bench.loaded.append(self.name)
                 for request in requests:
-                    yield request, bench.answer(self.name, request)
+                    completion = bench.answer(self.name, request)
+                    for limit in self.also_at:
+                        shorter = replace(completion, text="####", truncated=True)
+                        yield replace(request, max_new_tokens=limit), shorter
+                    yield request, completion
 
             def release(self) -> None:
                 bench.released.append(self.name)
@@ -106,11 +110,15 @@ class Bench:
         repeats: int = REPEATS,
         margin_pp: float = 10,
         batch_size: int = 8,
+        own: Any = None,
         **more: Any,
     ) -> Verdict:
         """Evaluate and judge."""
         settings = Evaluation(
-            tasks=list(tasks), repeats=dict.fromkeys(tasks, repeats), batch_size=batch_size
+            tasks=list(tasks),
+            repeats=dict.fromkeys(tasks, repeats),
+            batch_size=batch_size,
+            own_tasks=own or {},
         )
         gate = Gate(estimand=estimand, margin_pp=dict.fromkeys(tasks, margin_pp))
         evaluate.evaluate(
@@ -157,6 +165,41 @@ def test_an_undamaged_run_ends_early_and_passes(
     assert entry["made_with"]["planned"] == {
         "estimand": "these_questions", "questions": COUNT, "repeats": REPEATS, "seed": 0
     }  # fmt: skip
+
+
+def test_two_limits_of_tokens_are_judged_from_one_set_of_answers(tmp_path: Path) -> None:
+    """The shorter answers are the beginnings of the longer, also if the run died between them."""
+    own = {"short": {"of": WORDS, "max_tokens": 64}}
+    files: list[dict[str, bytes]] = []
+    for dies_after in (1 << 30, 150):
+        with pytest.MonkeyPatch.context() as patch:
+            bench = Bench(tmp_path / str(dies_after), patch, dies_after=dies_after)
+            if dies_after == 150:
+                with pytest.raises(KeyboardInterrupt):
+                    bench.score(("short", WORDS), own=own)
+                bench.dies_after = 1 << 30
+            verdict = bench.score(("short", WORDS), own=own)
+            assert {request.max_new_tokens for _, request in bench.asked} == {128}
+            assert len(bench.asked) == 2 * COUNT * 2
+            files.append(bench.files())
+    assert files[0] == files[1]
+    assert list(bench.done["looks"]) == [WORDS, "short"]
+    assert f"{WORDS} at 128 tokens" in verdict.reason
+    short, whole = (read_scoring(bench.run.evaluation / "bf16", task) for task in ("short", WORDS))
+    assert [(row.seed, row.prompt_hash) for row in short.rows] == [
+        (row.seed, row.prompt_hash) for row in whole.rows
+    ]
+    assert {row.score for row in short.rows} == {0.0}
+    assert {row.truncated for row in short.rows} == {True}
+    assert {row.score for row in whole.rows} == {1.0}
+
+
+def test_answers_that_were_there_before_a_shorter_limit_are_not_made_again(bench: Bench) -> None:
+    """What the store lacks of the shorter task is asked; what stands of the longer is not."""
+    bench.score()
+    asked = len(bench.asked)
+    bench.score((WORDS, "short"), own={"short": {"of": WORDS, "max_tokens": 64}})
+    assert {request.max_new_tokens for _, request in bench.asked[asked:]} == {64}
 
 
 def recipe_of(bench: Bench) -> Any:

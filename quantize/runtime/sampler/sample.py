@@ -46,6 +46,14 @@ class Sample:
         self.steps_per_canvas.append(steps)
         self.new_tokens += sum(token != sampler.pad_token_id for token in canvas)
 
+    def within(self, max_new_tokens: int, sampler: Sampler) -> "Sample":
+        """Return the sample as it would be with `max_new_tokens`: its first canvases, at least one."""
+        shorter = Sample()
+        count = -(-max_new_tokens // len(self.committed[0]))
+        for canvas, steps in zip(self.committed[:count], self.steps_per_canvas, strict=False):
+            shorter.commit(canvas, steps, sampler)
+        return shorter
+
 
 def canvas_budgets(
     prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], sampler: Sampler,

@@ -3,7 +3,7 @@
 import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice, product
 from typing import Any
 
@@ -17,8 +17,8 @@ from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import judge_task
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
-from quantize.recovery.samples import Finished, SampleStore, Share
-from quantize.recovery.scoring import score
+from quantize.recovery.samples import Finished, Generate, SampleStore, Share, Waiting
+from quantize.recovery.scoring import keeping, score
 from quantize.recovery.sequential import Part
 from quantize.recovery.terms import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
@@ -147,11 +147,11 @@ class Answers:
             self.release()
         self._loaded = model.backend
         before = None if scored else self._stored_scoring(model, task)
-        with self._store(model, task) as store:
+        with self._store(model, task) as store, self._also_shorter(model, task) as answering:
             more = score(
                 task.name,
                 store,
-                model.backend,
+                answering,
                 part,
                 data_file=task.data,
                 definition=task.definition,
@@ -171,6 +171,34 @@ class Answers:
             write_scoring(self.folder / model.name, whole)
             if model.name != BASELINE and len(whole.rows) == task.samples:
                 self._whole.append(store)
+
+    @contextmanager
+    def _also_shorter(self, model: ComparedModel, task: Task) -> Generator[Generate]:
+        """Yield what answers `task`, and stores the answers as they begin for its `shorter` tasks."""
+        backend = model.backend
+        if not isinstance(backend, Answerer) or not task.shorter:
+            yield backend
+            return
+        with ExitStack() as stack:
+            stores = {
+                other.token_limit: (
+                    stack.enter_context(self._store(model, other)),
+                    keeping(other.name, other.definition),
+                )
+                for other in task.shorter
+            }
+
+            def answering(requests: Waiting) -> Iterator[Finished]:
+                for request, completion in backend(requests):
+                    if request.max_new_tokens == task.token_limit:
+                        yield request, completion
+                    else:
+                        store, keep = stores[request.max_new_tokens]
+                        store.add(request, completion, keep)
+
+            backend.also_at = list(stores)
+            stack.callback(setattr, backend, "also_at", ())
+            yield answering
 
     def tell_look(
         self, tasks: Sequence[Task], task: Task, looks: int, comparison: Comparison

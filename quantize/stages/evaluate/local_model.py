@@ -79,6 +79,7 @@ class Answerer:
             "launches": launches_digest(torch.device(device)),
             "versions": package_versions(),
         }
+        self.also_at: Sequence[int] = ()  # lower limits of tokens, at which answers are yielded too
         self.announce: Callable[[int, int], None] = lambda samples, tokens: None
         self.loading_seconds = 0.0
         self._engine: Engine | None = None
@@ -121,7 +122,10 @@ class Answerer:
         free_unused(self._place.device)
 
     def __call__(self, requests: Waiting) -> Iterator[Finished]:
-        """Yield each request that it takes as soon as it is answered, in any order."""
+        """Yield each request that it takes as soon as it is answered, in any order.
+
+        Before it, the same request at each limit of `also_at` is yielded, with the answer's beginning.
+        """
         missing = requests.missing
         prompts, engine, _ = self._ready(missing)
         places = {request: index for index, request in enumerate(missing)}
@@ -139,7 +143,11 @@ class Answerer:
             on_canvas=announce, order=(places[request] for request in requests),
         )  # fmt: skip
         for index, sample in done:
-            yield missing[index], _completion(self.tokenizer, sample)
+            request = missing[index]
+            for limit in self.also_at:
+                shorter = sample.within(limit, self.sampler)
+                yield replace(request, max_new_tokens=limit), _completion(self.tokenizer, shorter)
+            yield request, _completion(self.tokenizer, sample)
 
     def _ready(self, requests: Sequence[Request]) -> tuple[list[list[int]], Engine, int]:
         prompts = [_encode(self.tokenizer, request) for request in requests]

@@ -1,8 +1,8 @@
 """The tasks of an evaluation: their data, their planned size, what their samples depend on."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Task:
     definition: Definition | None = None  # of a recipe's own task; None for a shipped task
     digest: str | None = None  # a hash over `own`
     prompt_tokens: int = 0  # tokens of the longest prompt, if prompts are long
+    family: str = ""  # equal for tasks that differ only in their limit of tokens
+    shorter: tuple["Task", ...] = ()  # tasks of its family with lower limits
 
     @property
     def samples(self) -> int:
@@ -44,6 +46,8 @@ class Task:
 
 def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[Task]:
     """Load every task's data set, but no model; return the tasks, the cheapest first.
+
+    Of a family the task with the highest limit comes first: its answers hold those to the others.
 
     Raises:
         InputError: a task's own file cannot be read, or a task has only one question.
@@ -67,11 +71,26 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
                 f"the least that two models can be compared on"
             )
         plan = Plan(gate.estimand, questions, settings.repeats.get(name, 1), settings.seed)
-        digest, room = (
-            (own_task.digest(), 0) if own_task else (None, notes(name).get("prompt_tokens", 0))
+        digest, family = own_task.digest() if own_task else None, settings.family(name)
+        room = notes(family).get("prompt_tokens", 0)
+        tasks.append(Task(name, file, plan, token_limit, definition, digest, room, family))
+    return _by_cost(tasks)
+
+
+def _by_cost(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks, families of the least cost first, each with its `shorter` ones."""
+
+    def shorter(task: Task) -> tuple[Task, ...]:
+        of_family = (other for other in tasks if other.family == task.family)
+        return tuple(other for other in of_family if other.token_limit < task.token_limit)
+
+    def order(task: Task) -> tuple[int, str, int]:
+        costs = [other.cost for other in tasks if other.family == task.family]
+        return (
+            (costs[0], "", 0) if len(costs) == 1 else (max(costs), task.family, -task.token_limit)
         )
-        tasks.append(Task(name, file, plan, token_limit, definition, digest, room))
-    return sorted(tasks, key=lambda task: task.cost)
+
+    return [replace(task, shorter=shorter(task)) for task in sorted(tasks, key=order)]
 
 
 def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | None:
@@ -81,6 +100,8 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
         ResourceError: `data_dir` lacks the file of a shipped task.
     """
     own_task = settings.own_tasks.get(task)
+    if own_task is not None and own_task.of is not None:
+        return data_file(own_task.of, data_dir, settings)
     if own_task is not None and own_task.data is not None:
         return Path(own_task.data)
     if own_task is None and "custom_dataset" in shipped(task):
