@@ -31,6 +31,8 @@ def test_prompts_of_four_kinds_ship() -> None:
     texts = [row["prompt"] for row in rows]
     assert len({*texts}) == len(texts)
     assert max(map(len, texts)) < 200
+    assert len(texts) == 4 * 26
+    assert all(text[:1].isupper() for text in texts)  # no line of another prompt
 
 
 def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
