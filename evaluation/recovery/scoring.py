@@ -134,7 +134,7 @@ def size(
     try:
         loaded = _loaded(task, definition, data_file)["tasks"][task]
         limit = int(loaded.config.generation_kwargs["max_gen_toks"])
-        return len(list(loaded.eval_docs)), limit
+        return len(loaded.eval_docs), limit
     except Exception as error:  # datasets and its readers raise a dozen unrelated types
         private = is_private(task, definition)
         what = "" if private else " ".join(str(error).split())[:200]
