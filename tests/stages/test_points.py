@@ -66,6 +66,10 @@ def judged(outcome: str = "PASS", speeds: dict[str, Any] | None = None) -> list[
                 unjudged=(),
                 p_at_least_margin=p,
                 p_at_most_margin=1.0,
+                margin_pp=1.0,
+                difference_pp=0.0,
+                difference_interval=SimpleNamespace(low=-1.0, high=1.0),
+                confidence=0.95,
                 max_step_inflation=None,
                 health={},
             )
