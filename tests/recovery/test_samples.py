@@ -166,14 +166,17 @@ def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 def test_a_slow_process_leaves_what_waits_to_the_others(tmp_path: Path) -> None:
     """The slow one ends its first sample when all others are answered."""
-    all_others, shared, barrier = threading.Event(), count(), threading.Barrier(2, timeout=60)
+    begun, all_others = threading.Event(), threading.Event()
+    shared, barrier = count(), threading.Barrier(2, timeout=60)
 
     def slow(requests: Waiting) -> Iterator[Finished]:
         for request in requests:
+            begun.set()
             assert all_others.wait(60)
             yield request, Completion("", 1, [1], False)
 
     def fast(requests: Waiting) -> Iterator[Finished]:
+        assert begun.wait(60)
         for number, request in enumerate(requests, 2):
             if number == len(REQUESTS):
                 all_others.set()
