@@ -11,17 +11,9 @@ from quantize.pipeline.stages import STAGES, Stage
 
 @click.command()
 @with_options(
-    "recipe",
-    "model",
-    "revision",
-    "out",
-    "task",
-    "limit",
-    "gpu-memory",
-    "gpu",
-    "gpus",
+    "recipe", "model", "revision", "out", "task", "limit", "gpu-memory", "gpu", "gpus",
     "hourly-price",
-)
+)  # fmt: skip
 @click.option(
     "--serve", is_flag=True,
     help="Show instead how each format would be served: slots, memory, speed at best. Without "

@@ -94,7 +94,7 @@ def measure(
     about = {
         "schema_version": SCHEMA_VERSION,
         "ended": now(),
-        "seconds": 0.0,
+        "seconds": round(time.monotonic() - started, 1),
         "tool": tool(),
         "versions": package_versions(),
         "hardware": hardware(),
@@ -106,7 +106,6 @@ def measure(
         "prompts_a_kind": prompts,
         "canvases": canvases,
     }
-    about["seconds"] = round(time.monotonic() - started, 1)
     write_json(folder / "measured.json", about | content)
     write_text(folder / "measured.html", measured_page(about | content))
     return folder
@@ -116,11 +115,11 @@ def _candidate(name: str, source: Checkpoint, activations: ActivationMode) -> Pa
     checkpoint = Checkpoint.open(resolve(name))
     if not checkpoint.is_quantized:
         raise InputError(f"{checkpoint.folder}: is not quantized; --checkpoint names one that is")
-    ours, theirs = (of.config["text_config"] for of in (source, checkpoint))
+    original, stated = (of.config["text_config"] for of in (source, checkpoint))
     for key in ("num_hidden_layers", "hidden_size", "num_experts"):
-        if ours[key] != theirs.get(key):
+        if original[key] != stated.get(key):
             raise InputError(
-                f"{checkpoint.folder}: {key} is {theirs.get(key)}, {ours[key]} in {source.folder}; "
+                f"{checkpoint.folder}: {key} is {stated.get(key)}, {original[key]} in {source.folder}; "
                 f"name a checkpoint of this model"
             )
     check_mode(checkpoint, activations)
@@ -154,10 +153,8 @@ def _denoised(
 ) -> tuple[dict[str, Any], list[Trajectory], Sampler]:
     """Denoise the prompts; return what was seen, the trajectories and their sampler."""
     prompts, kinds, tokenizer = _prompts(source.folder, count)
-    sampler, experts = (
-        Sampler.from_checkpoint(source.folder),
-        int(source.config["text_config"]["num_experts"]),
-    )
+    sampler = Sampler.from_checkpoint(source.folder)
+    experts = int(source.config["text_config"]["num_experts"])
     context = context_of(source.folder, [prompt.ids for prompt in prompts], canvases)
     batches = -(-len(prompts) // BATCH)
     asked = replace(place, capacity=BATCH, max_context=context, batches=batches, compares=True)

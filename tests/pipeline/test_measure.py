@@ -44,33 +44,33 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     words = ("--prompts", 1, "--canvases", 1, "--checkpoint", "fp8", "--out", "m")
     done = command(monkeypatch, "measure", "bundled", *words)
     assert done.code == 0, done.err
-    found = read_json(Path("m/measured.json"))
+    measured = read_json(Path("m/measured.json"))
     schema = files("quantize.reports").joinpath("measured.schema.json").read_text("utf-8")
-    assert list(jsonschema_rs.validator_for(json.loads(schema)).iter_errors(found)) == []
+    assert list(jsonschema_rs.validator_for(json.loads(schema)).iter_errors(measured)) == []
 
-    assert list(found["kinds"]) == ["all", "chat", "code", "prose", "structured"]
-    assert found["kinds"]["all"]["samples"] == 4
-    assert [step["canvases"] for step in found["by_step"]] == [4, 4]
+    assert list(measured["kinds"]) == ["all", "chat", "code", "prose", "structured"]
+    assert measured["kinds"]["all"]["samples"] == 4
+    assert [step["canvases"] for step in measured["by_step"]] == [4, 4]
     config = read_json(CHECKPOINT / "config.json")
     text, layers = config["text_config"], config["text_config"]["num_hidden_layers"]
-    tokens = [sum(counts) for counts in found["tokens_per_expert"].values()]
+    tokens = [sum(counts) for counts in measured["tokens_per_expert"].values()]
     drawn = 2 * 4 * config["canvas_length"] * text["top_k_experts"]
     assert len(tokens) == layers
     assert min(tokens) > drawn  # the prompts', too
-    for step in found["by_step"]:
+    for step in measured["by_step"]:
         assert len(step["experts_hit"]) == layers
         assert all(0 < hit <= text["num_experts"] for hit in step["experts_hit"])
-    assert len([e for e in found["inputs"] if "median_expert" in e]) == 2 * layers
-    assert found["ms_a_forward"] is None
-    assert 0.5 < found["routing"]["routing_overlap"][-1] < 1
+    assert len([e for e in measured["inputs"] if "median_expert" in e]) == 2 * layers
+    assert measured["ms_a_forward"] is None
+    assert 0.5 < measured["routing"]["routing_overlap"][-1] < 1
 
     page = Path("m/measured.html").read_text("utf-8")
     assert page.count("<svg") == 6
     assert "http" not in page
     prompts = [json.loads(line)["prompt"] for line in KINDS.read_text("utf-8").splitlines()]
-    told = page + Path("m/measured.json").read_text("utf-8")
-    assert not [prompt for prompt in prompts if prompt[:20] in told]
-    assert str(tmp_path) not in told
+    written = page + Path("m/measured.json").read_text("utf-8")
+    assert not [prompt for prompt in prompts if prompt[:20] in written]
+    assert str(tmp_path) not in written
     assert command(monkeypatch, "bundle", "m").code == 0
     with zipfile.ZipFile("m.zip") as archive:
         assert archive.namelist() == ["m/measured.json"]

@@ -358,8 +358,8 @@ def test_every_task_says_how_long_an_answer_may_be(tmp_path: Path) -> None:
 
 def test_a_task_with_fewer_tokens_is_otherwise_the_task_that_ships() -> None:
     gpqa = "gpqa_diamond_thinking"
-    own = {"gpqa_8k": {"of": gpqa, "max_tokens": 8192}}
-    evaluation = {"tasks": ["gpqa_8k"], "own_tasks": own, "limit": {gpqa: 7}, "repeats": {gpqa: 2}}
+    tasks = {"tasks": ["gpqa_8k"], "own_tasks": {"gpqa_8k": {"of": gpqa, "max_tokens": 8192}}}
+    evaluation = tasks | {"limit": {gpqa: 7}, "repeats": {gpqa: 2}}
     gate = {"estimand": "such_questions"}
     text = edited(bundled__evaluation=evaluation, bundled__gate=gate)
     recipe = parse_recipe(text, "mine").for_bundled_model()

@@ -304,10 +304,9 @@ def run_of(differences: dict[str, np.ndarray], **changes: Any) -> tuple[dict[str
         looks = plans[task].looks[:number]
         base, other = stored(differences[task])
         settings: dict[str, Any] = {"estimand": "these_questions", "margin_pp": 3}
-        found = (
-            compare_at_looks(base, other, looks, order=list(base), **settings) if looks else None
-        )
-        return number, found
+        if not looks:
+            return number, None
+        return number, compare_at_looks(base, other, looks, order=list(base), **settings)
 
     return until_decided(plans, ask, **changes)
 
@@ -342,8 +341,8 @@ def test_the_chance_to_cross_is_that_of_a_motion_whose_drift_is_unknown() -> Non
     end = half + 0.5 * drift + np.sqrt(0.5) * generator.normal(size=rounds)
     near = abs(half / np.sqrt(0.5) - z) < 0.05
     share = (end[near] >= -ndtri(nominal_levels(FRACTIONS, ALPHA)[-1])).mean()
-    found = crossing(z, FRACTIONS, 0.5, ALPHA)
-    assert share == pytest.approx(found, abs=three_sigma(found, int(near.sum())))
+    expected = crossing(z, FRACTIONS, 0.5, ALPHA)
+    assert share == pytest.approx(expected, abs=three_sigma(expected, int(near.sum())))
 
 
 # --- what it errs and costs ---------------------------------------------------------------------

@@ -236,8 +236,8 @@ class Answers:
         path = self._run.evaluation / model.name / f"{task.name}-{key_of(made)}.partial.jsonl"
         if model.name == BASELINE and isinstance(backend, Answerer):
             path = store_path(self._run, task.name, made)
-        every = self._processes
-        share = Share(every.rank, every.count, every.wait, every.numbers)
+        processes = self._processes
+        share = Share(processes.rank, processes.count, processes.wait, processes.numbers)
         with held(path, made, share) as store:
             if isinstance(backend, ImportedBaseline):
                 store.done |= backend.pack.answers[task.name]
