@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from math import isfinite
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -74,13 +73,16 @@ def misplaced(
 
 
 def values_of(kinds: tuple[type, ...], reason: str) -> BeforeValidator:
-    """Return a validator that refuses an object at its first value that is of none of `kinds`."""
+    """Return a validator that refuses an object at its first value that is of none of `kinds`.
+
+    An empty list is taken as an empty object: some languages write both alike.
+    """
 
     def check(value: Any) -> Any:
         for name, part in value.items() if isinstance(value, dict) else ():
             if type(part) not in kinds:  # True is no number
                 raise misplaced((name,), reason)
-        return value
+        return {} if value == [] else value
 
     return BeforeValidator(check)
 
@@ -101,16 +103,17 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
 class Strict(BaseModel):
     """A body in which unknown fields are errors, null means absent, and 5.0 is the integer 5.
 
-    Of unknown fields, those that ask for nothing are no errors; `empty` has their names.
+    Of unknown fields, those that change no answer are no errors; `unread` has their names.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    _empty: tuple[str, ...] = PrivateAttr(())
+    to_be_read: ClassVar[tuple[str, ...] | None] = None  # see `unsupported.unread`
+    _unread: tuple[str, ...] = PrivateAttr(())
 
     @property
-    def empty(self) -> tuple[str, ...]:
-        """The names of unknown fields that were left out because they ask for nothing."""
-        return self._empty
+    def unread(self) -> tuple[str, ...]:
+        """The names of unknown fields that were left out because they change no answer."""
+        return self._unread
 
     @model_validator(mode="wrap")
     @classmethod
@@ -119,19 +122,23 @@ class Strict(BaseModel):
             return handler(value)
         given = {k: whole(v) for k, v in value.items() if v is not None}
         names = _names(cls)
-        empty = unsupported.empty_fields(given, names)
-        unknown = [name for name in given if name not in names and name not in empty]
-        for name in [*empty, *unknown[1:]]:  # a refusal names one
+        unread = unsupported.unread(given, names, cls.to_be_read)
+        unknown = [name for name in given if name not in names and name not in unread]
+        for name in [*unread, *unknown[1:]]:  # a refusal names one
             del given[name]
+        meant = unsupported.near_miss(unknown[0], names) if unknown else None
+        if meant and unknown[0] not in unsupported.REFUSED:
+            reason = f"this server knows no such parameter; did you mean {meant}?"
+            raise misplaced(unknown[:1], reason, "unknown_parameter")
         body = handler(given)
-        body._empty = tuple(empty)  # noqa: SLF001
+        body._unread = tuple(unread)  # noqa: SLF001
         return body
 
 
-_echoes: Any = dict.fromkeys(unsupported.ECHOED, (Any, Echoed))
-_echoes_of_answers: Any = dict.fromkeys(unsupported.ECHOED_ANSWER, (Any, Echoed))
-Echoing = create_model("Echoing", __base__=Strict, **_echoes)
-EchoingAnswer = create_model("EchoingAnswer", __base__=Echoing, **_echoes_of_answers)
+class Echoing(Strict):
+    """A part of a chat that clients send back with fields of other servers, which are ignored."""
+
+    to_be_read = unsupported.TO_BE_READ
 
 
 @cache

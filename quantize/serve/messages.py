@@ -19,7 +19,6 @@ from quantize.serve.fields import (
     IGNORED,
     Echoed,
     Echoing,
-    EchoingAnswer,
     Items,
     Json,
     Strict,
@@ -29,6 +28,7 @@ from quantize.serve.fields import (
     misplaced,
 )
 from quantize.serve.tool_schemas import faults, without_nulls
+from quantize.serve.unsupported import MEDIA, TO_BE_READ
 
 MAX_TOOLS, MAX_MESSAGES = 128, 10_000
 NAME = r"^[A-Za-z0-9_.\-]{1,64}$"
@@ -71,15 +71,11 @@ class RefusalPart(Echoing):
         return {"type": "text", "text": self.refusal}
 
 
-class ThoughtPart(EchoingAnswer):
+class ThoughtPart(Echoing):
     """A part of an earlier answer that is a thought; it is ignored, unless it led to a call."""
 
+    to_be_read = ()
     type: Literal["thinking", "redacted_thinking", "reasoning", "reasoning_content"]
-    text: Any = Echoed
-    data: Any = Echoed
-    summary: Any = Echoed
-    reasoning_content: Any = Echoed
-    closed: Any = Echoed
 
     @model_serializer
     def _no_text(self) -> dict[str, str]:
@@ -154,7 +150,6 @@ class CalledFunction(Echoing):
         | Annotated[Json, Tag("arguments")],
         by_type("text of arguments", dict="arguments"),
     ] = Field(default_factory=dict[str, Any])
-    parsed_arguments: Any = Echoed
 
 
 class ToolCall(Echoing):
@@ -191,13 +186,19 @@ class Question(_Turn):
     content: Content
 
 
-class Reply(_Turn, EchoingAnswer):
+class Reply(_Turn):
     """A message of the model, with its calls; thoughts of a message without calls are dropped."""
+
+    to_be_read = tuple(name for name in TO_BE_READ if name not in MEDIA)
 
     role: Literal["assistant"]
     content: AnswerContent | None = None
     reasoning_content: String | None = None
     annotations: list[Any] | None = Unused
+    reasoning: Any = Echoed  # these four are ignored unless `_takes_what_was_said` reads them
+    reasoning_text: Any = Echoed
+    thinking: Any = Echoed
+    refusal: Any = Echoed
     tool_calls: Items[ToolCall] = Field(default_factory=list[ToolCall], max_length=MAX_TOOLS)
 
     @model_validator(mode="before")
@@ -251,7 +252,7 @@ def hints(messages: Sequence[Message]) -> dict[str, str | None]:
 def echoed(
     value: Any, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Yield (name, path) of each field within a body that a client echoes, or that is empty."""
+    """Yield (name, path) of each field within a body that nothing reads."""
     if isinstance(value, list):
         for index, part in enumerate(value):
             if isinstance(part, Strict):
@@ -259,7 +260,7 @@ def echoed(
     elif isinstance(value, ThoughtPart):
         yield value.type, path
     elif isinstance(value, Strict):
-        yield from ((name, (*path, name)) for name in value.empty)
+        yield from ((name, (*path, name)) for name in value.unread)
         for name, field in type(value).model_fields.items():
             inner = getattr(value, name)
             if field.description != ECHOED:
@@ -281,6 +282,8 @@ def stray_results(messages: Sequence[Message]) -> Iterator[str]:
 
 class Function(Echoing):
     """A function that the model may call; `strict` is accepted and has no effect."""
+
+    to_be_read = (*TO_BE_READ, "response")
 
     name: String = Field(pattern=NAME)
     description: String = ""

@@ -26,6 +26,7 @@ from quantize.serve.fields import (
     Strict,
     String,
     Unused,
+    misplaced,
     values_of,
     whole,
 )
@@ -46,6 +47,7 @@ from quantize.serve.unsupported import FOREIGN
 MAX_STOPS, MAX_CHOICES = 16, 16
 MAX_PINNED, MAX_POSITION = 64, 1 << 20
 MAX_LOGPROBS, MAX_PATTERN = 20, 10_000
+MOST_NAMES = 128  # of ignored fields of one request, in a header
 INT64 = 2**63
 FIXED_SEED = 0  # for temperature 0: clients that send it want the same answer each time
 
@@ -95,10 +97,16 @@ class Asked(create_model("Foreign", __base__=Strict, **_FOREIGN)):
 
     @property
     def echoes(self) -> dict[str, str]:
-        """Return name -> path of the first place of each field that a client echoes, or is empty."""
+        """Return name -> path of the first place of each field that nothing reads.
+
+        RequestError 400: their names are too many for a header.
+        """
         places: dict[str, str] = {}
         for name, path in echoed(self):
             places.setdefault(name, written(path))
+            if len(places) > MOST_NAMES:
+                reason = f"over {MOST_NAMES} names are unknown here; leave this out"
+                raise invalid(written(path), reason)
         return places
 
 
@@ -207,6 +215,14 @@ class PlainFormat(Strict):
     """A `response_format` that asks for free text, or for a JSON object without a schema."""
 
     type: Literal["text", "json_object"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_schema(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("schema"):
+            reason = "only of the type json_schema, as json_schema.schema beside json_schema.name"
+            raise misplaced(("schema",), reason)
+        return value
 
 
 class JsonSchema(Strict):

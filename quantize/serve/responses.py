@@ -104,7 +104,6 @@ class ReasoningItem(_Kept):
     type: Literal["reasoning"]
     summary: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
     content: Items[ReasoningText] = Field(default_factory=list[ReasoningText])
-    encrypted_content: Any = Echoed
 
 
 def _kind(item: Any) -> str:
@@ -220,7 +219,8 @@ class ResponsesRequest(Asked):
             "max_completion_tokens": self.max_output_tokens,
             "verbosity": self.text.verbosity,
             "reasoning_effort": self.reasoning.effort,
-            "reasoning": None,  # the chat's field of this name is another server's
+            "reasoning": None,  # the chat's fields of these names are another server's
+            "background": None,
             "response_format": {"type": kind} | ({"json_schema": form} if named else {}),
             "stream_options": {"include_usage": True} if self.stream else None,
             "tools": [

@@ -4,13 +4,15 @@ IGNORABLE parameters steer token-by-token sampling, or ask for something besides
 them the question is the same. Most clients send some, so they are ignored and named in a header;
 `--strict` refuses them. NEUTRAL_ONLY parameters would change what the answer says; they are refused
 unless the value is neutral. So are FOREIGN ones, whose neutral values are ignored by name, and not
-known with `--strict`. ECHOED fields, and ECHOED_ANSWER ones of an assistant's messages, are ignored
-likewise, as are fields that no table names whose value is `nothing`. REFUSED parameters and PARTS are
-refused whatever their value.
+known with `--strict`. Fields that nothing reads are ignored likewise (`unread`): those whose value is
+`nothing`, and what other servers put into messages and tools, unless it is TO_BE_READ. REFUSED
+parameters and PARTS are refused whatever their value.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import islice
 from typing import Any
 
 SAMPLING = "canvases are denoised, not sampled token by token; set"
@@ -42,7 +44,7 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 ANY = object()  # stands for every value: what the field asks for has no part in an answer
 OFF = object()  # stands for false, for `nothing`, and for an object of these
-MOST_EMPTY = 32  # fields of one object that no table names and that are ignored
+MOST_UNREAD = 32  # fields of one object that no table names and that are ignored
 LEVELS = 8  # of objects within which nothing may be asked for
 
 
@@ -83,7 +85,7 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
     "grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
     "structured_outputs": (({},), "this is another server's name; set guided_json or guided_regex"),
-    "repeat_penalty": ((1,), f"{PENALTY} leave it out"),
+    **dict.fromkeys(("repeat_penalty", "rep_pen"), ((1,), f"{PENALTY} leave it out")),
     "dry_multiplier": ((0,), f"{PENALTY} leave it out"),
     "xtc_probability": ((0,), UNCERTAINTY),
     "mirostat": ((0,), UNCERTAINTY),
@@ -94,7 +96,10 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "no_stop_trim": ((False,), "a stop string is cut off; add it yourself"),
     "return_hidden_states": ((False,), "an answer is text; leave it out"),
     "truncate_prompt_tokens": ((-1,), "a prompt is taken whole; shorten it yourself"),
-    "cache_prompt": ((True, False), "prompts share their beginnings by themselves; leave it out"),
+    **dict.fromkeys(
+        ("cache_prompt", "use_cache"),
+        ((True, False), "prompts share their beginnings by themselves; leave it out"),
+    ),
     "models": (([],), "one model is served; set model"),
     "provider": (({}, {"allow_fallbacks": True}), "nothing is routed; leave it out"),
     "plugins": (([],), "there are none; leave it out"),
@@ -131,9 +136,11 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_n_sigma": ((-1, 0), UNCERTAINTY),
     "typ_p": ((1,), UNCERTAINTY),
     "min_keep": ((0,), UNCERTAINTY),
+    "t_max_predict_ms": ((0,), "an answer ends where the model ends it; set max_tokens"),
     "id_slot": ((-1,), "samples take the slots that are free; leave it out"),
     **dict.fromkeys(
-        ("request_id", "rid", "session_id", "trace", "trace_id", "client_metadata"),
+        ("request_id", "rid", "session_id", "trace", "trace_id", "client_metadata",
+         "generation_name", "langfuse_trace_id"),
         ((ANY,), "nothing is kept by such a name; leave it out"),
     ),
     "keep_alive": ((ANY,), "the model stays loaded; leave it out"),
@@ -146,7 +153,8 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(  # of clients and proxies, which forward what was meant for themselves
         ("id", "chat_id", "conversation_id", "user_id", "tags", "model_item", "background_tasks",
          "litellm_metadata", "custom_llm_provider", "num_retries", "max_retries", "caching",
-         "drop_params", "ttl", "cache_control"),
+         "drop_params", "ttl", "cache_control", "cache", "prompt_cache_options",
+         "disable_fallbacks"),
         ((ANY,), "it is the client's own; leave it out"),
     ),
     **dict.fromkeys(  # shapes of samplers that other fields switch on
@@ -161,7 +169,8 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
         ("raw", "details", "decoder_input_details", "post_sampling_probs", "reasoning_in_content",
          "return_meta_info", "perf_metrics_in_response", "raw_output", "deferred", "enable_search",
          "disable_tool_validation", "return_images", "return_related_questions", "ban_eos_token",
-         "features"),
+         "features", "background", "web_search", "image_generation", "auto_max_new_tokens",
+         "temperature_last", "return_prompt_token_ids"),
         ((OFF,), "the server has nothing that this could switch on; leave it out"),
     ),
     "parse_tool_calls": ((True,), "calls come in tool_calls; leave it out"),
@@ -181,39 +190,17 @@ FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "repetition_penalty_range": ((0,), f"{PENALTY} leave it out"),
     "random_seed": ((), "this is another server's name; set seed"),
 }  # fmt: skip
-# What other servers put into messages, their parts, calls and tools, and clients send back: it has
-# no part in a prompt.
-ECHOED = (
-    "id", "index", "object", "status", "created", "created_at", "timestamp", "model", "usage",
-    "metadata", "annotations", "cache_control", "provider_specific_fields", "provider_options",
-    "providerOptions", "extra_content", "additional_kwargs", "response_metadata", "usage_metadata",
-    "thought_signature", "signature", "is_error", "artifact", "providerMetadata",
-    "experimental_providerMetadata", "createdAt", "updatedAt", "chatId", "parentId", "childrenIds",
-    "models", "ts", "conversationHistoryIndex", "tool_name", "duration_ms", "example", "weight",
+# Names of what a model has to read: where this server reads no such field of a message, a part, a call
+# or a tool, it refuses it. MEDIA may stand in an answer, which is what another server made of them.
+MEDIA = (
+    "images", "image", "videos", "video", "files", "file", "file_id", "attachments", "documents",
+    "parts",
 )  # fmt: skip
-# The same of an assistant's messages alone: in others it may be what the model has to read.
-ECHOED_ANSWER = (
-    "reasoning", "reasoning_text", "reasoning_details", "reasoning_signature", "reasoning_opaque",
-    "thinking", "thinking_blocks", "encrypted_content", "finish_reason", "native_finish_reason",
-    "stop_reason", "stop_sequence", "images", "logprobs", "token_ids", "citations", "refusal",
-    "parsed", "invalid_tool_calls", "executed_tools", "content_filter_results", "phase", "blocks",
-    "modelName", "modelIdx", "done", "info", "sources", "statusHistory",
+TO_BE_READ = (
+    *MEDIA, "text", "tools", "tool_calls", "tool_call_id", "tool_use", "tool_result", "tool_results",
+    "tool_responses", "reasoning_content", "arguments", "args", "input", "parameters", "properties",
+    "input_schema", "inputSchema", "description", "prefill",
 )  # fmt: skip
-# Such fields of parts and options, and parts that are ignored whole.
-OF_PARTS = (
-    "prefix",
-    "partial",
-    "text",
-    "data",
-    "summary",
-    "reasoning_content",
-    "closed",
-    "enabled",
-    "parsed_arguments",
-    "encrypted_content",
-    "redacted_thinking",
-    "continuous_usage_stats",
-)
 ECHO = "the prompt has no place for it; leave it out"
 NAME = re.compile(r"[A-Za-z_][\w.\-]{0,63}", re.ASCII)  # what a header may name
 STRICT = (
@@ -269,13 +256,46 @@ def _same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def empty_fields(given: Mapping[str, Any], known: frozenset[str]) -> list[str]:
-    """Return the names of the fields of `given` that nothing knows and that ask for nothing."""
-    return [
-        name
-        for name, value in given.items()
-        if name not in known and name not in REFUSED and NAME.fullmatch(name) and nothing(value)
-    ][:MOST_EMPTY]
+def unread(
+    given: Mapping[str, Any], known: frozenset[str], to_be_read: Collection[str] | None
+) -> list[str]:
+    """Return the names of the fields of `given` that nothing knows and that change no answer.
+
+    Those ask for nothing. In what clients echo (`to_be_read` is not None), so do those that repeat a
+    known field's text, and all with a name that is neither `to_be_read` nor nearly a known one.
+    """
+    texts = {given[name] for name in known & given.keys() if isinstance(given[name], str)}
+
+    def changes_nothing(name: str, value: Any) -> bool:
+        if name in REFUSED or not NAME.fullmatch(name):
+            return False
+        if to_be_read is None or nothing(value):
+            return nothing(value)
+        if isinstance(value, str) and value in texts:
+            return True
+        # a name of one letter is no server's, but a slip
+        return len(name) > 1 and name not in to_be_read and near_miss(name, known) is None
+
+    unknown = (name for name in given if name not in known)
+    return [name for name in islice(unknown, MOST_UNREAD) if changes_nothing(name, given[name])]
+
+
+def near_miss(name: str, known: frozenset[str]) -> str | None:
+    """Return the known name from which `name` differs by case, by `_` or by one letter, else None."""
+    meant = _by_spelling(known)
+    return next((meant[spelling] for spelling in _spellings(name) if spelling in meant), None)
+
+
+@cache
+def _by_spelling(known: frozenset[str]) -> dict[str, str]:
+    return {spelling: name for name in sorted(known) for spelling in _spellings(name)}
+
+
+def _spellings(name: str) -> list[str]:
+    """Return a name without case and `_`, and, unless it is short or huge, without each letter too."""
+    plain = name.replace("_", "").lower()
+    shorter = range(len(plain)) if 3 < len(plain) < 66 else ()
+    return [plain, *(plain[:n] + plain[n + 1 :] for n in shorter)]
 
 
 def message(name: str, reason: str) -> str:
@@ -285,7 +305,7 @@ def message(name: str, reason: str) -> str:
 
 def counted(name: str) -> str:
     """Return the name by which an ignored field is counted: clients may make up names at will."""
-    tables = NEUTRAL_ONLY, IGNORABLE, FOREIGN, ECHOED, ECHOED_ANSWER, OF_PARTS
+    tables = NEUTRAL_ONLY, IGNORABLE, FOREIGN
     return name if any(name in table for table in tables) else "other"
 
 

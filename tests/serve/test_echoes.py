@@ -1,12 +1,13 @@
 """What other servers sent and clients send back: it is ignored by name, or read, or refused."""
 
 import json
+import time
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from quantize.serve.unsupported import ECHOED, ECHOED_ANSWER
+from quantize.serve import unsupported
 from tests.support.serving import Running, TellingEngine, running, text_with_tools, tokenizer
 
 USER: Any = {"role": "user", "content": "Tom has 9 pens."}
@@ -18,6 +19,19 @@ TEXT: Any = {"type": "text", "text": "5"}
 THINKING: Any = {"type": "thinking", "thinking": "I look", "signature": "x"}
 HEADER = "X-Ignored-Parameters"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+# Fields that other servers and clients are known to write, and one that nobody has heard of.
+ECHOED = (
+    "id", "index", "object", "status", "created", "created_at", "timestamp", "model", "usage",
+    "metadata", "annotations", "cache_control", "provider_specific_fields", "extra_content",
+    "additional_kwargs", "response_metadata", "thoughtSignature", "is_error", "artifact",
+    "providerMetadata", "createdAt", "ts", "duration_ms", "weight", "_meta", "title", "outputSchema",
+    "cachePoint", "confidence", "zyx_made_up",
+)  # fmt: skip
+ECHOED_ANSWER = (
+    "reasoning_text", "reasoning_details", "thinking_blocks", "finish_reason", "images", "logprobs",
+    "token_ids", "citations", "refusal", "parsed", "phase", "timings", "search_results", "messageId",
+    "isCreatedByUser", "cost", "channel", "end_turn", "author", "type", "attachments", "parts",
+)  # fmt: skip
 
 
 class Repeating(TellingEngine):
@@ -72,7 +86,7 @@ def test_every_echoed_name_is_taken_wherever_servers_put_it(
     """One request holds them all, at all places; it changes no token of the prompt."""
     echo = {name: {"x": [1]} for name in ECHOED}
     kept = {name: value for name, value in echo.items() if name not in ("id", "annotations")}
-    of_answer = kept | {name: {"x": [1]} for name in ECHOED_ANSWER} | {"id": "m"}
+    of_answer = {name: {"x": [1]} for name in ECHOED_ANSWER} | {"id": "m"}
     function = echo | FUNCTION | {"parsed_arguments": {"a": 1}}
     chat = [
         echo | {"role": "system", "content": "s"},
@@ -118,7 +132,7 @@ def test_every_echoed_name_is_taken_wherever_servers_put_it(
         (said(None, refusal="I will not"), said("I will not"), ""),
         (said([{"type": "output_text", "text": "5", "annotations": []}]), said("5"), "annotations"),
         (said("5", refusal=None, audio=None, function_call=None, annotations=[]), said("5"), ""),
-        (said("5", prefix=False, thinking="hm"), said("5"), "thinking, prefix"),
+        (said("5", prefix=False, thinking="hm"), said("5"), "prefix, thinking"),
         (called(content=[THINKING]), called(reasoning_content="I look"), ""),
         (called(content=[THINKING, TEXT]), called(reasoning_content="I look", content="5"), ""),
         (called(thinking="I look"), called(reasoning_content="I look"), ""),
@@ -131,6 +145,9 @@ def test_every_echoed_name_is_taken_wherever_servers_put_it(
          called(CALL | {"function": FUNCTION | {"arguments": ""}}), ""),
         (called(is_error=True), called(), "is_error"),
         (tool({"strict": True, "cache_control": {}}), tool(), "cache_control"),
+        ({"messages": [USER | {"contents": USER["content"]}]}, {"messages": [USER]}, "contents"),
+        ({"messages": [USER, CALLS, RESULT | {"toolCallId": "c"}]}, called(), "toolCallId"),
+        (tool(strict=False), tool(), "strict"),
     ],
 )  # fmt: skip
 def test_what_was_said_is_read_and_the_rest_is_ignored(
@@ -154,6 +171,16 @@ def test_what_was_said_is_read_and_the_rest_is_ignored(
         (said("5", function_call={"name": "f", "arguments": "{}"}), "messages[1].function_call"),
         ({"messages": [USER | {"images": ["aGk="]}]}, "messages[0].images"),
         ({"messages": [USER | {"content": [THINKING]}]}, "messages[0].content[0]"),
+        *((said("5") | {"messages": [message]}, f"messages[0].{name}")
+          for name in ("images", "documents", "attachments", "parts", "tool_results", "text", "x")
+          for message in (USER | {name: [{"text": "5"}]},)),
+        *((called(CALL | {name: {"a": 1}}), f"messages[1].tool_calls[0].{name}")
+          for name in ("args", "input", "arguments", "parameters")),
+        *((tool(**{name: {"a": 1}}), f"tools[0].{name}") for name in ("parameters", "input_schema")),
+        *((tool({name: {"a": 1}}), f"tools[0].function.{name}")
+          for name in ("response", "properties", "inputSchema", "x")),
+        ({"messages": [USER | {"content": [TEXT | {"file_id": "f"}]}]},
+         "messages[0].content[0].file_id"),
         (called(CALL | {"function": {"name": "f", "arguments": [1]}}),
          "messages[1].tool_calls[0].function.arguments"),
         (called(CALL | {"function": {"name": "f", "arguments": deep(70)}}),
@@ -167,12 +194,48 @@ def test_what_would_change_the_answer_is_refused_at_its_place(
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("body", "param", "meant"),
+    [
+        ({"messages": [USER | {"contents": "y"}]}, "messages[0].contents", "content"),
+        ({"messages": [USER | {"roles": "system"}]}, "messages[0].roles", "role"),
+        (said("5", tool_call=[CALL]), "messages[1].tool_call", "tool_calls"),
+        (said("5", reasoningContent="x"), "messages[1].reasoningContent", "reasoning_content"),
+        (called(CALL | {"functions": FUNCTION}), "messages[1].tool_calls[0].functions", "function"),
+        (called(CALL | {"function": FUNCTION | {"argumnets": {}, "argument": {"a": 1}}}),
+         "messages[1].tool_calls[0].function.argument", "arguments"),
+        (tool({"paramters": {"type": "object"}}), "tools[0].function.paramters", "parameters"),
+        ({"messages": [USER], "max_token": 5}, "max_token", "max_tokens"),
+        ({"messages": [USER], "maxTokens": 5}, "maxTokens", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_known_name_is_refused_with_the_name(
+    telling: tuple[Running, TellingEngine], body: dict[str, Any], param: str, meant: str
+) -> None:
+    error = post(telling[0], body).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    assert error["message"].endswith(f"did you mean {meant}?")
+
+
+def test_no_request_makes_the_server_compare_names_for_long() -> None:
+    """Names are a client's to make up, as many and as long as a body may hold."""
+    known = frozenset({"content", "role", "tool_calls"})
+    begun = time.process_time()
+    many = {f"made_up_{n}": 1 for n in range(100_000)}
+    assert len(unsupported.unread(many, known, ())) == 32
+    assert unsupported.near_miss("content" * 1_000_000, known) is None
+    assert time.process_time() - begun < 1
+
+
 IDLE: dict[str, Any] = {
     "keep_alive": "5m", "request_id": "r", "rid": "r", "cache_salt": "s", "session_id": "x",
     "trace": {"a": 1}, "timings_per_token": True, "thinking": {"type": "disabled"}, "think": False,
     "enable_thinking": False, "reasoning_format": "auto", "options": {}, "extra_body": {},
     "function_call": "none", "timeout": 600,
     "safe_prompt": False, "do_sample": True, "max_tool_calls": 3, "top_n_sigma": -1,
+    "use_cache": True, "cache": {"no-cache": True}, "prompt_cache_options": {"mode": "implicit"},
+    "rep_pen": 1.0, "return_prompt_token_ids": False, "web_search": False, "image_generation": False,
+    "generation_name": "g", "disable_fallbacks": True, "t_max_predict_ms": 0, "temperature_last": False,
 }  # fmt: skip
 
 
@@ -248,6 +311,28 @@ def test_items_of_responses_hold_what_servers_sent(
     assert refused["param"] == "input[0].content[0].cache_control"
 
 
+def test_an_answer_in_the_background_is_refused_and_none_is_asked_by_false(
+    telling: tuple[Running, TellingEngine], strict: Running
+) -> None:
+    for path, fields, named in (
+        (CHAT, {"messages": [USER]}, "background"),
+        (RESPONSES, {"input": "x"}, None),
+    ):
+        reply = post(telling[0], fields | {"background": False}, path)
+        assert (reply.status_code, reply.headers.get(HEADER)) == (200, named), reply.text
+        assert post(strict, fields | {"background": False}, path).status_code == (
+            400 if named else 200
+        )
+        refused = post(telling[0], fields | {"background": True}, path)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "metadata"])
+def test_an_empty_list_is_an_empty_object(strict: Running, name: str) -> None:
+    assert post(strict, {"messages": [USER], name: []}).status_code == 200
+    assert post(strict, {"messages": [USER], name: [1]}).status_code == 400
+
+
 def test_no_log_probabilities_may_be_asked_of_responses(
     telling: tuple[Running, TellingEngine],
 ) -> None:
@@ -271,6 +356,7 @@ ASKING: dict[str, Any] = {
     "thinking": {"type": "enabled", "budget_tokens": 0}, "search_parameters": {"mode": "on"},
     "reasoning": {"effort": "low", "exclude": True}, "web_search_options": {}, "anything": 0,
     "anything_": False, "extra_headers": {"a": "b"}, "ä": "", "a b": [], "x\n": "", "z" * 65: "",
+    "rep_pen": 1.1, "web_search": True, "background": True, "t_max_predict_ms": 9,
     "deep": deep(9), "thinking_config": {"thinking_budget": 1}, "enable_search": {"a": True},
 }  # fmt: skip
 
@@ -340,6 +426,11 @@ def test_made_up_names_are_counted_together(telling: tuple[Running, TellingEngin
     assert 'name="other"' in server.http.get("/metrics").text
     reply = post(server, {"messages": [USER]} | {f"made_up_{n}": [] for n in range(40)})
     assert reply.json()["error"]["param"] == "made_up_32"
+    chat = [USER | {f"made_up_{m}_{n}": n for n in range(30)} for m in range(4)]
+    reply = post(server, {"messages": chat})
+    assert len(reply.headers[HEADER].split(", ")) == 120
+    reply = post(server, {"messages": [*chat, chat[0], USER | {f"other_{n}": n for n in range(9)}]})
+    assert reply.json()["error"]["param"] == "messages[5].other_8"
 
 
 def test_a_responses_stream_options_and_reasoning_that_is_off(
@@ -363,6 +454,8 @@ def test_a_responses_stream_options_and_reasoning_that_is_off(
         (CHAT, {"messages": [USER], "guided_json": {
             "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False,
             "minProperties": 2}}, "guided_json.minProperties", "2 here, and `properties` allows 1"),
+        (CHAT, {"messages": [USER], "response_format": {"type": "json_object", "schema": {"a": 1}}},
+         "response_format.schema", "of the type json_schema, as json_schema.schema"),
         (CHAT, {"messages": [USER], "guided_json": {"contains": {}}}, "guided_json",
          'no answer can be held to the keywords ["contains"]'),
     ],
