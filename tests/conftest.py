@@ -145,16 +145,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-THAWED: list[
-    bool
-] = []  # whether a run has taken the freeze back; to count what is frozen takes 0.05 s
-
-
-def _unfreeze() -> None:
-    gc.unfreeze()
-    THAWED.append(True)
-
-
 def pytest_collection_finish() -> None:
     """Spare every test what one process needs once.
 
@@ -167,19 +157,18 @@ def pytest_collection_finish() -> None:
     if placement := sys.modules.get("quantize.runtime.gpu.placement"):
         placement.gc = SimpleNamespace(unfreeze=lambda: None, collect=gc.collect)  # type: ignore[attr-defined]
     if run := sys.modules.get("quantize.pipeline.run"):
-        run.gc = SimpleNamespace(freeze=gc.freeze, unfreeze=_unfreeze)  # type: ignore[attr-defined]
+        run.gc = SimpleNamespace(freeze=lambda: None, unfreeze=lambda: None)  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
-    """Behind a file, and behind a run, let the collector leave out what stays for good.
+    """Behind a file, let the collector leave out what stays for good.
 
     The stages collect, and would else walk all that was imported and cached since: half a second each.
     """
     yield
-    if nextitem is None or nextitem.path != item.path or THAWED:
-        THAWED.clear()
+    if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

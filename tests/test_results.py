@@ -1,9 +1,7 @@
 """Every figure of README follows from recorded results, from a plan, or from a file that says it."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
+import runpy
 
 import pytest
 
@@ -63,7 +61,6 @@ def test_every_other_figure_of_readme_is_derived_too() -> None:
     assert found - derived - known == set(), "a figure that nothing derives"
 
 
-def test_the_command_prints_the_tables() -> None:
-    program = Path(__file__).parent / "support" / "recorded_results.py"
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    assert quality_rows()[1] in done.stdout
+def test_the_command_prints_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "tests" / "support" / "recorded_results.py"), run_name="__main__")
+    assert quality_rows()[1] in capsys.readouterr().out

@@ -14,6 +14,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.host import resources as measuring
 from quantize.host.files import read_json, write_json
 from quantize.host.resources import free_memory, measured
+from quantize.pipeline import run as pipeline_run
 from quantize.pipeline.run import work
 from quantize.pipeline.stages import STAGES, Run
 from quantize.recipe.reading import load_recipe
@@ -29,7 +30,8 @@ def test_what_was_there_before_a_stage_is_left_out_of_its_collections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until a model's memory is to be freed, and when the stage has ended."""
-    monkeypatch.setattr(placement, "gc", gc)  # which conftest keeps from its imports
+    for module in (placement, pipeline_run):  # from which conftest keeps it
+        monkeypatch.setattr(module, "gc", gc)
     seen: list[int] = []
 
     def look(_: Run) -> None:

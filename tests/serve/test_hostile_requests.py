@@ -18,10 +18,9 @@ from quantize.serve import server as module
 from quantize.serve.protocol import ChatRequest
 from quantize.serve.service import MAX_ENTRIES
 from quantize.serve.text import held_back
-from tests.support.hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies
+from tests.support.hostile_requests import CHAT, CHATS, OPENS, RESPONSES, bodies, large_bodies
 from tests.support.serving import Running, ScriptedEngine, running, text_with_tools
 
-LARGE = 128 << 10
 JSON = {"Content-Type": "application/json"}
 
 
@@ -52,14 +51,19 @@ def said(reply: Any) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        pytest.param(path, body, id=name, marks=[pytest.mark.slow] * (len(body) > LARGE))
-        for name, path, body in bodies()
-    ],
+    ("path", "body"), [pytest.param(path, body, id=name) for name, path, body in bodies()]
 )
 def test_each_is_answered_or_refused(server: Running, path: str, body: bytes) -> None:
     said(server.http.post(path, content=body, headers=JSON))
+
+
+@pytest.mark.slow
+def test_each_large_one_too(server: Running) -> None:
+    """One test, since to build them for their names would take every collection seconds."""
+    for name, path, body in large_bodies():
+        print(name)  # the last one is it
+        assert len(body) > 128 << 10
+        said(server.http.post(path, content=body, headers=JSON))
 
 
 def test_brackets_of_a_text_open_no_lists(server: Running) -> None:

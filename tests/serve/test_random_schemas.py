@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from typing import Any
 
-import jsonschema  # cyclonedx-python-lib brings it
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -104,6 +103,9 @@ def asked(kind: str, schema: Any, count: int) -> dict[str, Any]:
 
 def judged(kind: str, count: int, first: int) -> Counter[str]:
     """Let random logits answer to random schemas; return how many answers were right and refused."""
+    # cyclonedx-python-lib brings it; it compiles grammars of addresses for seconds when it is imported.
+    import jsonschema
+
     forms, seen = Forms(tokenizer(), EOS), Counter[str]()
 
     @seed(first)
