@@ -17,6 +17,7 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.serve.calls import BARE_KEY, CLOSE, MARKERS, OPEN, QUOTE
+from quantize.serve.json_forms import ENDLESS, endless, pointed
 from quantize.serve.leaf_forms import (
     TYPES,
     bounds,
@@ -97,6 +98,8 @@ class _CallRules:
         if held := {*COMBINING, "enum", "const"} & set(self._root):
             raise InputError(f"{where}.{min(held)}: a demanded call cannot be held to it")
         _refuse_what_is_not_held(self._root, where)
+        if (place := endless({"type": "object"} | self._root)) is not None:
+            raise InputError(f"{'.'.join(map(str, (where, *place)))}: {ENDLESS}")
         term = self._object(self._root, 0, where)
         while self._unwritten:  # no recursion: references may form a long chain
             rule, schema, used = self._unwritten.pop()
@@ -131,10 +134,7 @@ class _CallRules:
             return '"{}"'
         name = self._name("o")
         fields = [
-            (
-                self._field(f"{name}_field{n}", key, properties[key], depth, where),
-                key in needed,
-            )
+            (self._field(f"{name}_field{n}", key, properties[key], depth, where), key in needed)
             for n, key in enumerate(sorted(keys, key=str.lower))
         ]
         listed, maybe = self._listed(name, fields), "" if least or needed else "?"
@@ -262,12 +262,7 @@ class _CallRules:
 
     def _pointed(self, reference: Any) -> Any:
         """Return the schema that a reference leads to; None: it leads to none below the root."""
-        schema: Any = self._root
-        parts = reference.split("/") if isinstance(reference, str) else [""]
-        for part in parts[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(name) if isinstance(schema, dict) else None
-        return schema if parts[0] == "#" and len(parts) > 1 else None
+        return None if reference == "#" else pointed(self._root, reference)
 
     def _referred(self, reference: Any, where: str) -> str:
         """Return the rule of a reference within the schema; each is written once."""

@@ -63,6 +63,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
             text = message(str(where[-1]), known)
             return RequestError(400, text, param=param, code="unsupported_parameter")
         reason = "this server knows no such parameter; GET /docs lists those it takes"
+        if where[-2:] == ["response_format", "schema"]:
+            reason = "only of the type json_schema, as json_schema.schema beside json_schema.name"
         return invalid(str(param), reason, "unknown_parameter")
     if first["type"] == "union_tag_invalid" and (part := PARTS.get(tag := first["ctx"]["tag"])):
         return invalid(str(param), f"{tag}: not supported: {part}", "unsupported_content")

@@ -65,12 +65,11 @@ class Grammars:
         fault = self.trial.fault(grammar)
         matcher, fault = compiled(self._tokenizer, grammar) if fault is None else (None, fault)
         if fault is not None:
-            reason = f"the answer's form cannot be compiled: {fault}"
             if kind != "json":
-                raise InputError(reason)
+                raise InputError(f"the answer's form cannot be compiled: {fault}")
             tried = fault != TOO_MUCH and isinstance(form, dict)
-            place = place_of(fault, form, self._fault_of_schema) if tried else ()
-            raise FormError(place, reason)
+            place, fault = place_of(fault, form, self._fault_of_schema) if tried else ((), fault)
+            raise FormError(place, f"the answer's form cannot be compiled: {fault}")
         return matcher
 
     def _fault_of_schema(self, schema: Any) -> str | None:

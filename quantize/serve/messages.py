@@ -118,8 +118,7 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
 
 Parts = Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 Content = Annotated[
-    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")],
-    by_type("text", list="parts"),
+    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], by_type("text", list="parts")
 ]
 TextContent = Annotated[
     Annotated[String, Tag("text")] | Annotated[Items[TextPart], Tag("parts")],

@@ -26,7 +26,6 @@ from quantize.serve.fields import (
     Strict,
     String,
     Unused,
-    misplaced,
     values_of,
     whole,
 )
@@ -215,14 +214,6 @@ class PlainFormat(Strict):
     """A `response_format` that asks for free text, or for a JSON object without a schema."""
 
     type: Literal["text", "json_object"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_schema(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("schema"):
-            reason = "only of the type json_schema, as json_schema.schema beside json_schema.name"
-            raise misplaced(("schema",), reason)
-        return value
 
 
 class JsonSchema(Strict):

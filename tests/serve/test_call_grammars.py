@@ -102,6 +102,9 @@ def called(schema: dict[str, Any]) -> Matcher:
          "a.oneOf: 0 and 1 may take the same value"),
         ({"properties": {"a": {"oneOf": [{"const": n} for n in range(101)]}}}, "of more than 100"),
         ({"properties": {"a": json.loads('{"anyOf":[' * 30 + "{}" + "]}" * 30)}}, "nested too deeply"),
+        (TREE | {"properties": {"a": {"$ref": "#/$defs/node"}}, "required": ["a"]} | {"$defs": {
+            "node": {"type": "array", "items": {"$ref": "#/$defs/node"}, "minItems": 1}}},
+         "f.parameters.properties.a: each text of it holds itself again, without an end"),
         ({"properties": {"a": json.loads('{"items":' * 30 + "{}" + "}" * 30)}}, "nested too deeply"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Generator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from quantize.serve.constraint import Constraint, _Line
 from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars
+from quantize.serve.json_forms import endless
 from quantize.serve.protocol import ChatRequest
 from tests.support.serving import (
     CLOSES,
@@ -392,6 +394,15 @@ def test_thoughts_have_no_entries_and_completions_have_columns(server: Running) 
 
 
 NAMED = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+NONE = {"type": "integer", "minimum": 8, "maximum": 13, "multipleOf": 7}
+
+
+def fields(**schemas: Any) -> dict[str, Any]:
+    closed = {"type": "object", "additionalProperties": False}
+    return closed | {"properties": schemas, "required": list(schemas)}
+
+
+LOOP = fields(next={"$ref": "#"})
 
 
 @pytest.mark.parametrize(
@@ -410,6 +421,20 @@ NAMED = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
         ({"properties": {"a": {"pattern": "(a"}}}, "properties.a", "unclosed group$"),
         ({"$defs": {"a": {"type": "frog"}}, "properties": {"b": {"$ref": "#/$defs/a"}}},
          "$defs.a", "Invalid type: frog"),
+        (fields(b=NONE, a=NONE), "properties.b", "a multiple of 7$"),
+        (fields(b=NONE, a=NONE) | {"required": ["a"]}, "properties.a", "a multiple of 7$"),
+        (fields(x={}, a=fields(b={"enum": []})), "properties.a.properties.b", "Unsatisfiable"),
+        ({"type": "array", "items": {"anyOf": [NONE, {"enum": ["ab"], "maxLength": 1}]}, "minItems": 1},
+         "items.anyOf[0]", "Unsatisfiable"),
+        (fields(a={"type": "array", "prefixItems": [{}, NONE], "minItems": 2}),
+         "properties.a.prefixItems[1]", "Unsatisfiable"),
+        (fields(a={"allOf": [{"type": "string"}, {"type": "null"}]}), "properties.a", "incompatible"),
+        (LOOP, "properties.next", "holds itself again, without an end"),
+        ({"$defs": {"n": LOOP}, "allOf": [{"$ref": "#/$defs/n"}]}, "allOf[0]", "itself"),
+        ({"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1},
+                    "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}},
+          "type": "object", "properties": {"x": {"$ref": "#/$defs/b"}}, "required": ["x"]},
+         "properties.x", "without an end"),
     ],
 )  # fmt: skip
 def test_what_a_schema_cannot_hold_is_refused_by_path(
@@ -419,6 +444,30 @@ def test_what_a_schema_cannot_hold_is_refused_by_path(
     with pytest.raises(RequestError, match=says) as caught:
         Forms(tokenizer(), EOS).matcher(body)
     assert caught.value.param == f"guided_json.{path}"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        LOOP | {"required": []}, LOOP | {"type": ["object", "null"]}, LOOP | {"required": "next"},
+        LOOP | {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+        LOOP | {"properties": {"next": {"type": "array", "items": {"$ref": "#"}, "minItems": 0}}},
+        {"properties": {"next": {"$ref": "#"}}, "required": ["next"]}, {"$ref": "#/$defs/none"},
+        {"$ref": 5, "type": "array", "minItems": "1", "allOf": 5, "properties": []}, True,
+    ],
+)  # fmt: skip
+def test_a_form_that_may_end_is_not_called_endless(schema: Any) -> None:
+    assert endless(schema) is None
+
+
+def test_looking_for_an_end_is_bounded() -> None:
+    """References may form a chain of any length, and alternatives a tree of any size."""
+    chain: Any = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(5000)}
+    tree: Any = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 9} for n in range(90)}
+    begun = time.process_time()
+    for definitions in (chain, tree):
+        assert endless({"$ref": "#/$defs/d0", "$defs": definitions}) is None
+    assert time.process_time() - begun < 1
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
