@@ -163,12 +163,28 @@ def _staged(run: Run, stage: Stage) -> Tried:
         try:
             stage.verdict(run)
         except GateError as error:
+            if stage.name == "fidelity" and _is_uncertain(run):
+                return f"{_measured(run, stage)}; of so few trajectories: {error}"
             if stage.name != STAGES[-1].name:  # so few answers say nothing of quality
                 raise
             return f"{_measured(run, stage)}; of so few answers: {error}"
         return _measured(run, stage)
 
     return _tried(run, stage.name, task)
+
+
+def _is_uncertain(run: Run) -> bool:
+    """Return whether all that replay found are KLs above limits that their intervals include."""
+    from quantize.stages.fidelity.fidelity import find_faults
+
+    replay = read_json(run.folder.fidelity_json, "faults", "activations", "max_kl_nats")
+    limits, modes = replay["max_kl_nats"], replay["activations"]
+    included = {
+        mode: modes[mode]
+        for mode in limits.keys() & modes
+        if modes[mode]["kl_nats"]["interval"][0] <= limits[mode]
+    }
+    return {*replay["faults"]} <= {*find_faults(included, limits, {})}
 
 
 def _tried(run: Run, name: str, attempt: Check) -> Tried:

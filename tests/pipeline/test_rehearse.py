@@ -15,6 +15,7 @@ from quantize.pipeline import rehearse
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Recipe
 from quantize.stages.evaluate.tasks import open_tasks
+from quantize.stages.fidelity.fidelity import find_faults
 from tests.support.quick_run import Done, Quick, made_up_replay, made_up_scores
 
 STAGES = ["plan", "calibrate", "convert", "verify", "fidelity", "evaluate", "report"]
@@ -122,6 +123,27 @@ def test_what_is_found_does_not_end_it(quick: Rehearsal, monkeypatch: pytest.Mon
     assert "and 4016 are needed" in found["calibration prompts"]
     assert found["fidelity"].endswith("two experts are swapped")
     assert "evaluate" in done.redone()
+
+
+@pytest.mark.parametrize(
+    ("low", "more", "code"), [(0.024, [], 0), (0.0251, [], 1), (0.024, ["two experts"], 1)]
+)
+def test_a_distance_of_few_trajectories_ends_nothing_unless_it_is_certain(
+    quick: Rehearsal, monkeypatch: pytest.MonkeyPatch, low: float, more: list[str], code: int
+) -> None:
+    def far(*given: Any, **_: Any) -> None:
+        made_up_replay(*given)
+        replay, limits = read_json(given[3]), {"none": 0.025}
+        replay["activations"]["none"]["kl_nats"] = {"mean": 0.0262, "interval": [low, 0.031]}
+        faults = [*find_faults(replay["activations"], limits, {}), *more]
+        write_json(given[3], replay | {"max_kl_nats": limits, "faults": faults})
+
+    monkeypatch.setattr("quantize.stages.fidelity.fidelity.fidelity", far)
+    done = quick.rehearse()
+    assert (done.code, list(quick.findings())) == (code, ["fidelity"] * code)
+    tried = {attempt["name"]: attempt for attempt in quick.result["tried"]}["fidelity"]
+    assert "KL from BF16 is 0.0262 nats" in (tried["finding"] or tried["found"])
+    assert ("of so few trajectories" in tried["found"]) == (code == 0)
 
 
 def test_a_stage_that_breaks_leaves_out_what_reads_it(
