@@ -44,7 +44,7 @@ def _head(content: Content) -> list[str]:
         f"{ms:.1f} ms a forward with {batch} canvases" for batch, ms in speeds.items()
     )
     return [
-        f"{content['kinds']['all']['samples']} answers of at most {content['canvases']} canvases, "
+        f"{content['kinds']['all']['samples']} answers of at most {_canvases(content)}, "
         f"{content['prompts_a_kind']} to each kind of prompt, in {duration(content['seconds'])}.",
         timed + "." if timed else "The time of a forward was not measured.",
         f"{hardware['cpu']}, {hardware['cores']} cores; GPUs: {', '.join(hardware['gpus']) or 'none'}. "
@@ -57,8 +57,12 @@ def _kinds(content: Content) -> ReportSection:
         [kind, *(format(in_percent(counts)[key], form) for key, form in ENDS.values())]
         for kind, counts in content["kinds"].items()
     ]
-    said = [f"Finished: the answer ended within {content['canvases']} canvases."]
+    said = [f"Finished: the answer ended within {_canvases(content)}."]
     return ReportSection("Steps, ends and loops by kind of prompt", ("kind", *ENDS), rows, said)
+
+
+def _canvases(content: Content) -> str:
+    return "1 canvas" if content["canvases"] == 1 else f"{content['canvases']} canvases"
 
 
 def _steps() -> ReportSection:
@@ -69,7 +73,12 @@ def _steps() -> ReportSection:
 def _inputs(content: Content) -> ReportSection:
     ordered = sorted(content["inputs"], key=lambda e: -e["largest"] / (e["median"] or math.inf))
     rows = [
-        [e["linear"], f"{e['largest']:.4g}", f"{e['median']:.4g}", f"{e['outliers']:.0f}"]
+        [
+            e["linear"].removeprefix("model.decoder."),
+            f"{e['largest']:.4g}",
+            f"{e['median']:.4g}",
+            f"{e['outliers']:.0f}",
+        ]
         for e in ordered[:SHOWN]
     ]
     columns = ("Linear", "largest |x|", "median channel", "channels above 8 medians")

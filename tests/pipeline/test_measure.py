@@ -65,6 +65,7 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0.5 < measured["routing"]["routing_overlap"][-1] < 1
 
     page = Path("m/measured.html").read_text("utf-8")
+    assert "4 answers of at most 1 canvas, 1 to each kind" in page
     assert page.count("<svg") == 6
     assert "http" not in page
     prompts = [json.loads(line)["prompt"] for line in KINDS.read_text("utf-8").splitlines()]
