@@ -18,6 +18,8 @@ from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from quantize.checkpoints.config_form import SIZES
 from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import FIX, Checkpoint, TensorSpec, check_total_size
@@ -96,8 +98,6 @@ def built(config: dict[str, Any]) -> dict[str, TensorSpec]:
 
 @lru_cache(4)  # a build takes a quarter of a second or more; a run repeats some
 def _built(config: str) -> dict[str, TensorSpec]:
-    import torch
-
     from quantize.checkpoints.from_transformers import DiffusionGemmaForBlockDiffusion
 
     configuration = model_config(json.loads(config))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quantize.bundled import CHECKPOINT
 from quantize.checkpoints.config_form import FIX as FIX
 from quantize.checkpoints.config_form import google_form
 from quantize.errors import InputError, ResourceError
@@ -378,8 +379,6 @@ def resolve(model: str | None, revision: str | None = None) -> Path:
     are given; ResourceError if a model is gated, or not cached while the Hub cannot be reached.
     """
     if model in (None, "bundled"):
-        from quantize.bundled import CHECKPOINT
-
         return CHECKPOINT
     if (folder := Path(model)).is_dir():
         if not (folder / CONFIG).is_file() and (folder / "checkpoint" / CONFIG).is_file():

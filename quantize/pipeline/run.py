@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantize.checkpoints.layout import check_layout
 from quantize.checkpoints.reader import Checkpoint, resolve
 from quantize.checkpoints.targets import plan_targets
@@ -36,6 +38,7 @@ from quantize.recipe.reading import errors_of, load_recipe, read_recipe, resolve
 from quantize.recipe.sections import Recipe
 from quantize.runs.folder import RunDir, continued_by, existing_run
 from quantize.runs.manifest import fingerprint, is_sampled_fingerprint, new_manifest
+from quantize.runtime.gpu.gpus import launches_digest
 from quantize.runtime.gpu.memory import MemoryPlan
 from quantize.runtime.gpu.memory import plan as fit
 from quantize.runtime.gpu.placement import budget_of, target_of
@@ -224,7 +227,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, MemoryPlan]:
     budget = budget_of(place)
     if budget is None:
         return {}
-    config, capability = run.source.config, target_of(place.device)
+    config, capability = run.source.config, target_of(torch.device(place.device))
     wanted = needs(recipe, config, run.source.tensors, run.targets, capability)
     return {need.stage: fit(need, config, budget) for need in wanted}
 
@@ -371,10 +374,6 @@ def work(run: Run, stage: Stage) -> None:
 
 def _set_by_the_machine(*, on_gpu: bool) -> dict[str, Any]:
     """Return what decides the order of a stage's sums: a GPU's launch table, or a CPU's threads."""
-    import torch
-
-    from quantize.runtime.gpu.gpus import launches_digest
-
     return {
         "launches": launches_digest(torch.device("cuda")) if on_gpu else None,
         "threads": None if on_gpu else torch.get_num_threads(),

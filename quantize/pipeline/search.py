@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from quantize.runs.folder import RunDir
 from quantize.runs.manifest import fingerprint
 from quantize.runtime import Placement
 from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.gpu.gpus import Gpu
 from quantize.runtime.gpu.placement import budget_of
 from quantize.runtime.gpu.trust import trust
 from quantize.runtime.model.inputs import inputs_of
@@ -62,9 +63,6 @@ from quantize.stages.fidelity.replay import Compared, remember, replay
 from quantize.stages.memory_needs import REPLAYED
 from quantize.stages.plan.gpu_support import floor, gpu_of
 from quantize.stages.round_weights.round_weights import round_weights
-
-if TYPE_CHECKING:
-    from quantize.runtime.gpu.gpus import Gpu
 
 BF16 = "BF16"
 # class -> the part of its modules' names
@@ -357,7 +355,7 @@ def _write(
     chosen: Mapping[Group, Option],
     sack: Knapsack,
     line: KlLine,
-    gpu: "Gpu | None",
+    gpu: Gpu | None,
 ) -> Path:
     """Measure the choice; write its recipe, and a JSON file with the frontier; show the table."""
     total = searched.fixed_bytes + sum(option.nbytes for option in chosen.values())
@@ -427,7 +425,7 @@ def recipe_of(base: Recipe, chosen: Mapping[Group, Option], name: str) -> Recipe
 
 
 def _milliseconds(
-    config: Mapping[str, Any], targets: Sequence[Target], gpu: "Gpu | None"
+    config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu | None
 ) -> float | None:
     """Return the least ms that one canvas takes in the chosen Linears, None without known rates."""
     if gpu is None or gpu.rates is None:

@@ -14,6 +14,8 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from quantize.bundled import CALIBRATION
+from quantize.checkpoints.layout import model_config
 from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import InputError, ResourceError
 from quantize.host.files import parse_json
@@ -46,8 +48,6 @@ def load_prompts(checkpoint: Path, calibration: Calibration, count: int) -> list
         thinking = after > before  # spread evenly: every second for 0.5
         ids, images = encode_chat(tokenizer, messages, thinking=thinking), None
         if paths := _pictures(messages):
-            from quantize.checkpoints.layout import model_config
-
             config = model_config(Checkpoint.open(checkpoint).config)
             images, counts = prepare([open_picture(path) for path in paths], config)
             ids = place(ids, counts, config)
@@ -70,8 +70,6 @@ def _pictures(messages: list[Message]) -> list[Path]:
 def read_chats(name: str, seed: int) -> Iterator[list[Message]]:
     """Yield the chats of `bundled` or a .jsonl file (shuffled by `seed`), or of a Hub data set."""
     if name == BUNDLED:
-        from quantize.bundled import CALIBRATION
-
         rows: Iterable[Mapping[str, Any]] = _read_jsonl(CALIBRATION, seed)
     elif name.endswith(".jsonl"):
         rows = _read_jsonl(Path(name), seed)

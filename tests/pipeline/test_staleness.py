@@ -39,7 +39,7 @@ def test_a_finished_run_is_shown_and_not_made_again(quick: Quick) -> None:
 
 def test_a_gpus_launch_table_stands_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the user's own changes bits."""
-    monkeypatch.setattr("quantize.runtime.gpu.gpus.launches_digest", lambda device: device.type)
+    monkeypatch.setattr("quantize.pipeline.run.launches_digest", lambda device: device.type)
     assert _set_by_the_machine(on_gpu=True) == {"launches": "cuda", "threads": None}
 
 

@@ -23,14 +23,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fused_dequant import CELLS
+from fused_dequant.launch.targets import Capability
+from fused_dequant.weights import layout_for
+
 from quantize.checkpoints.layout import stated_schemes
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import layout_bytes
 from quantize.errors import ResourceError
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import CODES, OnDisk, Scheme
-
-Capability = tuple[int, int]  # compute capability of a GPU, such as (9, 0)
 
 # The CUDA context, graphs and compiled kernels: a process that ran every stage held 0.55 GB when it
 # began, and 2.6 GB when it ended, after its models were freed (H200, torch 2.11).
@@ -154,8 +156,6 @@ def repacked(
 
     `target` is the capability of the GPU that multiplies, None for a CPU.
     """
-    from fused_dequant.weights import layout_for  # here, so that this module imports no torch
-
     layout = layout_for(scheme.kernel, mode, target, dense=".experts." not in module)
     in_bytes = scheme.kernel == "nvfp4" and layout == "fp8"
     return scheme.as_multiplied("fp8").packed if in_bytes else None
@@ -250,8 +250,6 @@ def cache_bytes(config: Mapping[str, Any], context: int) -> int:
 
 def layer_cache_bytes(config: Mapping[str, Any], context: int) -> list[int]:
     """Return the bytes of one slot's keys and values in each layer."""
-    from fused_dequant import CELLS  # here, so that this module imports no triton
-
     full = rounded_up(context, CELLS)
     window: int = config["text_config"]["sliding_window"]
     ring = min(full, rounded_up(window - 1 + chunk_of(config["canvas_length"]), CELLS))

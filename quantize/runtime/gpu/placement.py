@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from fused_dequant.weights import target_of
 
 from quantize.checkpoints.layout import parameters
 from quantize.checkpoints.reader import Checkpoint
@@ -21,12 +22,12 @@ from quantize.runtime.gpu.memory import (
     CONTEXT_BYTES,
     DEFAULT_CONTEXT,
     HOST_BYTES,
-    Capability,
     Need,
     Stack,
     packed_sizes,
     plan,
 )
+from quantize.runtime.gpu.transfer import in_memory
 from quantize.schemes.modes import ActivationMode
 
 
@@ -80,7 +81,7 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     """
     free_unused(place.device)
     opened = Checkpoint.open(checkpoint)
-    sizes = packed_sizes(opened, place.activations, target_of(place.device))
+    sizes = packed_sizes(opened, place.activations, target_of(torch.device(place.device)))
     if (budget := budget_of(place)) is None:
         needed = sum(size for name, size in sizes.items() if not DROPPED.fullmatch(name))
         needed += DECODED_BYTES * parameters(opened.config)
@@ -107,15 +108,6 @@ def sized(checkpoint: Path, place: Placement) -> Placement:
     return replace(
         place, capacity=planned.need.batch, resident=planned.resident, lanes=lanes, on_host=on_host
     )
-
-
-def target_of(device: str) -> Capability | None:
-    """Return the capability whose kernels run on a device; None for a CPU."""
-    if device == "cpu":
-        return None
-    from fused_dequant.weights import target_of as capability_of
-
-    return capability_of(torch.device(device))
 
 
 def budget_of(place: Placement) -> float | None:
@@ -153,8 +145,6 @@ def free_unused(device: str) -> None:
 
 def _host_room(checkpoint: Checkpoint) -> float:
     """Return the bytes of host memory that keys and values may take."""
-    from quantize.runtime.gpu.transfer import in_memory
-
     files = {info.file for info in checkpoint.tensors.values()}
     # A file on a disk is streamed fast only while the system keeps all of it in memory.
     cached = sum(file.stat().st_size for file in files if not in_memory(file))

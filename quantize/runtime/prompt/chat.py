@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from quantize.errors import InputError
 from quantize.runtime.prompt.markup import GUARDS, markup_of, texts_of, with_guards
 
@@ -80,8 +82,6 @@ def encode_chat(
     `thinking` lets the model think first. Only the template's own markup becomes control tokens: what
     looks like them in messages and tools is text (`markup`). InputError: the template refuses them.
     """
-    from jinja2 import TemplateError
-
     markup = markup_of(tokenizer)
     chat: Any = [_without_thoughts(message) for message in messages]
     texts, guard = texts_of([chat, tools]), None

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantize.checkpoints.reader import (
     CONFIG,
@@ -109,9 +111,6 @@ def check_template(folder: Path) -> None:
 
 
 def _check_jinja(path: Path, template: str) -> Any:
-    from jinja2 import TemplateSyntaxError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     if not template.strip():
         raise InputError(f"{path}: the chat template is empty; download it again")
     # transformers' own tag marks what the model said; here its body is parsed as a block's.
@@ -139,8 +138,6 @@ def check_prompts(folder: Path) -> None:
 
     No tokenizer is loaded, which takes seconds; `sound_tokenizer` looks again before prompts are made.
     """
-    from jinja2 import TemplateError
-
     try:
         for look in _FILES:
             look(folder)

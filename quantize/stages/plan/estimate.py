@@ -7,19 +7,17 @@ and an early verdict to all answers at their limits.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantize.checkpoints.reader import TensorInfo
 from quantize.checkpoints.targets import Target, sum_bytes
 from quantize.errors import ResourceError
 from quantize.recipe.sections import Recipe
 from quantize.recovery.sequential import Plan, out_of_reach
+from quantize.runtime.gpu.gpus import Gpu
 from quantize.runtime.gpu.memory import MemoryPlan, Need, cache_bytes, plan
 from quantize.stages.memory_needs import choice_bytes, needs, replayed_of
 from quantize.stages.plan.gpu_support import CONTEXT, tokens_a_second
-
-if TYPE_CHECKING:
-    from quantize.runtime.gpu.gpus import Gpu
 
 STEPS = 48  # denoising steps of a canvas, at most
 # The most host memory that stages held for themselves on one H200's machine (docs/first-26b-run.md),
@@ -57,7 +55,7 @@ def planned(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> list[StageRow]:
     """Return one row per stage; `config` and `tensors` are the BF16 model's, `targets` its plan.
 
@@ -71,7 +69,7 @@ class _Stages:
     """The rows of one recipe on one GPU."""
 
     def __init__(
-        self, recipe: Recipe, config: Mapping[str, Any], targets: Sequence[Target], gpu: "Gpu"
+        self, recipe: Recipe, config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu
     ) -> None:
         self._recipe, self._config, self._targets, self._gpu = recipe, config, targets, gpu
         self._before, self._after = sum_bytes(targets)

@@ -9,18 +9,17 @@ above its floor agrees on both, though their bandwidths differ. For other GPUs i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
 from numpy import interp
 from rich.table import Table
 
 from quantize.checkpoints.targets import QUANTIZABLE, Target
+from quantize.runtime.gpu.gpus import GPUS, Gpu, at_hand, named, on_units, verdict
+from quantize.runtime.gpu.rates import Rates
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import Scheme
-
-if TYPE_CHECKING:
-    from quantize.runtime.gpu.gpus import Gpu
-    from quantize.runtime.gpu.rates import Rates
 
 CONTEXT = 1024  # positions before the canvas in an estimate
 STEPS = 16  # denoising steps of a canvas; encoding it takes one more forward pass
@@ -45,21 +44,15 @@ OVER_FLOOR: dict[str, tuple[Range, Range, Range]] = {
 UNMEASURED = ((2.6, 4.8), (7.6, 12.8), (29.0, 48.8))  # other formats: all of the above together
 
 
-def gpu_of(name: str | None, memory: float | None = None) -> "Gpu | None":
+def gpu_of(name: str | None, memory: float | None = None) -> Gpu | None:
     """Return the GPU `name`, or without a name this machine's, or None; InputError as `gpus.named`."""
-    import torch
-
-    from quantize.runtime.gpu.gpus import at_hand, named
-
     if name is not None:
         return named(name, memory)
     return at_hand(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
-def planned_gpu(chosen: "Gpu | None", memory: float | None) -> "Gpu":
+def planned_gpu(chosen: Gpu | None, memory: float | None) -> Gpu:
     """Return `chosen` (None: an H200) with `memory` bytes that may be used (None: all of it)."""
-    from quantize.runtime.gpu.gpus import GPUS
-
     gpu = chosen or GPUS["h200"]
     return replace(gpu, memory=memory or gpu.memory)
 
@@ -74,8 +67,6 @@ def kernel_schemes(targets: Sequence[Target], products: Products = "stored") -> 
 
 
 def _kernel(scheme: Scheme | None, products: Products) -> str:
-    from quantize.runtime.gpu.gpus import on_units
-
     if scheme is None or products == "bf16":
         return "bf16"
     if products == "w4a8" and scheme.kernel == "nvfp4":
@@ -88,7 +79,7 @@ def _kernel(scheme: Scheme | None, products: Products) -> str:
 def floor(
     config: Mapping[str, Any],
     targets: Sequence[Target],
-    rates: "Rates",
+    rates: Rates,
     batch: int,
     context: int,
     products: Products = "stored",
@@ -129,7 +120,7 @@ def floor(
 def forward_seconds(
     config: Mapping[str, Any],
     targets: Sequence[Target],
-    rates: "Rates",
+    rates: Rates,
     batch: int,
     context: int,
     products: Products = "stored",
@@ -145,7 +136,7 @@ def forward_seconds(
 def tokens_a_second(
     config: Mapping[str, Any],
     targets: Sequence[Target],
-    gpu: "Gpu",
+    gpu: Gpu,
     batch: int,
     context: int,
     products: Products,
@@ -181,20 +172,16 @@ def _over_floor(formats: str, batch: int) -> Range:
     return float(low), float(high)
 
 
-def runs(targets: Sequence[Target], gpu: "Gpu", products: Products = "stored") -> bool:
+def runs(targets: Sequence[Target], gpu: Gpu, products: Products = "stored") -> bool:
     """Return whether a GPU has kernels for every scheme of a plan."""
-    from quantize.runtime.gpu.gpus import verdict
-
     schemes = {"fp8"} if products == "w4a8" else set(kernel_schemes(targets).values())
     return all(verdict(scheme, gpu).kernels for scheme in schemes)
 
 
 def gpu_table(
-    targets: Sequence[Target], config: dict[str, Any], gpu: "Gpu", mode: ActivationMode
+    targets: Sequence[Target], config: dict[str, Any], gpu: Gpu, mode: ActivationMode
 ) -> Table:
     """Return a table of the kernels that run each part of a recipe; a caption estimates their time."""
-    from quantize.runtime.gpu.gpus import verdict
-
     products: Products = "fp4 units" if gpu.fp4 and mode == "per_layer" else "stored"
     memory = f", {gpu.memory / 1e9:.0f} GB" if gpu.memory else ""
     title = f"{gpu.name} ({gpu.target}{memory})"

@@ -1,7 +1,7 @@
 """Shows how each format of a model would be served on a GPU: `quantize plan --serve`."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -10,6 +10,7 @@ from quantize.checkpoints.targets import Target
 from quantize.errors import ResourceError
 from quantize.host.progress import screen
 from quantize.host.units import size
+from quantize.runtime.gpu.gpus import Gpu
 from quantize.runtime.gpu.memory import (
     BEGUN_BYTES,
     CONTEXT_BYTES,
@@ -30,9 +31,6 @@ from quantize.stages.plan.gpu_support import (
     tokens_a_second,
 )
 from quantize.stages.plan.plan import described, narrow_table, plans_of
-
-if TYPE_CHECKING:
-    from quantize.runtime.gpu.gpus import Gpu
 
 CLIENTS = 4  # requests at once
 W4A8 = ("nvfp4", "nvfp4_fp8")  # recipes that are also shown with `--activations fp8`
@@ -64,7 +62,7 @@ def serving_table(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     plans: Mapping[str, Sequence[Target]],
-    gpu: "Gpu",
+    gpu: Gpu,
     context: int,
     clients: int,
 ) -> Table:
@@ -89,7 +87,7 @@ def serving_table(
 
 
 def _formats(
-    tensors: Mapping[str, TensorInfo], plans: Mapping[str, Sequence[Target]], gpu: "Gpu"
+    tensors: Mapping[str, TensorInfo], plans: Mapping[str, Sequence[Target]], gpu: Gpu
 ) -> Iterator[tuple[str, Sequence[Target], Stack, Products]]:
     """Yield name, targets, what is held in memory, and what is multiplied, for each row."""
     yield "BF16", next(iter(plans.values())), bf16_stack(tensors), "bf16"
@@ -103,7 +101,7 @@ def _formats(
 def serving_line(
     config: Mapping[str, Any],
     targets: Sequence[Target],
-    gpu: "Gpu",
+    gpu: Gpu,
 ) -> str:
     """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
@@ -120,7 +118,7 @@ def serving_line(
 
 
 def _cells(
-    need: Need, config: Mapping[str, Any], targets: Sequence[Target], gpu: "Gpu", products: Products
+    need: Need, config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu, products: Products
 ) -> list[str]:
     if products != "bf16" and not runs(targets, gpu):
         return ["no kernels for it"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -14,6 +14,7 @@ from quantize.host.units import size
 from quantize.recipe.reading import errors_of, load_recipe, resolved
 from quantize.recipe.sections import Recipe
 from quantize.recovery.estimands import IN_WORDS
+from quantize.runtime.gpu.gpus import Gpu
 from quantize.stages.memory_needs import HELD_OUT, replayed_of
 from quantize.stages.plan.estimate import (
     StageRow,
@@ -26,9 +27,6 @@ from quantize.stages.plan.estimate import (
 from quantize.stages.plan.gpu_support import gpu_of, gpu_table, planned_gpu, runs
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
-
-if TYPE_CHECKING:
-    from quantize.runtime.gpu.gpus import Gpu
 
 # Recipes in order of preference; the first that a GPU can make and run is recommended.
 PREFERRED = ("nvfp4", "nvfp4_w4a4", "nvfp4a16", "fp8_dynamic", "int8_dynamic")
@@ -116,7 +114,7 @@ def show_plan(
     return code
 
 
-def stage_table(name: str, rows: Sequence[StageRow], gpu: "Gpu") -> Table:
+def stage_table(name: str, rows: Sequence[StageRow], gpu: Gpu) -> Table:
     """Return a table of what each stage takes, with one row per stage, 80 columns wide at most."""
     never = "" if gpu.ran else " (never run on one)"
     numbers = ("GPU", "streamed", "host", "disk")
@@ -210,9 +208,7 @@ def takes(seconds: tuple[float, float], hourly_price: float | None) -> str:
     return f"{between(seconds)}, at {hourly_price:g} an hour: {low} to {high}"
 
 
-def recipes_table(
-    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], gpu: "Gpu"
-) -> Table:
+def recipes_table(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], gpu: Gpu) -> Table:
     """Return a table of shipped recipes' sizes; the caption says which recipe to make here."""
     numbers = ("size", "of BF16")
     table = narrow_table("all recipes", ("recipe", *numbers, "here"), numbers)
