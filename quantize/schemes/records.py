@@ -1,8 +1,7 @@
 """Records of the quantization schemes: each one's name, its layouts on disk, and its arithmetic.
 
 All code that needs to know something about a scheme asks its record. A new scheme needs a record in
-`SCHEMES`, a kernel, and code in `rounding` for any arithmetic that is new. An activation mode (`modes`)
-may change what a product multiplies (`Scheme.as_multiplied`).
+`SCHEMES`, a kernel, and code in `rounding` for any arithmetic that is new.
 
   scheme        codes  scales                                  activations while serving
   FP8_DYNAMIC   e4m3   BF16 per row                            e4m3, one scale per token
@@ -29,7 +28,6 @@ from quantize.schemes import rounding
 from quantize.schemes.rounding import (
     E2M1_GROUPS,
     E4M3_ROWS,
-    FP8,
     GROUP,
     INT8_ROWS,
     MX_GROUP,
@@ -60,7 +58,6 @@ class Scheme:
 
     name: str  # the scheme's name in recipes and in everything we write
     compressed: OnDisk  # the layout of compressed-tensors, which we write
-    packed: OnDisk  # the kernels' layout in memory, except the dtype of a row's scale
     config_weights: tuple[str, int, str]  # type, num_bits and strategy of weights in a config group
     codes: Codes  # the number format of the weights
     # (weight [..., out, in], ranges, shared global scale or None, `out` or None) -> tensors by suffix.
@@ -72,8 +69,6 @@ class Scheme:
     modelopt: OnDisk | None = None  # the layout of ModelOpt; None if ModelOpt lacks the scheme
     # `dynamic` of the activations in a config group; None if activations stay BF16.
     config_activations: Literal[True, "local"] | None = None
-    # (x [..., K], input global scale or None) -> x as the product reads it; None if x stays BF16.
-    round_activations: Callable[[Tensor, float | None], Tensor] | None = None
     calibrated: bool = False  # whether every Linear has an `input_global_scale` from calibration
 
     def __str__(self) -> str:
@@ -95,18 +90,6 @@ class Scheme:
         GPTQ's largest error on the bundled model with 64 prompts was 0.113 in NVFP4 and 0.044 in FP8.
         """
         return self.max_relative_error * (GPTQ_ERRS if rounding == "gptq" else 1)
-
-    def as_multiplied(self, mode: str) -> "Scheme":
-        """Return this scheme, or its W4A8 variant if `mode` is `fp8` and the weights are NVFP4."""
-        if mode != "fp8" or self.kernel != "nvfp4":
-            return self
-        return replace(
-            self,
-            packed=_E4M3_ROWS,
-            dequantize=rounding.dequantize_in_e4m3,
-            round_activations=partial(rounding.round_tokens, FP8),
-            calibrated=False,
-        )
 
     def config_group(self, targets: Sequence[str], observer: Observer) -> dict[str, Any]:
         """Return the compressed-tensors config group that gives this scheme to the modules `targets`.
@@ -177,14 +160,12 @@ _MX_GROUPS = OnDisk("mxfp4-pack-quantized", _mx_groups)
 _NVFP4 = Scheme(
     name="NVFP4",
     compressed=OnDisk("nvfp4-pack-quantized", partial(_OURS, _CALIBRATED)),
-    packed=_E2M1_GROUPS,
     modelopt=OnDisk("NVFP4", partial(_MODELOPT, ["weight_scale_2", "input_scale"])),
     config_weights=("float", 4, "tensor_group"),
     config_activations="local",
     codes=E2M1_GROUPS,
     quantize=rounding.quantize_groups,
     dequantize=rounding.dequantize_groups,
-    round_activations=rounding.round_groups,
     calibrated=True,
     kernel="nvfp4",
     max_relative_error=0.13,
@@ -193,14 +174,12 @@ _ALL = (
     Scheme(
         name="FP8_DYNAMIC",
         compressed=_E4M3_ROWS,
-        packed=_E4M3_ROWS,
         modelopt=OnDisk("FP8", _modelopt_rows),
         config_weights=("float", 8, "channel"),
         config_activations=True,
         codes=E4M3_ROWS,
         quantize=partial(rounding.quantize_rows, E4M3_ROWS),
         dequantize=rounding.dequantize_rows,
-        round_activations=partial(rounding.round_tokens, FP8),
         kernel="fp8",
         max_relative_error=0.04,
     ),
@@ -212,20 +191,17 @@ _ALL = (
         compressed=_E2M1_GROUPS,
         modelopt=OnDisk("W4A16_NVFP4", partial(_MODELOPT, ["weight_scale_2"])),
         config_activations=None,
-        round_activations=None,
         calibrated=False,
     ),
     replace(
         _NVFP4,
         name="MXFP4A16",
         compressed=_MX_GROUPS,
-        packed=_MX_GROUPS,
         modelopt=None,
         config_weights=("float", 4, "group"),
         config_activations=None,
         codes=MX_GROUPS,
         quantize=rounding.quantize_mx,
-        round_activations=None,
         calibrated=False,
         kernel="mxfp4",
         max_relative_error=0.16,
@@ -233,13 +209,11 @@ _ALL = (
     Scheme(
         name="INT8_DYNAMIC",
         compressed=_INT8_ROWS,
-        packed=_INT8_ROWS,
         config_weights=("int", 8, "channel"),
         config_activations=True,
         codes=INT8_ROWS,
         quantize=partial(rounding.quantize_rows, INT8_ROWS),
         dequantize=rounding.dequantize_rows,
-        round_activations=partial(rounding.round_tokens, torch.int8),
         kernel="int8",
         max_relative_error=0.03,
     ),

@@ -206,38 +206,6 @@ def _values_of(packed: Tensor, steps: Tensor) -> Tensor:
     return weight
 
 
-def dequantize_in_e4m3(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the BF16 weights [..., out, in] that W4A8 makes of NVFP4; `tensors` maps suffix -> tensor.
-
-    They are `formats.nvfp4_as_e4m3` * 8 / global scale. Their relative error to the NVFP4 values is at
-    most 1/17, but blocks with a scale below `formats.E4M3_LEAST_SCALE` become 0.
-    """
-    if "weight_scale_2" in tensors:  # ModelOpt's, as in `dequantize_groups`
-        packed, shared = tensors["weight"], 8 * tensors["weight_scale_2"]
-    else:
-        packed, shared = tensors["weight_packed"], 8 / tensors["weight_global_scale"].unsqueeze(-1)
-    codes = formats.nvfp4_as_e4m3(packed, tensors["weight_scale"])
-    return codes.float().mul_(shared).bfloat16()
-
-
-def round_tokens(dtype: torch.dtype, x: Tensor, _: float | None) -> Tensor:
-    """Return x [..., K] in its dtype, after rounding to e4m3 or int8 (`dtype`), one scale per token."""
-    codes, scale = formats.quantize_rows(x, dtype)
-    return (codes.float() * scale[..., None]).to(x.dtype)
-
-
-def round_groups(x: Tensor, global_scale: float | None) -> Tensor:
-    """Return x [..., K] in its dtype, rounded in FP32 to e2m1 with one e4m3 scale per 16 values.
-
-    `global_scale` is 448 * 6 / amax, as calibrated; values beyond amax saturate. ValueError for None.
-    """
-    if global_scale is None:
-        raise ValueError("NVFP4 rounds activations under a calibrated input_global_scale")
-    shared = torch.tensor([global_scale], dtype=torch.float32, device=x.device)
-    codes, scale = formats.round_groups(x, shared)
-    return (codes * (scale / shared).unsqueeze(-1)).flatten(-2).to(x.dtype)
-
-
 def _quotients(half_range: float, ranges: Tensor) -> Tensor:
     """Return ranges / half_range (half the distance from the lowest to the highest code), never 0."""
     scale = quotient(ranges, half_range)

@@ -78,5 +78,6 @@ def _rounding(schemes: Iterable[Scheme], mode: str | None) -> dict[str, str]:
         if scheme.calibrated or (mode == "fp8" and scheme.kernel == "nvfp4"):
             rounded[scheme.name] = mode or "none"
         else:
-            rounded[scheme.name] = "none" if mode == "none" or not scheme.round_activations else "8"
+            kept = mode == "none" or not scheme.config_activations
+            rounded[scheme.name] = "none" if kept else "8"
     return rounded

@@ -194,7 +194,7 @@ def served_mode(folder: Path) -> ActivationMode:
     from quantize.checkpoints.reader import Checkpoint
 
     schemes = stated_schemes(Checkpoint.open(folder).config)
-    rounds = schemes is not None and any(each.round_activations for each in schemes.used)
+    rounds = schemes is not None and any(each.config_activations for each in schemes.used)
     return "per_layer" if rounds else "none"
 
 

@@ -18,6 +18,7 @@ from quantize.checkpoints.modelopt import ModelOptSchemes
 from quantize.checkpoints.reader import Checkpoint, known_config
 from quantize.errors import InputError
 from quantize.runtime.weights.load import TextWeights, load_packed
+from tests.support.activations import as_multiplied
 from tests.support.foreign import Foreign, Format, config_with, foreign
 from tests.support.modules_oracle.simulated import load_rounding
 from tests.support.tiny import EXPERTS, LAYERS
@@ -181,7 +182,7 @@ def test_both_loaders_round_nvfp4_alike_for_fp8_products(case: Case) -> None:
     checkpoint = Checkpoint.open(folder)
     schemes = schemes_by_module(checkpoint.config)
     plain, found = (packed_rows(load_packed(folder, "cpu", in_fp8=fp8)) for fp8 in (False, True))
-    multiplied = {module: scheme.as_multiplied("fp8") for module, scheme in schemes.items()}
+    multiplied = {module: as_multiplied(scheme, "fp8") for module, scheme in schemes.items()}
     for name, spec in bf16_layout(checkpoint.config).items():
         read = read_weight(checkpoint, name, spec.shape, multiplied)
         for module, weight in parts_of(name, read).items():

@@ -8,7 +8,7 @@ from fused_dequant import reference, simulated, weights
 from fused_dequant.launch import dispatch
 from fused_dequant.tune import cases
 
-from quantize.schemes.records import SCHEMES
+from tests.support.activations import round_groups
 from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS
 
 
@@ -24,11 +24,9 @@ def rows(count: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1.0, 448.0, 300.7, 1e-3, 1e5])
 def test_rows_are_those_of_the_scheme(scale: float) -> None:
     x = rows(40, 208)
-    rounded = SCHEMES["NVFP4"].round_activations
-    assert rounded is not None
     found = simulated.round_nvfp4(x, torch.tensor([scale]))
     codes = found.float().unflatten(-1, (-1, 16))
-    expected = rounded(x.float(), scale).unflatten(-1, (-1, 16))
+    expected = round_groups(x.float(), scale).unflatten(-1, (-1, 16))
     # What is stored lacks the division by the global scale: the scheme rounds that once more.
     torch.testing.assert_close(codes / scale, expected, rtol=2e-7, atol=0)
     assert torch.equal(codes == 0, expected == 0)
@@ -66,18 +64,18 @@ def test_experts_multiply_rounded_inputs(shared: bool) -> None:
         scales = (scales[0][:1], scales[1][:1])
     shown: list[torch.Tensor] = []
     found = simulated.experts(x, ids, routing, up, down, scales, shown.append)
-    rounded = SCHEMES["NVFP4"].round_activations
-    assert rounded is not None
     expected = torch.zeros(M, H, dtype=torch.float64)
     ups, downs = weights.dequantize(up, torch.float64), weights.dequantize(down, torch.float64)
     hidden = torch.zeros(M, 2, inner)
     for token in range(M):
         for choice, expert in enumerate(ids[token].tolist()):
             a, b = (scale[0 if shared else expert].item() for scale in scales)
-            runs = (rounded(x[token].float(), a).double() @ ups[expert].T).unflatten(-1, (-1, 2, 8))
+            runs = (round_groups(x[token].float(), a).double() @ ups[expert].T).unflatten(
+                -1, (-1, 2, 8)
+            )
             active = reference.gelu_mul(*runs.unbind(-2)).flatten(-2)
             hidden[token, choice] = active.to(torch.bfloat16)  # as the kernels store it
-            y = rounded(hidden[token, choice], b).double() @ downs[expert].T
+            y = round_groups(hidden[token, choice], b).double() @ downs[expert].T
             expected[token] += y * routing[token, choice]
     assert reference.relative_error(found.sum(1), expected) < 4e-3
     torch.testing.assert_close(shown[0].view(M, 2, inner).float(), hidden, rtol=2**-7, atol=1e-5)

@@ -21,6 +21,7 @@ from quantize.schemes.rounding import (
     sound_scales,
 )
 from quantize.stages.convert.shard_pieces import LARGEST
+from tests.support.activations import as_multiplied, round_activations
 from tests.support.llm_compressor_oracle import llm_compressor
 from tests.support.oracle import assert_equal_quantization, assert_same_bits, oracle, preset
 
@@ -209,7 +210,7 @@ def test_nvfp4_for_fp8_products_is_rounded_once(name: str) -> None:
     expected[scales.flatten().float() < 0.25] = 0
     assert expected.max() == 320  # 6 * 448 / 8 = 336 lies between 320 and 352: the even code
     assert expected[expected > 0].min() == 2**-6  # 0.5 * 0.25 / 8, the least normal number
-    scheme = SCHEMES[name].as_multiplied("fp8")
+    scheme = as_multiplied(SCHEMES[name], "fp8")
     ours = {"weight_packed": packed, "weight_scale": scales}
     mine = scheme.dequantize(ours | {"weight_global_scale": torch.tensor([1024.0])})
     assert torch.equal(mine.double(), expected * 8 / 1024)
@@ -226,13 +227,13 @@ def test_nvfp4_for_fp8_products_is_rounded_once(name: str) -> None:
 def test_only_the_mode_fp8_changes_a_scheme_and_only_nvfp4() -> None:
     for scheme in SCHEMES.values():
         for mode in ("none", "per_expert", "per_layer"):
-            assert scheme.as_multiplied(mode) is scheme
-        changed = scheme.as_multiplied("fp8")
+            assert as_multiplied(scheme, mode) is scheme
+        changed = as_multiplied(scheme, "fp8")
         assert (changed is not scheme) == (scheme.kernel == "nvfp4")
         if changed is not scheme:
             x = activations(torch.float32)
-            expected = SCHEMES["FP8_DYNAMIC"].round_activations(x, None)
-            assert torch.equal(changed.round_activations(x, None), expected)
+            expected = round_activations(SCHEMES["FP8_DYNAMIC"])(x, None)
+            assert torch.equal(round_activations(changed)(x, None), expected)
             assert not changed.calibrated
 
 
@@ -241,7 +242,7 @@ def test_only_the_mode_fp8_changes_a_scheme_and_only_nvfp4() -> None:
 def test_activations_per_token_are_the_kernels_bit_for_bit(name: str, dtype: torch.dtype):
     scheme, x = SCHEMES[name], activations(dtype)
     codes, scale = formats.quantize_rows(x, formats.EIGHT_BIT[scheme.kernel])
-    mine = scheme.round_activations(x, None)
+    mine = round_activations(scheme)(x, None)
     assert_same_bits(mine, (codes.float() * scale[..., None]).to(dtype))
     assert not torch.equal(mine, x)
 
@@ -259,7 +260,7 @@ def test_activations_per_token_are_vllms_but_for_ties(name: str):
         theirs = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     else:
         theirs = (x * (127 / amax)).round() * (amax / 127)
-    mine = SCHEMES[name].round_activations(x, None)
+    mine = round_activations(SCHEMES[name])(x, None)
     same = torch.isclose(mine, theirs, rtol=1e-6, atol=0)
     assert (~same).float().mean() < 1e-3
     step = (mine - theirs).abs() / amax
@@ -270,7 +271,7 @@ def test_a_token_that_is_not_finite_stays_so_and_alone():
     for name in ("FP8_DYNAMIC", "INT8_DYNAMIC"):
         x = activations(torch.float32)[0]
         x[2, 5] = torch.inf
-        mine = SCHEMES[name].round_activations(x, None)
+        mine = round_activations(SCHEMES[name])(x, None)
         assert mine[2].isnan().all()
         assert mine[[0, 1, 3, 4]].isfinite().all()
 
@@ -286,7 +287,7 @@ def test_activations_in_groups_equal_compressed_tensors_in_float32(
     tensor, wide = torch.tensor([shared]), x.float()
     scale, zero_point = compute_dynamic_scales_and_zp(wide, args, torch.nn.Identity(), tensor)
     theirs = fake_quantize(wide, scale, zero_point, args, global_scale=tensor).to(dtype)
-    mine = NVFP4.round_activations(x, shared)
+    mine = round_activations(NVFP4)(x, shared)
     assert mine.dtype == theirs.dtype
     assert torch.equal(mine, theirs)
 

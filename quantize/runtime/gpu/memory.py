@@ -32,7 +32,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import layout_bytes
 from quantize.errors import ResourceError
 from quantize.schemes.modes import ActivationMode
-from quantize.schemes.records import CODES, OnDisk, Scheme
+from quantize.schemes.records import CODES, SCHEMES, OnDisk, Scheme
 
 # The CUDA context, graphs and compiled kernels: a process that ran every stage held 0.55 GB when it
 # began, and 2.6 GB when it ended, after its models were freed (H200, torch 2.11).
@@ -158,7 +158,7 @@ def repacked(
     """
     layout = layout_for(scheme.kernel, mode, target, dense=".experts." not in module)
     in_bytes = scheme.kernel == "nvfp4" and layout == "fp8"
-    return scheme.as_multiplied("fp8").packed if in_bytes else None
+    return SCHEMES["FP8_DYNAMIC"].compressed if in_bytes else None
 
 
 def plan(need: Need, config: Mapping[str, Any], budget: float) -> MemoryPlan:

@@ -4,7 +4,7 @@ Every quantized Linear first rounds its input to the values the serving kernel w
   FP8_DYNAMIC, INT8_DYNAMIC   one scale a token
   NVFP4                       e2m1, one e4m3 scale for 16 values, under a calibrated global scale
 NVFP4A16 has BF16 activations and is left alone. In the mode `fp8` both have one scale a token, and
-weights that are rounded too (`Scheme.as_multiplied`). The products themselves run in the model's dtype.
+weights that are rounded too (`activations.as_multiplied`). The products run in the model's dtype.
 
 A layer's experts share one input, but each has a global scale of its own on disk. `per_expert` uses
 those; `per_layer` the one of the largest range (the smallest scale) for all experts of the layer,
@@ -28,6 +28,7 @@ from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import linear_modules
 from quantize.schemes.modes import ActivationMode
 from quantize.schemes.records import Scheme
+from tests.support.activations import as_multiplied, round_activations
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 TREES = ("model.decoder.", "model.encoder.language_model.")
@@ -77,7 +78,7 @@ def load_rounding(
     check_mode(checkpoint, mode)
     model = load(folder, dtype=dtype, device=device)
     inputs = {
-        module: (scheme.as_multiplied(mode), scale)
+        module: (as_multiplied(scheme, mode), scale)
         for module, (scheme, scale) in read_input_schemes(checkpoint).items()
     }
     schemes = {module: scheme for module, (scheme, _) in inputs.items()}
@@ -86,14 +87,14 @@ def load_rounding(
             if any(module in schemes for module in linear_modules(name, spec.shape)):
                 parameter = model.get_parameter(name)
                 parameter.data = read_weight(checkpoint, name, spec.shape, schemes).to(parameter)
-    if mode != "none" and any(scheme.round_activations for scheme in schemes.values()):
+    if mode != "none" and any(map(round_activations, schemes.values())):
         simulate_activations(model, inputs, mode)
     return model
 
 
 def rounding(scheme: Scheme, input_global_scale: float | None) -> Rounding | None:
     """Return the function that rounds activations [..., K] of a scheme, None for BF16 ones."""
-    round_input = scheme.round_activations
+    round_input = round_activations(scheme)
     return None if round_input is None else lambda x: round_input(x, input_global_scale)
 
 
