@@ -23,13 +23,13 @@ from statistics import mean
 from unittest import mock
 
 import click
+import fused_dequant
 import torch
 from torch import Tensor
 
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import open
 from quantize.runtime.engine.fused_engine import FusedEngine
-from quantize.runtime.model import text_stack
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.trajectory import Prompt, Trajectory, record
 from quantize.runtime.sampler.sampler import Sampler
@@ -50,7 +50,7 @@ def routers_held(reference: FusedEngine, held: str) -> Generator[None]:
     Raises:
         RuntimeError: the routers of `reference` and of the other engine did not run equally often.
     """
-    choose, waiting = text_stack.choose_experts, deque[Choice]()
+    choose, waiting = fused_dequant.choose_experts, deque[Choice]()
     routers = {layer.router.data_ptr() for layer in reference.model.weights.layers}
 
     def held_choose(x: Tensor, router: Tensor, scale: Tensor, topk: int) -> Choice:
@@ -61,7 +61,9 @@ def routers_held(reference: FusedEngine, held: str) -> Generator[None]:
             raise RuntimeError("no choice to hold: the engines ran other passes")
         return held_choice(x, router, scale, waiting.popleft(), held)
 
-    with mock.patch.object(text_stack, "choose_experts", choose if held == "own" else held_choose):
+    with mock.patch.object(
+        fused_dequant, "choose_experts", choose if held == "own" else held_choose
+    ):
         yield
     if waiting:
         raise RuntimeError(f"{len(waiting)} choices were not read: the engines ran other passes")

@@ -74,7 +74,7 @@ def adaptive_rows(
     if stops is not None:
         endless = replace(endless, confidence_threshold=NEVER)
         lengths = list(itertools.islice(itertools.cycle(stops), 2 * len(requests)))
-        engine.stops = lambda seed, canvas: lengths[2 * seed + canvas]
+        engine.denoiser.stops = lambda seed, canvas: lengths[2 * seed + canvas]
     rows: list[AdaptiveRow] = []
     ways = {"by step": False, "by canvas": True}
     for name, whole in [*ways.items()] * 2:  # the first time captures graphs
@@ -84,7 +84,7 @@ def adaptive_rows(
         seconds = time.perf_counter() - started
         steps = [count for sample in samples for count in sample.steps_per_canvas]
         rows.append(AdaptiveRow(batch, name, len(steps) * length / seconds, steps))
-    engine.stops = None
+    engine.denoiser.stops = None
     return rows[len(ways) :]
 
 

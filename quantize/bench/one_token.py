@@ -34,9 +34,10 @@ class Continuation:
 
     def begin(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Begin a text in each slot after its context, with its token in `tokens`; keep the graph."""
-        self._engine.encoder.encode_waiting(slots)
+        engine = self._engine
+        engine.encoder.encode_waiting(slots)
         self._slots.copy_(torch.tensor(slots))
-        self._first.copy_(torch.tensor([self._engine.context(slot) for slot in slots]))
+        self._first.copy_(torch.tensor([engine.sequences[slot].context for slot in slots]))
         self._given.copy_(torch.tensor(tokens)[:, None])
         self.rewind()
 

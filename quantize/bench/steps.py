@@ -19,7 +19,7 @@ def time_step(engine: FusedEngine, slots: Sequence[int]) -> float:
 
     Each slot's next canvas is begun and discarded. Steps past a canvas' end take as long as others.
     """
-    step, graphs = engine.begin_canvases(slots)
+    step, graphs = engine.denoiser.begin_waiting(slots)
     seconds = seconds_of(lambda: step.take(graphs), TIMED)
     engine.drop_canvases(slots)
     return seconds * 1e3
@@ -31,7 +31,7 @@ def profile_step(engine: FusedEngine, slots: Sequence[int]) -> dict[str, float]:
     Kernels outside all parts are "rest". The step is profiled twice, and only the second time counts,
     since the GPU is idle before the first. The canvases begun in `slots` are discarded.
     """
-    step, _ = engine.begin_canvases(slots)
+    step, _ = engine.denoiser.begin_waiting(slots)
     step.take(graphs=False)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:

@@ -36,7 +36,7 @@ def test_both_ways_take_the_recorded_steps(
         assert row.steps_of_canvases == (stops * 6)[: 2 * 2 * adaptive.REQUESTS]
     assert calls.count(1) > calls.count(2) / 4  # by canvas the slower one goes on alone
     assert max(calls) == 2  # of the engine's four slots as many as there are prompts
-    assert engine.stops is None
+    assert engine.denoiser.stops is None
     assert not engine.sequences
 
 

@@ -125,7 +125,7 @@ def variants(weights: TextWeights, compare: str, batch: int) -> Variants:
 def begin(engine: FusedEngine, joins: bool, prompts: list[list[int]]) -> None:
     """Put the prompts into the slots; their first canvas, of one step, stands for the prompts' ends."""
     engine.denoiser.joins = joins
-    engine.stops = lambda seed, canvas: STEPS if canvas else 1
+    engine.denoiser.stops = lambda seed, canvas: STEPS if canvas else 1
     for slot, prompt in enumerate(prompts):
         engine.release(slot)
         engine.admit(slot, prompt[: CONTEXT - engine.canvas_length], slot, SAMPLER)

@@ -229,7 +229,7 @@ def test_a_slot_goes_on_while_others_are_in_the_middle(tiny_checkpoint: Path) ->
 
     def engine() -> FusedEngine:
         own = FusedEngine(weights, capacity=4, max_context=256, batch_invariant=True)
-        own.stops = lambda seed, canvas: 1 + (3 * seed + canvas) % 4
+        own.denoiser.stops = lambda seed, canvas: 1 + (3 * seed + canvas) % 4
         return own
 
     def admit(own: FusedEngine, slot: int, sample: int) -> None:
@@ -346,10 +346,8 @@ def test_what_lm_head_leaves_is_read(
     expected = denoised()
     monkeypatch.setattr(text_stack, "LOOKING", True)
     monkeypatch.setattr(step_of_canvases, "look", look)
-    monkeypatch.setattr(text_stack, "soft_embedding_of", soft_embedding_of)
-    monkeypatch.setattr(
-        text_stack, "look_runs", lambda device, cap, coldest: (cap, coldest) == (30, 0.4)
-    )
+    monkeypatch.setattr(fd, "soft_embedding_of", soft_embedding_of)
+    monkeypatch.setattr(fd, "look_runs", lambda device, cap, coldest: (cap, coldest) == (30, 0.4))
     assert denoised() == expected
     rows = weights.config.canvas_length * min(4, canvases_a_piece)
     assert set(read) == {rows}
@@ -359,7 +357,7 @@ def test_a_last_step_conditions_none(tiny_checkpoint: Path) -> None:
     """Two steps by the sampler, or by a canvas' own limit, make one soft embedding a canvas."""
     for most, of in ((2, 2), (3, 2)):
         engine = FusedEngine(load_packed(tiny_checkpoint, "cpu"), capacity=1, max_context=256)
-        engine.stops = lambda seed, canvas, of=of: of
+        engine.denoiser.stops = lambda seed, canvas, of=of: of
         engine.admit(0, [5], 0, replace(SAMPLER, max_denoising_steps=most))
         with patch.object(FusedModel, "soft_embedding", autospec=True) as made:
             engine.denoise([0])

@@ -341,7 +341,7 @@ def test_slots_go_on_step_by_step(artifact: tuple[str, Path]) -> None:
     found: list[dict[int, list[object]]] = []
     for capacity in (1, 4):
         engine = FusedEngine(weights, capacity=4, max_context=4096, batch_invariant=True)
-        engine.stops = lambda seed, canvas: 2 + (3 * seed + canvas) % 5
+        engine.denoiser.stops = lambda seed, canvas: 2 + (3 * seed + canvas) % 5
         waiting, running = [4, 3, 2, 1, 0], dict[int, int]()
         canvases: dict[int, list[object]] = {sample: [] for sample in waiting}
         while waiting or running:

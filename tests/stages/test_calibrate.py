@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fused_dequant
 import pytest
 import torch
 from fused_dequant import Activation, Weight, simulated
@@ -20,7 +21,6 @@ from quantize.host.files import read_json
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Calibration, Quantization, Recipe
 from quantize.runtime import Sampler, generate, open
-from quantize.runtime.model import text_stack
 from quantize.runtime.model.inputs import ProductInputs
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
@@ -113,8 +113,8 @@ class Products:
             self._name(layer.gate_up, [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"])
             self._name((layer.down,), [f"{name}.mlp.down_proj"])
             self._name((layer.experts_gate_up,), [f"{name}.experts"])
-        self._linear, self._experts = text_stack.linear, simulated.routed_experts
-        patch.setattr(text_stack, "linear", self.linear)
+        self._linear, self._experts = fused_dequant.linear, simulated.routed_experts
+        patch.setattr(fused_dequant, "linear", self.linear)
         patch.setattr(simulated, "routed_experts", self.experts)
 
     def _name(self, weights: Sequence[Weight], names: list[str]) -> None:

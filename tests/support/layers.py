@@ -15,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import fused_dequant
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 
-from quantize.runtime.model import text_stack
 from quantize.runtime.model.text_stack import FusedModel
 from tests.support.modules_oracle.passes import CACHE
 from tests.support.tiny import tiny_config, tiny_model
@@ -67,8 +67,8 @@ def recorded() -> Iterator[list[Pass]]:
 
         return wrapped
 
-    changed = {name: noted(name, getattr(text_stack, name)) for name in SEEN}
-    with patch.multiple(text_stack, **changed):
+    changed = {name: noted(name, getattr(fused_dequant, name)) for name in SEEN}
+    with patch.multiple(fused_dequant, **changed):
         yield passes
 
 

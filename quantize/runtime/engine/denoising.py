@@ -43,7 +43,8 @@ class Denoiser:
 
     Attributes:
         steps: by (lane, whether guides decide on its canvases), the steps in use.
-        stops: None, or a function of (seed, canvas index): the most steps that the canvas may take.
+        stops: None, or a function of (seed, canvas index): the most steps that the canvas may take,
+            since canvases of random weights never stop by themselves.
     """
 
     def __init__(
@@ -153,7 +154,10 @@ class Denoiser:
         return [sequence for _, sequence in seated], committed
 
     def begin_waiting(self, slots: Sequence[int]) -> tuple[Step, bool]:
-        """Encode what waits in slots of one kind and begin their canvases; return step and graphs."""
+        """Encode what waits in slots of equal settings, and begin their canvases.
+
+        Return their `Step`, and whether to use graphs.
+        """
         self._encoder.encode_waiting(slots)
         (kind,) = self._kinds(slots)
         step, graphs = self._step_of(kind, slots)

@@ -34,7 +34,6 @@ from quantize.runtime.engine.graphs import Pool, bucket
 from quantize.runtime.engine.interface import BatchEngine, Canvas, Meanwhile, OnDraft
 from quantize.runtime.engine.lockstep import in_lockstep
 from quantize.runtime.engine.slots import Slots, SlotSequence
-from quantize.runtime.engine.step import Step
 from quantize.runtime.gpu.memory import DEFAULT_CONTEXT, SHORT, chunk_of
 from quantize.runtime.model.cells import Cache, HostCells
 from quantize.runtime.model.choices import RoutingLog
@@ -125,18 +124,6 @@ class FusedEngine:
                 f"no GPU memory for {self.slots} sequences of {self.max_length} positions beside "
                 f"{weights.nbytes / 1e9:.1f} GB of weights; lower the context or the batch"
             ) from error
-
-    @property
-    def stops(self) -> Callable[[int, int], int] | None:
-        """None, or a function of (seed, canvas index): the most steps that the canvas may take.
-
-        Canvases of random weights never stop by themselves.
-        """
-        return self.denoiser.stops
-
-    @stops.setter
-    def stops(self, most: Callable[[int, int], int] | None) -> None:
-        self.denoiser.stops = most
 
     def admit(
         self,
@@ -270,7 +257,7 @@ class FusedEngine:
         """
         if not self.model.compute.whole:
             return
-        before, self.stops = self.stops, lambda *_: 1
+        before, self.denoiser.stops = self.denoiser.stops, lambda *_: 1
         longest = min(self.encoder.chunk, self.max_length - self.canvas_length)
         for length in range(self.encoder.short + 1, longest + SHORT, SHORT):
             self.admit(0, [1] * min(length, longest), 0, sampler)
@@ -291,11 +278,7 @@ class FusedEngine:
             for slot in slots:
                 self.release(slot)
             self.denoiser.steps[0, False].hold()
-        self.stops = before
-
-    def context(self, slot: int) -> int:
-        """Return how many positions of a slot are encoded."""
-        return self.sequences[slot].context
+        self.denoiser.stops = before
 
     def rewind(self, slot: int, before: Sequence[int]) -> None:
         """Undo a slot's last canvas, and the encoding of the previous canvas (tokens `before`)."""
@@ -304,12 +287,8 @@ class FusedEngine:
         sequence.context -= len(before)
         sequence.unencoded = list(before)
 
-    def begin_canvases(self, slots: Sequence[int]) -> tuple[Step, bool]:
-        """Begin canvases in slots of equal settings; return their `Step`, and whether to use graphs."""
-        return self.denoiser.begin_waiting(slots)
-
     def drop_canvases(self, slots: Sequence[int]) -> None:
-        """Discard the canvases that `begin_canvases` began."""
+        """Discard the canvases that `Denoiser.begin_waiting` began."""
         for slot in slots:
             self.sequences[slot].end_canvas()
 

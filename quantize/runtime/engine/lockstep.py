@@ -14,33 +14,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantize.runtime.engine.interface import BatchEngine, DrawingPasses
 from quantize.runtime.model.passes import Pass
-from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.model.watching import Observer
 from quantize.runtime.prompt.images import Images
+
+if TYPE_CHECKING:
+    from quantize.runtime.engine.fused_engine import FusedEngine
 
 T = TypeVar("T")
 
 
-class LaneEngine(BatchEngine, Protocol):
-    """An engine whose slots are divided into lanes, one lane for each batch that runs in lockstep."""
+def in_lockstep(engine: "FusedEngine", works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
+    """Call each of `works` with a `Lane`, up to `engine.lanes` at once; return the results in order.
 
-    model: FusedModel
-    lanes: int
-
-    @property
-    def passes_from(self) -> Callable[..., DrawingPasses]:
-        """`FusedEngine.passes_from`, a function of (lane, run, prompts, images)."""
-
-
-def in_lockstep(engine: LaneEngine, works: Sequence[Callable[[BatchEngine], T]]) -> list[T]:
-    """Call each of `works` with a `Lane`, up to `engine.lanes` at once; return the results in order."""
+    The engine's slots are divided into lanes, one for each batch that runs in lockstep.
+    """
     waiting, free = deque(enumerate(works)), list(range(engine.lanes))
     asked: dict[Lane[T], Pass | None] = {}  # the pass that each running lane needs next
     done: dict[int, T] = {}
@@ -86,7 +80,7 @@ class Lane(Generic[T]):
     """
 
     def __init__(
-        self, engine: LaneEngine, index: int, number: int, work: Callable[[BatchEngine], T]
+        self, engine: "FusedEngine", index: int, number: int, work: Callable[[BatchEngine], T]
     ) -> None:
         self.index, self.number = index, number
         self.capacity, self.canvas_length = engine.capacity, engine.canvas_length
@@ -150,6 +144,6 @@ class Lane(Generic[T]):
             self._said.put(error)
 
 
-def _watch_of(engine: LaneEngine) -> tuple[Any, Any]:
+def _watch_of(engine: "FusedEngine") -> tuple[Any, Any]:
     """Return what shows passes to observers; each lane has its own."""
     return engine.model.inputs, engine.model.on_pass

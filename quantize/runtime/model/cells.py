@@ -105,11 +105,6 @@ class Cache:
         for values in self.values:
             values[slot].zero_()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all cells."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
-
 
 class HostCells:
     """Keys and values of `lanes` * `slots` sequences on the host; arguments as in `Cache.allocate`."""

@@ -37,11 +37,6 @@ class PassRows:
         pairs = zip(self._tensors(), other._tensors(), strict=True)  # noqa: SLF001
         return self._with([torch.cat(pair) for pair in pairs])
 
-    def first_rows(self, count: int) -> "PassRows":
-        """Return the placement of the first `count` rows, which are a whole number of sequences."""
-        sequences = len(self.slots) * count // len(self.positions)
-        return self._with([self.slots[:sequences], *(t[:count] for t in self._tensors()[1:])])
-
     @property
     def rows_each(self) -> int:
         """The number of rows of each sequence."""

@@ -26,28 +26,10 @@ from functools import wraps
 from itertools import chain
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import fused_dequant as fused
 import torch
 import torch.nn.functional as F
-from fused_dequant import (
-    Activation,
-    Probabilities,
-    Weight,
-    after_attention,
-    after_experts,
-    attend,
-    attention_heads,
-    begin,
-    choose_experts,
-    gelu_mul,
-    linear,
-    lm_head,
-    look_runs,
-    quantize_rows,
-    routed_experts,
-    scaled_norm,
-    soft_embedding,
-    soft_embedding_of,
-)
+from fused_dequant import Activation, Probabilities, Weight
 from fused_dequant.launch.dispatch import launched_as_one_of, sequences_of
 from torch import Tensor
 from torch.profiler import record_function as part
@@ -145,7 +127,7 @@ class FusedModel:
         """Return embedded rows h bf16 [M, H] unchanged, and the first layer's input made from h."""
         rows = torch.arange(len(h), device=h.device)
         norm, (scheme, shared) = self._entrance(0)
-        return begin(rows, h, 1.0, None, norm, 0, scheme, self.eps, shared)
+        return fused.begin(rows, h, 1.0, None, norm, 0, scheme, self.eps, shared)
 
     @_alone
     def decoding(
@@ -165,9 +147,10 @@ class FusedModel:
         update = None
         if signal is not None:
             conditioning = self.weights.self_conditioning
-            x = scaled_norm(signal, self.embed_scale, conditioning.pre_norm, self.eps)
+            x = fused.scaled_norm(signal, self.embed_scale, conditioning.pre_norm, self.eps)
             with sequences_of(canvas.shape[1]):
-                update = linear(gelu_mul(linear(x, conditioning.gate_up)), conditioning.down)
+                hidden = fused.gelu_mul(fused.linear(x, conditioning.gate_up))
+                update = fused.linear(hidden, conditioning.down)
         tokens, decoded = canvas.flatten(), canvas.numel()
         if committed is not None:
             more, slots, start = committed
@@ -250,12 +233,9 @@ class FusedModel:
         if last and not (entering.whole or entering.watched):
             if not entering.decoded:
                 return
-            decoded = entering.decoded
-            entering.h, q, entering.rows = (
-                entering.h[:decoded],
-                q[:decoded],
-                entering.rows.first_rows(decoded),
-            )
+            rows = slice(0, entering.decoded)
+            entering.h, q = entering.h[rows], q[rows]
+            entering.rows = entering.rows.of(slice(0, rows.stop // entering.rows.rows_each))
         o = self._attended(index, layer, q, entering.rows, entering.cells)
         with sequences_of(entering.rows.rows_each):
             entering.h, entering.x = self._rest(
@@ -265,11 +245,11 @@ class FusedModel:
     def logits(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the soft-capped logits bf16 [m, V] of rows bf16 [m, H] that `run` returned."""
         with part("vocabulary"):
-            return lm_head(h, self.weights.embedding, self.softcap, out=out)
+            return fused.lm_head(h, self.weights.embedding, self.softcap, out=out)
 
     def look_runs(self, coldest: float) -> bool:
         """Return whether `fused_dequant.look` can run here if no temperature is below `coldest`."""
-        return LOOKING and look_runs(self.weights.device, self.softcap, coldest)
+        return LOOKING and fused.look_runs(self.weights.device, self.softcap, coldest)
 
     def soft_embedding(
         self,
@@ -286,8 +266,8 @@ class FusedModel:
         embedding = self.weights.embedding
         with part("vocabulary"):
             if probabilities is not None:
-                return soft_embedding_of(probabilities, embedding, out)
-            return soft_embedding(logits, embedding, inverse_temperature, out)
+                return fused.soft_embedding_of(probabilities, embedding, out)
+            return fused.soft_embedding(logits, embedding, inverse_temperature, out)
 
     def _begin(
         self, tokens: Tensor, update: Tensor | None, decoded: int
@@ -295,14 +275,16 @@ class FusedModel:
         """Embed tokens, add `update`, if any, to decoder rows; return h and layer 0's input."""
         norm, (scheme, shared) = self._entrance(0)
         embedding, factor = self.weights.embedding, self.embed_scale
-        return begin(tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared)
+        return fused.begin(
+            tokens, embedding, factor, update, norm, decoded, scheme, self.eps, shared
+        )
 
     def _heads(self, index: int, layer: LayerWeights, entering: Pass, cells: Cells) -> Tensor:
         rows = entering.rows
         with part("dense"), sequences_of(rows.rows_each):
             qkv = self._product(index, "qkv", entering.x, layer.qkv)
         with part("attention"):
-            return attention_heads(
+            return fused.attention_heads(
                 qkv, layer.q_norm, layer.k_norm, *rows.angles[layer.sliding],
                 rows.slots, rows.positions, *cells, self.heads, self.eps,
             )  # fmt: skip
@@ -313,7 +295,7 @@ class FusedModel:
         visible = rows.visible[layer.sliding]
         with sequences_of(rows.rows_each):
             with part("attention"):
-                o = attend(q, *cells, rows.slots, *visible, *self._read((layer.o,)))
+                o = fused.attend(q, *cells, rows.slots, *visible, *self._read((layer.o,)))
             with part("dense"):
                 return self._product(index, "o", o, (layer.o,))
 
@@ -326,7 +308,7 @@ class FusedModel:
         before = (n["post_attention"], n["dense"], n["experts"], layer.router_scale)
         scheme, shared = self._read(layer.gate_up)
         own_scheme, own_shared = self._read((layer.experts_gate_up,))
-        h, x, x_experts, x_router = after_attention(
+        h, x, x_experts, x_router = fused.after_attention(
             h, o, before, (scheme, own_scheme), self.eps, (shared, own_shared)
         )
         with self._beside(), part("dense"):
@@ -334,13 +316,14 @@ class FusedModel:
         if given is not None:
             ids, routing = given.of_layer(index)
         else:
-            ids, routing = choose_experts(x_router, layer.router, layer.per_expert_scale, self.topk)
+            router = x_router, layer.router, layer.per_expert_scale
+            ids, routing = fused.choose_experts(*router, self.topk)
         if self.routed is not None:
             self.routed.append((ids, routing))
         with part("experts"):
             both = layer.experts_gate_up, layer.experts_down
             if self.inputs is None or x_experts[1] is not None:
-                routed = routed_experts(*x_experts, ids, routing, *both)
+                routed = fused.routed_experts(*x_experts, ids, routing, *both)
             else:
                 routed = self.inputs.experts(index, x_experts[0], ids, routing, *both)
         self._join()
@@ -348,7 +331,9 @@ class FusedModel:
         norm, (scheme, shared) = (self.weights.norm, BF16) if last else self._entrance(index + 1)
         after = (n["post_dense"], n["post_experts"], n["post"], norm)
         scalars = layer.decoder_scalar, layer.encoder_scalar
-        return after_experts(h, dense, routed, after, scalars, decoded, scheme, self.eps, shared)
+        return fused.after_experts(
+            h, dense, routed, after, scalars, decoded, scheme, self.eps, shared
+        )
 
     def _read(self, rows: Rows) -> Read:
         return BF16 if self.inputs is not None and self.inputs.bf16 else how_read(rows)
@@ -358,15 +343,15 @@ class FusedModel:
         codes, scale = x
         if scale is None and self.inputs is not None:
             codes, rows = self.inputs.dense(index, kind, codes, rows)
-        parts = [linear(codes, weight, scale) for weight in rows]
+        parts = [fused.linear(codes, weight, scale) for weight in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _down(self, index: int, gate_up: Tensor, down: Weight) -> Tensor:
         read = self._read((down,))
         x = (
-            (gelu_mul(gate_up), None)
+            (fused.gelu_mul(gate_up), None)
             if read == BF16
-            else quantize_rows(gate_up, *read, gelu_mul=True)
+            else fused.quantize_rows(gate_up, *read, gelu_mul=True)
         )
         return self._product(index, "down", x, (down,))
 
