@@ -149,12 +149,9 @@ class Checkpoint:
         rows = info.shape[0]
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start}:{stop} of {name!r}, which has {rows}")
-        row_bytes = info.nbytes // rows
-        data = torch.empty((stop - start) * row_bytes, dtype=torch.uint8, pin_memory=pinned)
-        begin = info.begin + start * row_bytes
-        part = replace(info, begin=begin, end=begin + len(data))
-        _fill(bytes_of(data), info.file, [[part]])
-        return data.view(DTYPES[info.dtype]).view(stop - start, *info.shape[1:])
+        part = math.prod(info.shape[1:])
+        values = _values(info, start * part, (stop - start) * part, pinned=pinned)
+        return values.view(stop - start, *info.shape[1:])
 
     def holds_the_same(self, name: str, other: str) -> bool:
         """Return whether two tensors have the same shape, and bytes, or values if dtypes differ."""
@@ -163,20 +160,11 @@ class Checkpoint:
             return False
         count = math.prod(one.shape)
         for start in range(0, count, BLOCK):
-            blocks = [self._values(info, start, min(BLOCK, count - start)) for info in (one, two)]
+            blocks = [_values(info, start, min(BLOCK, count - start)) for info in (one, two)]
             alike = one.dtype == two.dtype
             if not torch.equal(*(b.view(torch.uint8) if alike else b.double() for b in blocks)):
                 return False
         return True
-
-    def _values(self, info: TensorInfo, start: int, count: int) -> torch.Tensor:
-        """Return `count` values of a flattened tensor from `start` on: [count]."""
-        dtype = DTYPES[info.dtype]
-        block = torch.empty(count * dtype.itemsize, dtype=torch.uint8)
-        begin = info.begin + start * dtype.itemsize
-        part = replace(info, begin=begin, end=begin + len(block))
-        _fill(bytes_of(block), info.file, [[part]])
-        return block.view(dtype)
 
     def read_stacked(self, names: Sequence[str], *, pinned: bool = False) -> torch.Tensor:
         """Return tensors stacked: [len(names), *shape]; raise InputError if dtypes or shapes differ."""
@@ -208,6 +196,16 @@ class Checkpoint:
         if name not in self.tensors:
             raise InputError(f"{self.folder}: tensor {name!r} is missing; {FIX}")
         return self.tensors[name]
+
+
+def _values(info: TensorInfo, start: int, count: int, *, pinned: bool = False) -> torch.Tensor:
+    """Return `count` values of a flattened tensor from `start` on: [count]."""
+    dtype = DTYPES[info.dtype]
+    block = torch.empty(count * dtype.itemsize, dtype=torch.uint8, pin_memory=pinned)
+    begin = info.begin + start * dtype.itemsize
+    part = replace(info, begin=begin, end=begin + len(block))
+    _fill(bytes_of(block), info.file, [[part]])
+    return block.view(dtype)
 
 
 def _fill(room: memoryview, file: Path, runs: Sequence[Sequence[TensorInfo]]) -> memoryview:

@@ -19,9 +19,9 @@ import json
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -142,7 +142,7 @@ def write_shards(
     for each usable core. `workers` / `workers_a_file` files, at least one, are written side by side.
     `what` titles the progress bar. Raise ResourceError if the disk is too small or fails.
     """
-    with _explained(folder):
+    try:
         state = _State.open(folder, shards, identity)
         todo = [shard for shard in shards if shard.key not in state.finished]
         _check_free_disk(folder, todo)
@@ -153,6 +153,9 @@ def write_shards(
             total = sum(piece.nbytes for shard in shards for piece in shard.pieces)  # no headers
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
             write_json(folder / INDEX, index)
+    except OSError as error:
+        what = "the disk is full" if error.errno in FULL else f"cannot be written ({error})"
+        raise ResourceError(f"{folder}: {what}; mend that, {RESUME}") from error
     return {shard.key: state.finished[shard.key] for shard in shards}
 
 
@@ -196,16 +199,6 @@ def _write_file(
             finished.append(recorder.submit(state.finish, shard, digest))
         for future in finished:
             future.result()
-
-
-@contextmanager
-def _explained(folder: Path) -> Generator[None]:
-    """Turn errors of a full or failing disk into a message that says how to go on."""
-    try:
-        yield
-    except OSError as error:
-        what = "the disk is full" if error.errno in FULL else f"cannot be written ({error})"
-        raise ResourceError(f"{folder}: {what}; mend that, {RESUME}") from error
 
 
 def state_path(folder: Path) -> Path:

@@ -135,13 +135,13 @@ def pull_(named: str, digest: str, out: Path, **signer: Any) -> None:
     Without --key or --identity nobody says whose answers they are: `quantize baseline check` asks
     BF16 a sample of them again.
     """
-    from quantize.hub.baselines import Signer, pull_pack
+    from quantize.hub.baselines import pull_pack
     from quantize.stages.evaluate.baseline_pack import import_pack
 
     if (signer["identity"] is None) != (signer["issuer"] is None):
         raise click.UsageError("--identity and --issuer go together")
-    pulled = pull_pack(named, digest, Signer(**signer) if any(signer.values()) else None)
-    pack_read = import_pack(pulled.path, out, pulled.hub, pulled.digest)
+    path, sha256, hub = pull_pack(named, digest, **signer)
+    pack_read = import_pack(path, out, hub, sha256)
     click.echo(f"{pack_read.path}: {pack_read}")
 
 

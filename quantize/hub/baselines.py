@@ -8,7 +8,6 @@ for ever. Report and card say from which repository and commit a pack came.
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,15 +27,6 @@ tags: [diffusiongemma-quantize, baseline]
 BF16's answers to tasks. `quantize baseline pull {repo}` takes one of these packs; an evaluation then
 asks only the quantized model. There are no questions here; of private tasks only extracted answers.
 """
-
-
-@dataclass(frozen=True)
-class Signer:
-    """Who must have signed a pack: the owner of a public `key` (PEM), or an account by Sigstore."""
-
-    key: Path | None = None
-    identity: str | None = None
-    issuer: str | None = None
 
 
 def push_pack(
@@ -64,20 +54,16 @@ def push_pack(
     return f"{repo}@{ask('read it', api.repo_info).sha}"
 
 
-@dataclass(frozen=True)
-class Pulled:
-    """A downloaded pack: its file, the sha256 that it should have, and ORG/NAME@COMMIT."""
-
-    path: Path
-    digest: str
-    hub: str
-
-
-def pull_pack(named: str, digest: str = "", signer: Signer | None = None) -> Pulled:
+def pull_pack(
+    named: str, digest: str, *, key: Path | None, identity: str | None, issuer: str | None
+) -> tuple[Path, str, str]:
     """Download the pack of `named`, ORG/NAME[@REVISION], whose sha256 begins with `digest`.
 
+    Return its file, the sha256 that it should have, and ORG/NAME@COMMIT. It must be signed by the owner
+    of the public `key` (PEM), or by the account `identity` at `issuer`, if either is given.
+
     Raises:
-        InputError: no pack or several are meant. GateError: `signer` did not sign it.
+        InputError: no pack or several are meant. GateError: somebody else signed it, or nobody.
         ResourceError: no access, no network.
     """
     repo, _, revision = named.partition("@")
@@ -93,21 +79,15 @@ def pull_pack(named: str, digest: str = "", signer: Signer | None = None) -> Pul
     name = f"{meant[0]}.jsonl.gz"
     fetch = partial(ask, "download", hf_hub_download, revision=commit)
     path = Path(fetch(filename=name))
-    if signer is not None:
-        signed = f"{name}.sig" in files
-        signature = Path(fetch(filename=f"{name}.sig")).read_bytes() if signed else None
-        _check_signature(path, name, signature, signer)
-    return Pulled(path, meant[0], f"{repo}@{commit}")
-
-
-def _check_signature(pack: Path, name: str, signature: bytes | None, signer: Signer) -> None:
-    """Raise GateError unless `signature` is by `signer` and covers the pack under its `name`."""
-    with tempfile.TemporaryDirectory(prefix="quantize-baseline-") as scratch:
-        folder = Path(scratch)
-        (folder / name).symlink_to(pack.resolve())
-        if signature is not None:
-            (folder / SIGNATURE).write_bytes(signature)
-        verify(folder, signer.key, signer.identity, signer.issuer)
+    if key or identity or issuer:
+        with tempfile.TemporaryDirectory(prefix="quantize-baseline-") as scratch:
+            folder = Path(scratch)  # a signature covers the pack under its name
+            (folder / name).symlink_to(path.resolve())
+            if f"{name}.sig" in files:
+                signature = Path(fetch(filename=f"{name}.sig")).read_bytes()
+                (folder / SIGNATURE).write_bytes(signature)
+            verify(folder, key, identity, issuer)
+    return path, meant[0], f"{repo}@{commit}"
 
 
 def _ask(repo: str, doing: str, call: Callable[..., T], **arguments: Any) -> T:

@@ -117,13 +117,14 @@ def card(
     uses_gptq = recipe.quantization.rounding == "gptq"
     calibrated = ["input scales"] * recipe.needs_calibration + ["GPTQ's Hessians"] * uses_gptq
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
+    distance = report["fidelity"] and fidelity_section(report["fidelity"])
     return CARDS.get_template("card.md.jinja").render(
         front_matter=front_matter(run, recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=interval_text,
         judged=JUDGED[recipe.gate.estimand],
         scores=markdown_table(ReportSection("", *scores)),
-        fidelity=report["fidelity"] and _with_notes(fidelity_section(report["fidelity"])),
+        fidelity=distance and "\n\n".join([markdown_table(distance), *distance.notes]),
         health="\n\n".join(
             markdown_table(section(report["tasks"])) for section in (health_section, ends_section)
         ),
@@ -150,10 +151,6 @@ def card(
             path.name for name in ("LICENSE*", "NOTICE*") for path in run.checkpoint.glob(name)
         ),
     )
-
-
-def _with_notes(section: ReportSection) -> str:
-    return "\n\n".join([markdown_table(section), *section.notes])
 
 
 def card_files(

@@ -52,32 +52,22 @@ def _speed(content: Mapping[str, Any]) -> list[str]:
 def not_tested(content: Mapping[str, Any]) -> str:
     """Return a sentence that lists what the verdict does not cover."""
     tasks = [task for task in content["tasks"] if task["gated"]]
+    fidelity = content["fidelity"]
     missing = {
         "thinking": not any(thinks(task) for task in tasks),
         "pictures": True,
         "prompts over 1,024 tokens": not any(t["task"].startswith("needle") for t in tasks),
-        "distance from BF16 on replayed canvases": not content["fidelity"],
-        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)": _has_no_limit(
-            content["fidelity"]
+        "distance from BF16 on replayed canvases": not fidelity,
+        "a limit on the distance from BF16 on replayed canvases (no gate.max_kl_nats)": bool(
+            fidelity and not fidelity.get("max_kl_nats", {}).keys() & fidelity["activations"].keys()
         ),
-        "denoising steps (no gate.max_step_inflation)": bool(tasks) and not _limits_steps(content),
+        "denoising steps (no gate.max_step_inflation)": bool(tasks)
+        and not any(task.get("max_step_inflation") for task in tasks),
         "BF16 against itself (--noise-floor)": not content["noise_floor"],
         "a server's tokens/s (quantize bench)": not content["speeds"],
     }
     named = [what for what, is_missing in missing.items() if is_missing]
     return f"Not tested: {', '.join([*named, *content['not_asked']])}."
-
-
-def _limits_steps(content: Mapping[str, Any]) -> bool:
-    return any(task.get("max_step_inflation") for task in content["tasks"] if task["gated"])
-
-
-def _has_no_limit(fidelity: Mapping[str, Any] | None) -> bool:
-    """Return whether canvases were replayed in no activation mode that has a limit on its KL."""
-    return (
-        bool(fidelity)
-        and not fidelity.get("max_kl_nats", {}).keys() & fidelity["activations"].keys()
-    )
 
 
 def thinks(task: Mapping[str, Any]) -> bool:

@@ -74,7 +74,10 @@ def held_out_trajectories(
     how: dict[str, Any] = {"title": "recording BF16", "processes": processes}
     recorded = record_all(open(source, placed), prompts, settings, sampler, **how)
     if folder is not None and processes.rank == 0:
-        _write(folder, recorded, sampler)
+        with folder_when_complete(folder) as partial:
+            save_trajectories(partial, recorded, sampler)
+            sums = {name: sha256_of(partial / name) for name in (TENSORS, INDEX)}
+            write_json(partial / SUMS, sums)
     return recorded, sampler
 
 
@@ -92,12 +95,6 @@ def _key(
         settings.counted(), asdict(sampler), code_digest(), launches_of(device), threads,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def _write(folder: Path, trajectories: Sequence[Trajectory], sampler: Sampler) -> None:
-    with folder_when_complete(folder) as partial:
-        save_trajectories(partial, trajectories, sampler)
-        write_json(partial / SUMS, {name: sha256_of(partial / name) for name in (TENSORS, INDEX)})
 
 
 def _is_whole(folder: Path) -> bool:

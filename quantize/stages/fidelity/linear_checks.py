@@ -213,15 +213,6 @@ class InputRanges:
         values = self._seen[module][2]
         return not EXPERT.fullmatch(module) or values >= ENOUGH * self._widths[module]
 
-    def _is_shared(self, module: str) -> bool:
-        """Return whether another expert of the layer has exactly the same range for this projection."""
-        stated = (_kind(module), self._ranges[module])
-        return self._held[stated] > 1
-
-    @cached_property
-    def _held(self) -> Counter[tuple[str, float]]:
-        return Counter((_kind(module), limit) for module, limit in self._ranges.items())
-
     def summary(self) -> dict[str, Any]:
         """Return fidelity.json's entry: how many ranges were checked, and the names of the others."""
         unchecked = sorted(module for module in self._ranges if not self._has_enough(module))
@@ -232,11 +223,12 @@ class InputRanges:
         layers: dict[str, float] = {}  # an expert may have the range of its layer's largest
         for module, (_, amax, _, _) in self._seen.items():
             layers[_kind(module)] = max(layers.get(_kind(module), 0.0), amax)
+        # how many experts of a layer have exactly the same range for a projection
+        alike = Counter((_kind(module), limit) for module, limit in self._ranges.items())
         faults: list[str] = []
         for module, (limit, amax, count, clipped) in self._seen.items():
-            largest = layers[_kind(module)]
-            if self._has_enough(module) and not self._is_shared(module):
-                largest = amax
+            of_its_own = self._has_enough(module) and alike[_kind(module), limit] == 1
+            largest = amax if of_its_own else layers[_kind(module)]
             if clipped / count > MAX_CLIPPED:
                 faults.append(
                     f"{module}: its input scale clips {clipped / count:.2%} of held-out activations, "
