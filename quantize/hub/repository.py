@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from huggingface_hub.utils.sha import git_hash
 from quantize.errors import GateError, InputError
 from quantize.host.progress import track
 from quantize.hub.calls import STALE_PARENT, explained, is_transient, patiently, status_of
+from quantize.runs.digests import sha256_of
 
 T = TypeVar("T")
 
@@ -41,9 +41,9 @@ class File:
     @classmethod
     def of(cls, path: str, content: Path | bytes) -> "File":
         """Return the File for `path`; `content` is read once, for its size and sha256."""
-        size = len(content) if isinstance(content, bytes) else content.stat().st_size
-        with BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
-            return cls(path, content, size, hashlib.file_digest(file, "sha256").hexdigest())
+        if isinstance(content, bytes):
+            return cls(path, content, len(content), hashlib.sha256(content).hexdigest())
+        return cls(path, content, content.stat().st_size, sha256_of(content))
 
     def is_at(self, remote: RepoFile | None) -> bool:
         """Return whether the Hub's entry `remote` has exactly these bytes; False if it is None."""

@@ -45,10 +45,6 @@ class Choices:
         """Return the choice of one layer, [B * n, k]."""
         return self.experts[:, index].flatten(0, 1), self.weights[:, index].flatten(0, 1)
 
-    def of_sequences(self, sequences: slice) -> "Choices":
-        """Return the choices of some sequences, in the same memory."""
-        return Choices(self.experts[sequences], self.weights[sequences])
-
 
 @dataclass
 class RoutingLog:

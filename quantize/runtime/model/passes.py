@@ -99,11 +99,11 @@ class Pass:
         """Return the part of this pass with the rows of `sequences`; no observer may watch the pass."""
         n = self.rows.rows_each
         rows = slice(sequences.start * n, sequences.stop * n)
-        x, scale = self.x
+        (x, scale), given = self.x, self.given
         decoded = len(range(*rows.indices(self.decoded)))
         return replace(
             self, h=self.h[rows], x=(x[rows], None if scale is None else scale[rows]),
             rows=self.rows.of(sequences), decoded=decoded, real=None,
             routed=None if self.routed is None else [],
-            given=None if self.given is None else self.given.of_sequences(sequences),
+            given=given and Choices(given.experts[sequences], given.weights[sequences]),
         )  # fmt: skip

@@ -81,7 +81,9 @@ class StepFigures:
                 "entropy_nats": digits(at.entropy / at.canvases),
                 "tokens_of_mass": _quantiles(torch.cat(at.mass)),
                 "experts_hit": [digits(n / at.canvases) for n in at.hit.tolist()],
-                "largest_share_of_load": [digits(x) for x in _largest(at.load)],
+                "largest_share_of_load": [
+                    digits(x) for x in (at.load.max(1).values / at.load.sum(1)).tolist()
+                ],
             }
             for step, at in sorted(self.steps.items())
         ]
@@ -99,7 +101,3 @@ def _quantiles(values: Tensor) -> dict[str, float]:
         for name, of in (("median", 5), ("p90", 9))
     }
     return {"mean": digits(values.double().mean().item()), **at}
-
-
-def _largest(load: Tensor) -> list[float]:
-    return (load.max(1).values / load.sum(1)).tolist()

@@ -117,22 +117,6 @@ def floor(
     return parts | {"vocabulary": vocabulary}
 
 
-def forward_seconds(
-    config: Mapping[str, Any],
-    targets: Sequence[Target],
-    rates: Rates,
-    batch: int,
-    context: int,
-    products: Products = "stored",
-) -> Range:
-    """Return the likely seconds of a forward, least and most; arguments as for `floor`."""
-    parts = floor(config, targets, rates, batch, context, products)
-    least = sum(parts.values()) + (ATTENTION - 1) * parts["attention"]
-    slower = MEASURED_BF16 / rates.bf16
-    low, high = _over_floor(_formats(targets, products), batch)
-    return least + slower * low, least + slower * high
-
-
 def tokens_a_second(
     config: Mapping[str, Any],
     targets: Sequence[Target],
@@ -145,7 +129,10 @@ def tokens_a_second(
 ) -> tuple[float, float]:
     """Return the likely tokens/s, least and most, of `batch` canvases that are denoised at once."""
     assert gpu.rates is not None
-    ends = forward_seconds(config, targets, gpu.rates, batch, context, products)
+    parts = floor(config, targets, gpu.rates, batch, context, products)
+    least = sum(parts.values()) + (ATTENTION - 1) * parts["attention"]
+    slower = MEASURED_BF16 / gpu.rates.bf16
+    ends = (least + slower * over for over in _over_floor(_formats(targets, products), batch))
     streaming = STREAMED * streamed / gpu.link if streamed else 0.0
     tokens = batch * config["canvas_length"] / (steps + 1)
     high, low = (tokens / max(seconds, streaming) for seconds in ends)
