@@ -13,7 +13,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any
@@ -42,6 +42,7 @@ SHAPING = {  # section of a config -> the keys that decide names and shapes
     "text_config": (*SIZES["text_config"], "layer_types"),
     "vision_config": (*SIZES["vision_config"], "standardize", "use_clipped_linears"),
 }
+ADAPTER = re.compile(r"\.(lora|ia3|hada|lokr|oft|boft|vera)_\w")
 WIDER = ("F16", "F32", "F64")  # dtypes that a BF16 model may have been saved in
 SCHEME_FIX = "this tool reads what it writes and the same schemes of llm-compressor"
 
@@ -156,6 +157,11 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
         tensors = {name: info for name, info in tensors.items() if tied_to(name) not in wanted}
     elif schemes.passed_over is not None:
         tensors = {n: info for n, info in tensors.items() if not schemes.passed_over.fullmatch(n)}
+    if adapter := sorted(filter(ADAPTER.search, tensors)):
+        raise InputError(
+            f"{tensors[adapter[0]].file}: tensor {adapter[0]!r} ({len(adapter)} in all) is an "
+            f"adapter's; merge the adapter into the weights, and save the model again"
+        )
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise InputError(
             f"{checkpoint.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all); "
@@ -185,7 +191,7 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     return wanted
 
 
-def _remedy(missing: Sequence[str], there: Container[str]) -> str:
+def _remedy(missing: Sequence[str], there: Collection[str]) -> str:
     """Return what to do about missing tensors, which may be `there` under another name."""
     if all(map(VISION.match, missing)):
         return "a text-only export? Export the whole model, vision tower too"
@@ -193,6 +199,10 @@ def _remedy(missing: Sequence[str], there: Container[str]) -> str:
         return "they are there without `model.`: save the whole model, not its attribute `model`"
     if missing[0].replace("model.decoder.", "model.encoder.language_model.", 1) in there:
         return "it is there under the encoder's name: let transformers load the model and save it again"
+    ours = {part for name in missing for part in name.split(".")}
+    bare = {".".join(part for part in name.split(".") if part in ours): name for name in there}
+    if bare.keys() >= set(missing):
+        return f"it is there as {bare[missing[0]]!r}: save the model itself, not its wrapper"
     return FIX
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -32,6 +33,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
+FETCHED = ("json", "jinja", "safetensors")  # files that a clone without Git LFS holds as pointers
+POINTER = b"version https://git-lfs.github.com/spec/"
 CONFIG = "config.json"
 MODELOPT = "hf_quant_config.json"  # where older ModelOpt exports say what is quantized
 MODEL_TYPE = "diffusion_gemma"
@@ -244,6 +247,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     missing or wrong, or if either file is damaged.
     """
     path = folder / CONFIG
+    _check_fetched(folder)
     if not path.is_file():
         raise InputError(
             f"{folder}: no config.json there; name the folder of a DiffusionGemma model"
@@ -256,6 +260,19 @@ def read_config(folder: Path) -> dict[str, Any]:
             raise InputError(f"{apart}: it does not say under 'quantization' what is; {FIX}")
         config["quantization_config"] = {"quant_method": "modelopt", **stated}
     return config
+
+
+def _check_fetched(folder: Path) -> None:
+    for path in sorted(file for suffix in FETCHED for file in folder.glob(f"*.{suffix}")):
+        with suppress(OSError):  # told where the file is read
+            if (
+                path.is_file()
+                and path.stat().st_size < 1024
+                and path.read_bytes().startswith(POINTER)
+            ):
+                raise InputError(
+                    f"{path}: a pointer of Git LFS, not the file itself; run `git lfs pull` there"
+                )
 
 
 def config_from(path: Path) -> dict[str, Any]:
@@ -355,8 +372,9 @@ def check_total_size(checkpoint: Checkpoint) -> None:
         raise InputError(f"{path}: metadata is not an object; {FIX}")
     total = metadata.get("total_size", checkpoint.nbytes)
     if total != checkpoint.nbytes:
+        kind = "" if isinstance(total, (int, float)) else ", which is no number"
         raise InputError(
-            f"{path}: total_size is {total}, and the tensors, which are all there, have "
+            f"{path}: total_size is {total!r}{kind}, and the tensors, which are all there, have "
             f"{checkpoint.nbytes} bytes; write this number there, or remove total_size"
         )
 

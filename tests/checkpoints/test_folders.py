@@ -583,6 +583,50 @@ def test_a_damaged_file_that_is_carried_is_found_at_the_start(
     assert any(name in problem for problem in inspect(folder, LOOKS).problems)
 
 
+WRAPPED = "is missing (161 in all); it is there as '%s.embed_tokens.weight': save the model itself"
+ADAPTER = "' (1 in all) is an adapter's; merge the adapter into the weights"
+RENAMED: dict[str, tuple[Callable[[str], str], str]] = {
+    "DataParallel": (lambda name: f"module.{name}", WRAPPED % "module.model.decoder"),
+    "FSDP": (
+        lambda name: re.sub(r"(decoder|layers\.\d+)\.", r"\1._fsdp_wrapped_module.", name),
+        "it is there as 'model.decoder._fsdp_wrapped_module.embed_tokens.weight': save the model",
+    ),
+    "torch.compile": (lambda name: f"_orig_mod.{name}", WRAPPED % "_orig_mod.model.decoder"),
+    "one layer wrapped": (
+        lambda name: name.replace("layers.0.self_attn.q_proj", "layers.0.self_attn.inner.q_proj"),
+        "is missing (2 in all); it is there as 'model.decoder.layers.0.self_attn.inner.q_proj",
+    ),
+    "unmerged": (lambda name: name.replace("layers.0.self_attn.q_proj.weight",
+                                           "layers.0.self_attn.q_proj.lora_B.default.weight"), ADAPTER),
+    "unmerged scales": (lambda name: name.replace("layers.0.self_attn.q_proj.weight",
+                                                  "layers.0.self_attn.q_proj.ia3_l"), ADAPTER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_what_training_wrapped_around_the_weights_is_named(
+    case: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    rename, message = RENAMED[case]
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    saved = load_file(folder / SINGLE)
+    renamed = {rename(name): tensor for name, tensor in saved.items()}
+    save_file(renamed, folder / SINGLE, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_source(Checkpoint.open(folder))
+    assert [problem for problem in inspect(folder, LOOKS).problems if message in problem]
+
+
+def test_a_chat_template_that_is_no_text_is_found_at_the_start(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(tiny_checkpoint, tmp_path / "bf16"))
+    (folder / TEMPLATE).write_bytes((folder / TEMPLATE).read_bytes() + b"\xff")
+    with pytest.raises(InputError, match=f"{TEMPLATE}: not readable as text .*0xff"):
+        check_source(Checkpoint.open(folder))
+    assert len([p for p in inspect(folder, LOOKS).problems if "not readable as text" in p]) == 1
+
+
 def test_a_problem_is_said_once(tmp_path: Path) -> None:
     VARIANTS["wrong total"](tmp_path / "bf16")
     problems = inspect(tmp_path / "bf16", LOOKS).problems

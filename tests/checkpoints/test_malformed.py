@@ -27,6 +27,7 @@ RECIPE = recipe_for("NVFP4A16")
 EXPERTS = "model.decoder.layers.2.experts.gate_up_proj"
 QUERY = "model.decoder.layers.1.self_attn.q_proj.weight"
 NORM = "model.decoder.layers.0.input_layernorm.weight"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 32170070\n"
 Edit = Callable[[Path], None]
 
 
@@ -325,11 +326,27 @@ CASES: dict[str, tuple[Edit, str]] = {
         sharded(json_file(INDEX, lambda v: v["metadata"].update(total_size=7))),
         "total_size is 7, and the tensors, which are all there, have ",
     ),
+    "total_size as text": (
+        sharded(json_file(INDEX, lambda v: v["metadata"].update(total_size="14706200"))),
+        "total_size is '14706200', which is no number, and the tensors",
+    ),
     "index not JSON": (sharded(data(lambda b: b[:50], INDEX)), "not readable as JSON"),
     "index of 100,000 brackets": (sharded(data(lambda b: b"[" * 100_000, INDEX)), "as JSON"),
     "tensor twice in index": (
         sharded(doubled(INDEX, NORM)),
         f"key '{NORM}' stands there twice",
+    ),
+    # what cloning leaves
+    **{
+        f"pointer of Git LFS, {name}": (
+            data(lambda b: POINTER, name),
+            f"{name}: a pointer of Git LFS, not the file itself; run `git",
+        )
+        for name in (SINGLE, "config.json", "tokenizer.json", "chat_template.jinja")
+    },
+    "pointer of Git LFS, a shard": (
+        sharded(data(lambda b: POINTER, FIRST)),
+        f"{FIRST}: a pointer of Git",
     ),
     # the config
     "key twice in config": (

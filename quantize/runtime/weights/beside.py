@@ -11,6 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantize.checkpoints.reader import (
     CONFIG,
+    FIX,
     GENERATION,
     SETTINGS,
     TEMPLATE,
@@ -87,7 +88,10 @@ def check_template(folder: Path) -> None:
     """
     path = folder / TEMPLATE
     if path.is_file():
-        _check_jinja(path, path.read_text(encoding="utf-8", errors="replace"))
+        try:
+            _check_jinja(path, path.read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: not readable as text ({error}); {FIX}") from error
         return
     path = folder / "tokenizer_config.json"
     stated: Any = read_json_object(path).get("chat_template") if path.is_file() else None
