@@ -5,9 +5,10 @@ holds an answer counts; what holds none (a heading `#### 1. Eggs`, an empty box,
 over, and so is what the text calls wrong. A sentence behind it that says which the answer is comes
 before it ("\boxed{3} ... So the answer is 70"), unless it is hypothetical ("if he had sold more, it
 would be 22"). If nothing in this form holds an answer, the other forms are read, then such a
-sentence, then a last line that is nothing but an answer. What follows the end of a turn, or the
-next question, is not read. Two numbers or letters at once are no answer, and neither is a number
-that the text merely reaches: it may have been cut there.
+sentence, then a last line that is nothing but an answer with its unit or label, then a whole last
+sentence that concludes ("So she pays $64."). What follows the end of a turn, or the next question,
+is not read. Two numbers or letters at once are no answer, and neither is a number that the text
+merely reaches: it may have been cut there.
 
 VERSION counts the changes of this rule. It is part of the conditions of every scored answer, so
 that answers read by two rules are never compared, and stored texts are read again.
@@ -15,7 +16,6 @@ that answers read by two rules are never compared, and stored texts are read aga
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import islice
 
 from quantize.recovery.numerals import (
@@ -23,11 +23,12 @@ from quantize.recovery.numerals import (
     SEVERAL,
     is_denied,
     number_name,
+    rational,
     stated_number,
     with_minus,
 )
 
-VERSION = 6  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
+VERSION = 7  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>|<<[^<>\n]*>>")  # and GSM8K's "<<2*9=18>>18"
 _FULL_WIDTH: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FULL_WIDTH |= {0x3001: ",", 0x3002: ".", 0x2212: "-"}
@@ -47,6 +48,7 @@ RETRACTION = re.compile(
     r"(?i)\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|"
     r"forgot|on second thought|scratch that)\b|\bno\s*[,:;.–—-]"
 )
+_SURENESS = re.compile(r"(?i)\s*\n\W*(?:confidence|difficulty|I hope|hope this|let me know)\b.*\Z")
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # How some other languages say "answer is".
@@ -56,7 +58,6 @@ FOREIGN = (
     r"(?::|=|(?:est|es|é|è|ist|lautet)\b:?|是|为|は)\s*+(?:donc |la |l['’]option |option |opción )?"
 )
 _MARK = re.compile(r"(?<!#)#{4}(?!#)(.*?)(?=####|$)", re.MULTILINE)
-_OTHER_MARK = re.compile(r"^\W{0,4}?#{1,6}(?!#)(.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^\W{0,4}#{1,6}\W{0,4}(\d{1,2})[.):]\W{0,4}\s[^\W\d]", re.MULTILINE)
 _STEP = re.compile(
     r"(?i)\W*(?:(?:step|part|case|problem|question|section|example|method|solution|stage|day|week)\s+\d"
@@ -66,7 +67,7 @@ _LABEL_ALONE = re.compile(r"\W*(?:the\s)?(?:final\s)?(?:answer|result|solution)?
 _MARKED = "*_$`\"'“”‘’«» \t"
 _SEVEN_DIGITS = re.compile(r"(?<![\d.,])(?:\d([, ])\d{3}\1\d{3}|\d{7})(?!,?\d)")
 _NAMES = re.compile(r"(?:\b(?:is|be|was|answer)|[:=])[\s*_`\"']*\Z", re.I)
-_INSTEAD_OF = re.compile(r"\b(?:not|than|instead of)[\s*_`\"']*\Z", re.I)
+_INSTEAD_OF = re.compile(r"(?:\b(?:not|than|instead\sof)|,\s(?:no|non|nicht))[\s*_`\"'$]*\Z", re.I)
 _BOX = re.compile(
     r"(?:\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])|\bboxed(?=\s*\{))\s*"
     r"(?:\\ \s*|\\(?:text|math|b[fm])\w*\s*)?"
@@ -79,8 +80,10 @@ _ANSWER = re.compile(
     r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
     r"\b:?)[\s*_]*+"
     r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?"
+    r"(?:not\s[^.;\n]{1,60}?\sbut\s(?:rather\s)?)?"
     rf"|{FOREIGN}[\s*_]*+"
     r"|(?P<instead>\b(?:it|that|this)\s+(?:should|must)\s+(?:actually\s|instead\s)?be\s[\s*_]*+"
+    r"|\b(?:it|that)(?:['’]s|\s+is)\s+(?=[$€£]?\d[\d.,]*[\s*_]*$)"
     r"|\b(?:no|actually|edit|correction|update)\b[\s,.:;*_–—-]{1,5}(?=[$€£]?\d[\d.,]*[\s*_]*$))"
 )
 # "... so m+n = 33+37 = 70", behind a box that holds only a part of it: a fraction, or "x = 3".
@@ -88,17 +91,38 @@ _ADDED_UP = re.compile(
     r"(?i)\b(?:therefore|thus|hence|so)\b[\s,:$(\\]*([a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?\d)[$.)\\\s]*(?:[.\n]|\Z)"
 )
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
-_NEXT_BOX = re.compile(r"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*")
+_OPERATOR = re.compile(r"[ $]*(?:[-+*×]|\\cdot|\\times)[ $]*")
+_TOTAL = re.compile(rf"((?:\d{{1,9}}{_OPERATOR.pattern}){{1,9}}\d{{1,9}} *= *\d+)")
+_NEXT_BOX = re.compile(rf"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*|{_OPERATOR.pattern}")
 _EMPHASIS = re.compile(
     r"\*\*([^*\n]{1,80})\*\*[^\d*\n]{0,80}[.!]\W*\Z|\*\*([^*\n]{1,80}[.!])\*\*\W*\Z"
+    r"|(?:\A|=\s*)(?:\*\*|\\math(?:bf|rm)\{)(\d[^*{}\n]{0,80})(?:\*\*|\})\W*\Z"
+)
+# "Pens left: 5", "5 pens": a last line with its label or its unit; the first group is a total's.
+_LABELLED = re.compile(
+    r"(?i)((?:[#\s]*\d[.)]\s)?(?=\D*\b(?:answer|total|sum|result|altogether|final)\b))?"
+    r"(?:[A-Za-z][A-Za-z ]{2,60}\s?[:=][*_\s]{1,6}|answer\s)?"
+    r"(\\?[$€£]?\d[\d.,]*(?:\s(?!or\b|and\b|to\b|than\b)[a-z]{2,}){0,4}(?:\s\([^()]*\))?)[\s*_.]*"
 )
 _NUMBER_FIRST = re.compile(r"[\W_]{0,8}?(?:\\\w+\{?\s*)*[-+−]?[$€£]?\s*\d")
 # What makes "the answer is 22" a hypothesis, in the words before it.
 _HYPOTHESIS = re.compile(r"\b(?:if|had|suppose|assuming|were|unless|otherwise|without)\b", re.I)
-# "... is wrong", behind a number and in its sentence.
+# "... is wrong", behind a number and in its sentence; and what makes a number an aside there.
 _WRONG = re.compile(
-    r"[^.!?\n]{1,60}?[\s$*)}](?:is|was|['’]s)\s+(?:\w+\s){0,2}?"
-    r"(?:wrong|incorrect|impossible|not\s+(?:right|correct|possible|the\s+answer))\b"
+    r"[^.!?\n](?:(?!\\boxed|####|\s(?:and|but|while|whereas)\s(?!th|it))[^.!?\n]){0,60}?[\s$*)}](?:is|was|['’]s)\s+"
+    r"(?:\w+\s){0,2}?(?:wrong|incorrect|impossible|not(?:\s+(?:right|correct|possible|the\s+answer)\b|\s*(?:[.,;!\n]|\Z)))"
+)
+_RECALLED = re.compile(
+    r"(?i)\b(?:initially|at first|first)\s(?:\w+ )?(?:got|thought|found)\b[^.,;!?]*\Z"
+)
+_BESIDE = re.compile(
+    r"(?i)(?:^\W*(?:\w+\{)?remark\b.*|\b(?:would|had|for comparison)\b(?:(?!but\b)[^.!?;])*)\Z"
+)
+# "So Kylar pays $64." as the last sentence, which does not only confirm what was stated.
+_CONCLUSION = re.compile(
+    r"(?i)(?:\A|(?<=[.!?\n])\s*)(?!(?:[^.!?\n]|\.\d)*(?:\b(?:is|stays|remains)\s(?:indeed\s)?(?:right|correct|unchanged)"
+    r"|\b(?:confirms?|stands|holds|checks|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*?\b(?:so|thus|hence|therefore|altogether|in\s(?:total|all))\b,?"
+    r"|\W*(?:the|our)\s(?:requested|desired|required|total|remainder|result)\b)((?:[^.!?\n]|\.\d)+))[.!]\W*\Z"
 )
 _RELATIVE = re.compile(
     r"\W*\d[\d,.]*\W*\s(?:more|less|fewer|greater|smaller|times|out|percent more)\b"
@@ -107,13 +131,15 @@ _RELATIVE = re.compile(
 _NUMBER = re.compile(
     r"(?<![^\s(*_$€£₹\"'“`=:[<])-?(?:\\?[$€£₹])?-?\d[\d,]*(?:\.\d+)?(?:\s\d+/\d+|/\d+)?\\?%?"
     rf"(?:\s?(?:{SCALES}|k|K|M|B|bn)\b)?"
-    r"(?=[\s)*_$\"'”`\].,;:!%°€£>-]|(?:[A-Za-z]{2,}|[mgLhs])\b|[^\W\dA-Za-z_\u0370-\u03ff]|\Z)(?![.,]\d)"
+    r"(?=[\s)*_$\"'”`\].,;:!%°€£>-]|(?:[A-Za-z]{2,}|[mgLhs])\b|[^\W\dA-Za-z_\u0370-\u03ff]|\Z)(?![.,]\d|\s?[-+*/×]\s?[b-z]\b)"
 )
 # What makes a number an aside, where another one is stated: "in 1 day", "each of 7 days".
 _ASIDE = re.compile(
-    r"\b(?:in|on|for|from|after|before|by|with|within|per|every|each|of(?=\W*\d+\s*\w))\W*\Z", re.I
+    r"(?i)\b(?:in|on|for|from|after|before|by|with|within|per|every|each"
+    r"|(?:each|half|quarter|third|all|any|out|\w*\d)\sof(?:\sthe(?:se|ir)?|\sthose)?)\W*\Z"
 )
 _ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*\\?%)?")
+_HEADED = re.compile(rf"(?m)^\W{{0,4}}?#{{1,6}}[\s*_$`]*({_ONLY_NUMBER.pattern})[\s*_$`.]*$")
 
 
 def final_number(answer: str) -> str | None:
@@ -129,18 +155,15 @@ def boxed_number(answer: str) -> str | None:
 
 def last_match(pattern: str, answer: str) -> str | None:
     """Return the last match of the pattern's group that is not empty, None if there is none."""
-    groups = [match[1].strip() for match in _compiled(pattern).finditer(answer) if match[1]]
+    groups = [match[1].strip() for match in re.finditer(pattern, answer) if match[1]]
     return next((group for group in reversed(groups) if group), None)
-
-
-_compiled = cache(re.compile)
 
 
 def tidy(text: str) -> str:
     """Return a text without thoughts, control tokens and tags, digits and full-width signs as ASCII."""
     text = _FOREIGN_DIGIT.sub(lambda digit: str(int(digit[0])), text.translate(_FULL_WIDTH))
     text = _END_OF_TURN.sub("", _FORMAT_SIGNS.sub("", _THOUGHTS.sub("", text)))
-    return _CONTROL.sub("", text).replace("\\#", "#").strip()
+    return _SURENESS.sub("", _CONTROL.sub("", text).replace("\\#", "#").strip())
 
 
 def seven_digits(answer: str) -> str | None:
@@ -184,25 +207,44 @@ def _chosen(text: str, forms: tuple[Form, ...], *, said: bool = True) -> str | N
     firm, hypothetical = _said(text) if said else ([], [])
     formal = next((numbers for form in forms if (numbers := [*form(text)])), None)
     if formal:
-        formal = [pair for pair in formal if not _withdrawn(text, pair[0])] or [(0, SEVERAL)]
-        return next((n for place, n in reversed(firm) if place > formal[-1][0]), formal[-1][1])
+        begin = formal[0][0]
+        formal = [pair for pair in formal if not _withdrawn(text, begin, pair[0])]
+        place, number = formal[-1] if formal else (begin, SEVERAL)
+        retraction = RETRACTION.search(text, place)
+        begin = retraction.end() if retraction else place
+        changed = _concluded(text, begin) if said and (retraction or number == SEVERAL) else None
+        return next((n for later, n in reversed(firm) if later > place), changed or number)
     return (firm or hypothetical)[-1][1] if firm or hypothetical else None
 
 
+def _concluded(text: str, begin: int = 0) -> str | None:
+    """Return the number with which a last whole sentence concludes: "So Kylar pays $64."."""
+    sentence = _CONCLUSION.search(text, max(begin, len(text) - 400))
+    return sentence and (_in_line(sentence[2]) or _in_sentence(sentence[1]))
+
+
 def _ending(text: str) -> str | None:
-    """Return the number that a last line is, or that it emphasizes."""
-    ending = text.rpartition("\n")[2]
+    """Return the number that a last line is, with its unit or label, emphasizes or concludes with."""
+    before, _, ending = text.rpartition("\n")
     last = ending.strip(_MARKED + ".\\[]()")
     number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
     if number is None and (emphasis := _EMPHASIS.search(ending)):
-        content = emphasis[1] or emphasis[2]
+        content = emphasis[1] or emphasis[2] or emphasis[3]
         number = None if _STEP.match(content) else _in_line(content)
-    return number
+    labelled = _LABELLED.fullmatch(ending.strip(_MARKED))
+    if number is None and labelled and not (_STEP.match(last) or is_denied(last)):
+        item = _LABELLED.fullmatch(before.rstrip().rpartition("\n")[2].strip(_MARKED))
+        number = stated_number(labelled[2]) if labelled[1] is not None or not item else None
+    return _concluded(text) if number is None else number
 
 
-def _withdrawn(text: str, place: int) -> bool:
-    """Return whether the sentence calls wrong what stands at `place`."""
-    return _WRONG.match(text[place : place + 200]) is not None
+def _withdrawn(text: str, begin: int, place: int) -> bool:
+    """Return whether the sentence denies what stands at `place`, or says it besides, behind `begin`."""
+    before = text[max(text.rfind("\n", 0, place) + 1, place - 200) : place]
+    if place > begin and _BESIDE.search(before):
+        return not RETRACTION.search(text, max(begin, place - 2000), place)
+    denied = _INSTEAD_OF.search(before) or _RECALLED.search(before)
+    return bool(denied or _WRONG.match(text, place))
 
 
 def _marked(text: str) -> Iterator[Found]:
@@ -233,12 +275,10 @@ def _marked(text: str) -> Iterator[Found]:
 
 
 def _headed(text: str) -> Iterator[Found]:
-    """Yield the numbers that stand alone behind another number of `#`, or behind "Answer:" there."""
-    for match in _OTHER_MARK.finditer(text):
-        line = match[1].strip(_MARKED + ".")
-        line = re.sub(r"^(?:the\s)?(?:final\s)?answer[\s:=*_]{1,4}", "", line, flags=re.I)
-        if _ONLY_NUMBER.fullmatch(line) and (number := stated_number(line)):
-            yield match.start(), number
+    """Yield the numbers that stand alone behind another number of `#`."""
+    yield from (
+        (head.start(), n) for head in _HEADED.finditer(text) if (n := stated_number(head[1]))
+    )
 
 
 def _in_line(line: str) -> str | None:
@@ -246,8 +286,7 @@ def _in_line(line: str) -> str | None:
     line = re.sub(r"^<([^<>]+)>", r"\1", line)
     if (number := stated_number(line)) is not None:
         return number
-    several = [*_ANSWER.finditer(line)]
-    if several:
+    if several := [*_ANSWER.finditer(line)]:
         return stated_number(line[several[-1].end() :])
     return _in_sentence(line)
 
@@ -267,18 +306,25 @@ def _in_sentence(sentence: str) -> str | None:
 def _boxed(text: str) -> Iterator[Found]:
     """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
     before = (0, "")  # where the box before ends, and its number
-    partial = False
+    numbers, partial = set[str](), False
     for place, content, end in _boxes(text):
         number = stated_number(content, mathematical=True)
-        if before[1] not in ("", number) and _NEXT_BOX.fullmatch(text[before[0] : place]):
+        numbers.add(number or "")
+        joining = _OPERATOR if number == before[1] else _NEXT_BOX
+        if before[1] and joining.fullmatch(text, before[0], place):
             number = SEVERAL
         before = (end, number or "")
-        if number is None and (behind := re.match(r"\}?\s*=\s*([^$\n\\]{1,40})", text[end:])):
+        behind = re.match(r"[}$\s]*=\s*([^$\n\\]{1,40})", text[end : end + 99])
+        if behind and number in (None, SEVERAL):
             number = stated_number(behind[1])
         if number is not None:
-            partial = "/" in number or _PART.match(text, place) is not None
+            partial = "/" in number or rational(number) is None or bool(_PART.match(text, place))
             yield place, number
+    totals = [
+        t for t in _TOTAL.finditer(text, before[0]) if numbers >= {*re.findall(r"\d+", t[1])[:-1]}
+    ]
     added_up = _ADDED_UP.search(text, before[0]) if partial else None
+    added_up = added_up or next(iter(totals), None)
     if added_up and (number := stated_number(added_up[1])):
         yield added_up.start(), number
 
@@ -292,8 +338,9 @@ def _boxes(text: str) -> Iterator[tuple[int, str, int]]:
         if opening in _CLOSING and start in ends:
             yield box.start(), text[start + 1 : ends[start]], ends[start] + 1
         elif opening == "{":
-            content = re.match(r"\{+([^{}$\n]{1,40})[}$\n]", text[start : start + 50])
-            if content:
+            content = re.match(r"\{+([^{}$\n]{1,40})([}$\n]|\Z)", text[start : start + 100])
+            # What the text's end cuts is a number only if it was stated before.
+            if content and (content[2] or content[1] in re.findall(r"\d+", text[:start])):
                 yield box.start(), content[1], start + content.end()
         elif bare := _BARE.match(text, start):
             yield box.start(), bare[0], bare.end()

@@ -24,22 +24,25 @@ _ADVERB = (
     r"most likely|given by)\b,?\s*)?"
 )
 _NAMED = (
-    r"(?:(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one|selection|pick)(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?)?"
-    r"[\"'”’*_]*+\s*+(?::|=|(?:is|would be|should be|must be|has to be|will be)\b:?)"
-    r"|\bcorrect\s*:|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))"
+    r"(?:(?i:\b(?:answer|ans\.?|option|choice|letter|solution|one|selection|pick)"
+    r"(?:\s+(?:to|of|for)\s[^.:=\n]{1,60}?|,\s[^,.:=\n]{1,60},)?"
+    r"[\"'”’*_]*+\s*+(?::|=|(?:is|(?:would|should|must|can only|will) be|has to be)\b:?)"
+    r"|\bcorrect\s*:|\b(?:result|conclusion|verdict)\s*:(?=\W*[A-J]\W*$)|\bans\.|\banswer[\"'”’*_]*+(?:\s*+[–—-]|(?=\s*+\n)))"
     rf"|故选|(?i:{FOREIGN}))[\s*_]*+"
 )
 _BOXED = r"\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])\s*+"
 _IS = r"\s+(?i:is|must be|would be|should be|has to be|seems|appears(?:\s+to\s+be)?|looks)\s+"
 _RIGHT = (
     r"(?i:(?:(?:the|a|thus|therefore|clearly|indeed|most|only|one|most likely)\s+){0,3}"
-    r"(?:correct|right|best|true|answer|accurate)\b)"
+    r"(?:correct|right|best|true|answer|accurate|(?:more|most)\s(?:precise|plausible|likely))\b(?!\sthan))"
 )
 _CHOOSING = (
     r"(?i:\b(?:I|we|let us|let's|let’s)(?:'d|’d|'m|’m| would| will|'ll|’ll| am)?\s+"
-    r"(?:choose|pick|select|go(?:ing)? with|opt for)\b"
-    r"|\b(?:it|this|that|which)(?:'s|’s|\s+is|\s+must\s+be|\s+has\s+to\s+be|\s+matches|\s+corresponds\s+to)"
-    r"(?=[\s*_]+(?:option|choice|answer)?[\s*_]*[(]|[\s*_]+(?:option|choice|answer)\b))"
+    r"(?:choose|pick|select|answer|go(?:ing)? with|opt for)\b"
+    r"|\b(?:it|this|that|which)(?:'s|’s|\s+is|\s+must\s+be|\s+has\s+to\s+be|\s+matches|\s+corresponds\s+to|\s+leaves(?:\s+us(?:\s+with)?)?)"
+    r"(?=[\s*_]+(?:option|choice|answer)?[\s*_]*[(]|[\s*_]+(?:option|choice|answer)\b)"
+    r"|(?<!none )(?<!never )(?<!neither )\bmatches(?=\s+\()|\bby elimination,(?=\s+\()"
+    r"|\b(?:statement|exception|option|one|guess)(?:\s+(?:that|which|left|remaining)\b[^.:=\n]{0,40}?)?\s+is(?=\s+\())"
 )
 _DENYING = ["if", "If", "nor", "or", "and", "not", "that", "whether", "either", "Is", "is", "were"]
 _HENCE = (
@@ -59,7 +62,7 @@ _TAKEN_BACK = re.compile(
     r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b)"
 )
 _SHORT = 100  # characters of an answer that is nothing but an option and its text
-_MARK_OF_RIGHT = r"(?:[✓✔✅☑]|(?i:correct|right|yes)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
+_TICK = r"(?:[✓✔✅☑]|(?i:correct|right|yes|true)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
 # What may stand behind a letter that is followed by a word: "C because", not "C cells" or "A bit".
 _CONJUNCTION = (
     r"because|since|as|is|and|or|due|by|for|with|given|from|in|on|at|where|which|when|if|after|per|but|"
@@ -69,7 +72,7 @@ _CONJUNCTION = (
 
 def final_letter(answer: str, letters: str) -> str | None:
     """Return the option that an answer chooses, one of `letters` ("ABCD"), or None."""
-    rules = _rules(letters)
+    rules = _OptionPatterns(letters)
     text = before_next_question(tidy(answer), lambda before, _: _stated(before, rules))
     if (letter := _stated(text, rules)) is not None:
         return letter or None
@@ -87,7 +90,7 @@ def final_letter(answer: str, letters: str) -> str | None:
 
 def _stated(text: str, rules: "_OptionPatterns") -> str | None:
     """Return the option that a sentence or a box names; "" if it is none, None if there is none."""
-    for patterns in ([rules.named], [rules.chosen, rules.called_right]):
+    for patterns in ([rules.named, rules.named_behind], [rules.chosen, rules.called_right]):
         if matches := [match for pattern in patterns for match in pattern.finditer(text)]:
             last_match = max(matches, key=lambda match: match.start())
             behind = text[last_match.end() :]
@@ -107,12 +110,13 @@ def _concluded(last: str, rules: "_OptionPatterns") -> str | None:
     return match and (match[1] or match[2])
 
 
+@cache
 class _OptionPatterns:
     """Patterns for the options `letters`."""
 
     def __init__(self, letters: str) -> None:
         large, small = f"[{letters}]", f"[{letters.lower()}]"
-        ends = r"(?!_*[^\W_])(?!['’\-–/]\w)(?!\.\w)(?!\.\s+[a-z])(?!\s*[=≡≈+^⁺⁻])(?!\}_|\*\*[a-z])"
+        ends = r"(?!_*[^\W_]|['’\-–/]\w|\.\w|\.\s+[a-z]|\s*[=≡≈+^⁺⁻→⇒>]|\s*(?:->|\\to\b)|\}_|\*\*[a-z])"
         word = rf"(?!\s+(?!(?:{_CONJUNCTION})\b)[a-z])"
         letter = (
             rf"(?P<letter>{large}{ends}{word}|{small}{ends}(?=\s*(?:[{_CLOSING[2:]},;]|\\[)\]]|$)))"
@@ -125,7 +129,7 @@ class _OptionPatterns:
             rf"(?P<other>[)\]}}*_$\s]*(?:\\text\w*\s*\{{\s*)?(?:\b(?:or|and|to|through)\s|/|&|[,;]\s*(?:or\s|and\s|possibly\s)?(?![(*]*\w[)*]*\s+[a-z]))\s*\}}?\s*"
             rf"{_MARKUP}{_NOUN}{_MARKUP}{large}(?![\w'’]){verb})?"
         )
-        instead = rf"(?:not{_MARKUP}{_NOUN}{_MARKUP}{large}\W{{1,4}}but\s(?:rather\s)?)?"
+        instead = r"(?:(?:not|neither)\b[^.\n]{1,60}?\Wbut\s(?:rather\s)?)?"
         option = rf"{_MARKUP}{_NOUN}{_MARKUP}{letter}{another}"
         denied = "".join(f"(?<!{word} )" for word in _DENYING)
         right = rf"{_IS}{_RIGHT}(?!\s+(?:only|if|when|at|for)\b)(?!\s*\?)"
@@ -133,22 +137,26 @@ class _OptionPatterns:
         self.named = re.compile(
             rf"(?:{_NAMED}{_ADVERB}{instead}|{_BOXED}){option}{doubted}", re.MULTILINE
         )
+        self.named_behind = re.compile(  # "The answer is a tetrahedron, (B)."
+            rf"(?m:{_NAMED}(?![^.\n()]{{0,60}}(?:{_DENIAL.pattern}))[^.\n()]{{1,60}}?(?:[,:]\s\(|\s\((?:option|choice)\s)"
+            rf"(?P<letter>{large})\)(?P<other>)[.*_\s]*$)"
+        )
         self.more = re.compile(
             rf"\b(?:is|are|and|or)\b|\?|^\W*{large}\W*\s(?:{verbs}|(?i:wrong|incorrect)|\w+n['’]t)\b|{large}[).].*{large}[).]"
         )
         self.concluded = re.compile(
-            rf"{_CONCLUDING}(?:\(({large})\)[^\w(]*"
+            rf"(?:{_CONCLUDING}|[^()]*(?:=>|[∴⇒→])\s*)(?:\(({large})\)[^\w(]*"
             rf"|\(({large})\)\W*(?:holds|fits|matches|satisfies|works|remains|follows)\b[^()]*[.!]\W*)"
         )
         self.marked_right = re.compile(
-            rf"(?:^|(?<=[.;]\s))\W{{0,6}}\(?({large})[).:]\W{{0,6}}?{_MARK_OF_RIGHT}"
+            rf"(?:^|(?<=[.;]\s)|(?<=[Ff]alse\s)|(?<=[Tt]rue\s))\W{{0,6}}\(?({large})[*_]*[).:]\W{{0,6}}?{_TICK}"
             rf"|^\W*[✓✔✅☑]\W*({large})\b",
             re.MULTILINE,
         )
         self.chosen = re.compile(rf"{_CHOOSING}{option}")
         self.called_right = re.compile(
             rf"{denied}(?<![\w-])(?:(?i:option|choice|answer|statement)\s+)?{denied}[(*_]*+"
-            rf"(?P<letter>{large}){ends}[)*_]*+{right}(?P<other>)"
+            rf"(?P<letter>{large}){ends}[)*_]*+(?:{right}|\s+it\s+is\b(?!\snot))(?P<other>)"
         )
         self.otherwise = re.compile(
             rf"[{_CLOSING}]*,?\s*(?:if|when|unless|for|provided)\b[^.\n]*?"
@@ -167,6 +175,3 @@ class _OptionPatterns:
             rf"(?:\\[)\]])?[\s$.*]*"
         )
         self.before_text = re.compile(rf"{_MARKUP}({large})(?:[)\]]|\.\s|:\s)")
-
-
-_rules = cache(_OptionPatterns)

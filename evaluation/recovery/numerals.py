@@ -14,15 +14,16 @@ import ast
 import math
 import operator
 import re
-import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Final
+from unicodedata import normalize
 
 SEVERAL: Final = "several"
 LONGEST = 1200  # characters: int() takes at most 4,300 digits, and answers have a few
 _LARGEST_POWER = 4096  # bits of a power that is computed
 _LARGEST_BINOMIAL = 1000
+_LARGEST_RADICAND = 10**18  # its root is exact when a float's is rounded
 _LARGEST_FACTORIAL = 20
 
 _NO_LETTER = r"(?![a-zA-Z])"
@@ -31,6 +32,7 @@ _FONT = r"\\(?:text\w*|math\w+|mbox)"
 _INVISIBLE = re.compile(
     r"\\(?:[hv]?phantom|tag)\s*\{[^{}]*\}|\\(?:text)?color(?:box)?\s*\{[^{}]*\}|\\hspace\*?\s*\{[^{}]*\}"
     r"|\\rule\s*\{[^{}]*\}\s*\{[^{}]*\}|\\begin\s*\{[a-z]+\*?\}(?:\{[lcr|]+\})?|\\end\s*\{[a-z]+\*?\}"
+    rf"|\\(?:left|right){_NO_LETTER}\.?|(?<=\d)_\{{?10\}}?(?!\d)"
 )
 _COLUMNS = re.compile(rf"(?<=\d)\s*(?:\\\\|\\q?quad{_NO_LETTER})\s*(?=[-\d]|\w+\s*=)")
 _SPACES = re.compile(rf"\\[,;:! ]|\\\\|~|\\q?quad{_NO_LETTER}|[\u00a0\u2009\u202f]")
@@ -70,7 +72,7 @@ _LABEL = re.compile(
 # In a box, what names the number behind it: "The remainder is 70", "There are 70 ways".
 _NAMING = re.compile(r"^[A-Za-z][A-Za-z ]{0,60}?\b(?:is|are|equals|gives|get|obtain)\s+")
 _COMMENT = re.compile(
-    r"(\d[^\n]*?)(?:(?:[,;]|(?<=[\d})$*])[:.])\s+[\"'(]?[A-Za-z]{2,}|\\text\s*\{\s*\(?\s*(?:where|since|"
+    r"(\d[^\n]*?)(?:(?:[,;]|(?<=[\d})$*])[:.]|\s[-–—]{1,2}(?!\W+(?:no|not|wait|oops|hmm+|actually|or|and|to)\b))\s+[\"'(]?(?:[A-Za-z]{2,}|i\.e)|\\text\s*\{\s*\(?\s*(?:where|since|"
     r"because|as|for|with|if|when)\b|\s+\((?!\s*\\?[pb]?mod)(?=[^()]*\)\W*$)).*",
     re.DOTALL,
 )
@@ -93,10 +95,10 @@ _UNITS = re.compile(
 )
 _WORD = (
     r"(?:[A-Za-z]{2,}\.?(?:/[A-Za-z]+|\s*\^\s*\{?\d\}?)?|[A-Za-z]/[A-Za-z]|m\s*\^\s*\{?[23]\}?"
-    r"|\([^()\d]*\))"
+    r"|/\s?(?:h|hr|hour|day|week|month|year|yr|min|minute|second|person|item|kg|lb)s?\b|\([^()\d]*\))"
 )
 _UNIT_WORDS = re.compile(
-    rf"(?<=[\d)}}])(?:\s+|(?=(?:[ckm]?m|kg|g|deg\w*|units?|hours?|min\w*)\b)){_WORD}(?:[\s-]+{_WORD})*\s*$"
+    rf"(?<=[\d)}}])(?:\s+|(?=(?:[ckm]?m|kg|g|deg\w*|units?|hours?|min\w*)\b|/)){_WORD}(?:[\s-]+{_WORD})*\s*$"
 )
 _JOINING = re.compile(r"\b(?:or|and|to)\b|\\pm")
 _RANGE = re.compile(r"\s*(\d[\d,.]*)\s*[-–—]\s*(\d[\d,.]*)\s*")
@@ -104,9 +106,9 @@ _RANGE = re.compile(r"\s*(\d[\d,.]*)\s*[-–—]\s*(\d[\d,.]*)\s*")
 _SIDE_BY_SIDE = re.compile(
     r"\\[pm][mp](?![a-zA-Z])|[±∓]|\d\d\s+\d|\d\s+\d\d|\d\.\s+\d|\d(?:\s+\d){3}|\d[)\]]*\s*[,;&]\s*[(\[]*[-+]?\d|\d\s*:\s*\d"
 )
-_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:,|\{,\}|[ '’_])\d{3})+)(?!\d)")
+_GROUPED = re.compile(r"(?<![\d.,])(\d{1,3})((?:(?:\{,\}|[ ,'’_])\d{3})+|(?:,\d\d)+,\d{3})(?!\d)")
 _COMMA_AS_POINT = re.compile(
-    r"(?<![\d.,])(?:(\d{1,3}(?:[. ]\d{3})+),(\d{1,2})|(\d{1,3}(?:\.\d{3}){2,}))(?![\d,]|\.\d)"
+    r"(?<![\d.,])(?:(\d{1,3}(?:[. ]\d{3})+|\d{4,}),(\d{1,2})|(\d{1,3}(?:\.\d{3}){2,}))(?![\d,]|\.\d)"
 )  # 1.234,50 and 1.234.567
 _ROUNDED = re.compile(r"(?s).*\d.*\brounded\s+(?:(?:up|down|off)\s+)?to\s+([$€£]?\d[\d,.]*)\W*$")
 _ONE_SIGN_FRACTION = re.compile(r"[¼-¾⅐-⅞]")
@@ -124,12 +126,15 @@ _NAMES = {name: n for n, name in enumerate(_ONES)} | {
     f"{ten}-{_ONES[one]}" if one else ten: 10 * (n + 2) + one
     for n, ten in enumerate(_TENS) for one in range(10)
 }  # fmt: skip
+_NAMED_TWICE = re.compile(  # "seventy (70)"
+    rf"(?i)\b(?:(?:{'|'.join(_ONES + _TENS)}|hundred|thousand|and)[\s-]*)+\s*\((\d[\d,.]*)\)"
+)
 _MIXED = re.compile(r"(?<![\d/.])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?!\d)")
 _FRACTION = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _INFIX = r"\{{([^{{}}]*)\\{}(?![a-zA-Z])([^{{}}]*)\}}"
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
 _BRACED_POWER = re.compile(r"\^\s*\{\s*(-?\d+)\s*\}")
-_ROOT = re.compile(r"\\sqrt\s*(?:\{([^{}]*)\}|(\d+))")
+_ROOT = re.compile(r"\\sqrt\s*(?:\[\s*([2-9])\s*\]\s*)?(?:\{([^{}]*)\}|(\d+))")
 _OPERATORS = {
     rf"\\(?:cdot|times|ast){_NO_LETTER}|[×·∙⋅]": "*",
     rf"\\div{_NO_LETTER}|÷": "/",
@@ -170,8 +175,8 @@ def stated_number(text: str, *, mathematical: bool = False) -> str | None:
         return None
     if (named := number_name(text)) is not None:
         return named
-    text = _COLUMNS.sub(", ", _INVISIBLE.sub("", _ROUNDED.sub(r"\1", text)))
-    text = _SPACES.sub(" ", text)
+    text = _NAMED_TWICE.sub(r"\1", _INVISIBLE.sub("", _ROUNDED.sub(r"\1", text)))
+    text = _SPACES.sub(" ", _COLUMNS.sub(", ", text))
     text = _with_signs_in_ascii(_TEXT.sub(r" \1 ", text)).replace("&=", "=").strip(AROUND)
     if is_denied(text) or _HEXADECIMAL.search(text):
         return None
@@ -220,12 +225,12 @@ def with_minus(text: str) -> str:
 
 def _with_signs_in_ascii(text: str) -> str:
     r"""Return a text with `^{2}`, `\sqrt{2}`, "1/2" and "-2" for the one sign or word of each."""
-    text = _ONE_SIGN_FRACTION.sub(lambda m: f" {_as_quotient(m[0])}", text)
-    text = _POWER_SIGNS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
+    text = _ONE_SIGN_FRACTION.sub(lambda m: f" {normalize('NFKC', m[0])}", text)
+    text = _POWER_SIGNS.sub(lambda m: f"^{{{normalize('NFKC', m[0])}}}", text)
     text = _ROOT_SIGN.sub(
         lambda m: rf"\sqrt{{{(m[1] or '').strip('()')}}}" if m[1] else r"\sqrt ", text
     )
-    return with_minus(_INSTEAD.sub("", text).replace("π", r"\pi "))
+    return with_minus(_INSTEAD.sub("", text).replace("π", r"\pi ").replace("\u2044", "/"))
 
 
 def number_name(text: str) -> str | None:
@@ -260,11 +265,14 @@ def _side(text: str) -> str | None:
     """Return what one side of an equation states."""
     if modulus := _MODULUS.search(text):
         text = text[: modulus.start()] + text[modulus.end() :]
-    if (limits := _RANGE.fullmatch(text)) and _ascending(limits[1], limits[2]):
-        return SEVERAL
+    if limits := _RANGE.fullmatch(text):  # "13-15", but "15-13" is 2
+        low, high = (rational(limit.replace(",", "")) or 0 for limit in limits.groups())
+        if low < high:
+            return SEVERAL
     text = _ADVERB.sub("", text)
     if len([part for part in _JOINING.split(text) if re.search(r"\d", part)]) > 1:
-        return SEVERAL
+        values = {_side(part) for part in text.split(" or ")} if " or " in text else {SEVERAL}
+        return values.pop() if len(values) == 1 else SEVERAL  # "12/5 or 2.4" is one number
     plain = _plain(text)
     if not re.search(r"\d", plain) or re.search(r"[A-Za-z]", _COMMAND.sub("", plain)):
         return None
@@ -279,22 +287,10 @@ def _side(text: str) -> str | None:
     return None if value is None else written(value % base if base else value)
 
 
-def _as_quotient(sign: str) -> str:
-    """Return "1/2" for the one sign that means it."""
-    return unicodedata.normalize("NFKC", sign).replace("\u2044", "/")
-
-
-def _ascending(low: str, high: str) -> bool:
-    try:
-        return float(low.replace(",", "")) < float(high.replace(",", ""))
-    except ValueError:
-        return False
-
-
 def _plain(text: str) -> str:
     """Return arithmetic in Python's notation, with what is not arithmetic left as it stands."""
     text = _COMMA_AS_POINT.sub(lambda m: re.sub(r"\D", "", m[1] or m[3]) + f".{m[2] or 0}", text)
-    text = _THOUSANDS.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
+    text = _GROUPED.sub(lambda m: m[1] + re.sub(r"\D", "", m[2]), text)
     text = _SCALE.sub(lambda m: f"*10^{_SCALES.get(m[1] or m[2], 3)} ", text)
     text = _MIXED.sub(
         r"(\1+\2/\3)", _UNIT_WORDS.sub("", text.strip()).rstrip(" .,;:!").strip(" ,;")
@@ -315,11 +311,15 @@ def _plain(text: str) -> str:
 
 
 def _exact_root(match: re.Match[str]) -> str:
-    square = _computed(_plain(match[1] or match[2]))
-    if square is None or square < 0:
+    degree, power = int(match[1] or 2), _computed(_plain(match[2] or match[3]))
+    if power is None or power < 0:
         return match[0]
-    root = Fraction(math.isqrt(square.numerator), math.isqrt(square.denominator))
-    return f"({root})" if root * root == square else match[0]
+    roots = [
+        math.isqrt(part) if degree == 2 else round(min(part, _LARGEST_RADICAND) ** (1 / degree))
+        for part in power.as_integer_ratio()
+    ]
+    root = Fraction(*roots)
+    return f"({root})" if root**degree == power else match[0]
 
 
 def _factorial(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""695 written answers, by task, and the value that a careful human reads in each.
+"""Written answers, by task, and the value that a careful human reads in each.
 
 The texts are our own, in the forms that models write; no question of any benchmark. A value was
 given to each text before any code read it, but for some of the last 38 of `answers.jsonl`
@@ -25,6 +25,8 @@ from tests.support.extractors import (
     BATTERY,
     HELD_OUT,
     HELD_OUT_OF_5,
+    HELD_OUT_OF_6,
+    HELD_OUT_OF_7,
     PAGE,
     RECORD,
     agree,
@@ -39,7 +41,7 @@ from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {6: "e9b89b8c5575"}  # version of the rule -> digest of its modules
+RULE = {7: "bffda8cf8434"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -86,21 +88,43 @@ def test_of_435_answers_by_another_hand_four_are_read_as_another_value() -> None
     """Version 5 read 58 so, and 320 of the 435 as a human does."""
     marks = right(ours, ANOTHER_HAND)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (111, 129), "aime25": (137, 147), "gpqa_diamond": (105, 128),
+        "gsm8k": (115, 129), "aime25": (138, 147), "gpqa_diamond": (108, 128),
         "mmlu_pro": (17, 18), "needle_1k": (13, 13),
     }  # fmt: skip
-    readers = {task: ours(task) for task in marks}
-    misread = [
-        line["text"]
-        for line in battery(ANOTHER_HAND)
-        if (value := plain(readers[line["task"]](line["text"])))
-        and not agree(value, line["value"], line["task"])
-    ]
-    assert misread == [
+    assert _misread(ANOTHER_HAND) == [
         "#### [insert 18]",
         "#### 18\n\nAlternatively, counting the dog, #### 19",
         "\\boxed{\\log_{2}2^{70}}",
         "Blood type A is the answer.",
+    ]
+
+
+def test_of_350_answers_that_version_6_had_not_seen_none_is_read_as_another_value() -> None:
+    """Version 6 read 10 so when it first saw them, and 274 as a human does."""
+    marks = right(ours, HELD_OUT_OF_6)
+    assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
+        "gsm8k": (103, 108), "svamp": (9, 9), "aime25": (115, 118), "gpqa_diamond": (115, 115),
+    }  # fmt: skip
+    assert _misread(HELD_OUT_OF_6) == []
+
+
+def test_of_108_answers_that_version_7_had_not_seen_one_is_read_as_another_value() -> None:
+    """It read 4 so when it first saw them, and 95 as a human does."""
+    marks = right(ours, HELD_OUT_OF_7)
+    assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
+        "gsm8k": (39, 43), "svamp": (7, 7), "aime25": (34, 34), "gpqa_diamond": (22, 24),
+    }  # fmt: skip
+    assert _misread(HELD_OUT_OF_7) == ["#### Ben: 12\n#### Ann: 15"]
+
+
+def _misread(name: str) -> list[str]:
+    """Return the texts of a battery in which another value is read than a human's."""
+    readers = {line["task"]: ours(line["task"]) for line in battery(name)}
+    return [
+        line["text"]
+        for line in battery(name)
+        if (value := plain(readers[line["task"]](line["text"])))
+        and not agree(value, line["value"], line["task"])
     ]
 
 
@@ -144,6 +168,82 @@ def test_numbers_behind_marks_are_whole_and_those_that_stand(text: str, value: s
 )  # fmt: skip
 def test_operations_in_boxes_are_computed_or_hide_the_number(text: str, value: str | None) -> None:
     assert boxed_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("So Kylar pays $64.", "64"), ("So Kylar pays $64", None), ("16 + 48 = 64.", None),
+        ("So we need to find the cost of 3 pens.", None), ("Step 1: so she spends 36 dollars.", None),
+        ("So each of the 3 friends pays $4, and the tip is $2.", None), ("So he needs > 3.", None),
+        ("Pears: 7", "7"), ("Apples: 5\n\nPears: 7", None), ("Apples: 5\nPears: 7\nTotal: 12", "12"),
+        ("Day 2: 7 miles", None), ("Not sold: 5", None), ("Page 5", None), ("5 pens (9 - 4).", "5"),
+        ("#### 50\n\nActually, he asks for the rest. So she has $30 left.", "30"),
+        ("#### 50\n\nWait, I check it: 60 - 10 = 50. So 50 is right.", "50"),
+        ("#### 50\n\nWait. So I hope 1 example helps.", "50"),
+        ("#### 50\n\nRemark: #### 60 would hold for 9 days.", "50"),
+        ("It would be #### 15", "15"), ("#### 12 - x apples", None), ("#### 18 -- for 2 days", "18"),
+        ("#### 18 - wait, it should be 20", "20"), ("#### 1,80,000", "180000"), ("#### 1,80,00", None),
+        ("#### 1080,00 \u20ac", "1080"), ("#### 3/4 or 0.75", "0.75"), ("#### 3/4 or 0.8", None),
+        ("#### one hundred twenty (120) dollars", "120"), ("#### $5.00/hr", "5"), ("### 18\nBye", "18"),
+        ("The answer is not 20 but 18.", "18"), ("18\n\nConfidence: 95%", "18"),
+        ("36 eggs\n\nHope this helps!", "36"), ("Hope has 12 apples", None), ("#### 5 of 7 days", "5"),
+    ],
+)  # fmt: skip
+def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
+    text: str, value: str | None
+) -> None:
+    found = final_number(text)
+    assert (found and rational(found)) == (value and rational(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\boxed{16} is right, and \boxed{18} is not.", "16"), (r"\boxed{16} is not.", None),
+        (r"\boxed{16} is not only the minimum but the answer.", "16"),
+        (r"The answer is \boxed{16} rather than \boxed{18}.", "16"),
+        (r"I first got \boxed{18}, but no. So the sum is $3+13 = 16$.", "16"),
+        (r"I first show that \boxed{70} works.", "70"), (r"Es ist \boxed{16}, nicht \boxed{61}.", "16"),
+        (r"\boxed{33}+\boxed{37}=70", "70"), (r"\boxed{33}+\boxed{37}", None),
+        (r"\boxed{10} \times \boxed{10} = 100", "100"),
+        ("Case 1: \\boxed{16}\nCase 2: \\boxed{66}\nTotal: $16+66 = 82$.", "82"),
+        (r"\boxed{70}. Check: $33 + 37 = 70$. Also $1 + 2 = 3$.", "70"),
+        ("\\boxed{70}\n\nRemark: for $n=9$ we get \\boxed{88}.", "70"),
+        (r"\boxed{70}. Wait, that would be for even $n$. For all it would be \boxed{88}.", "88"),
+        (r"If it had been even, it would be \boxed{18}; it is odd, so \boxed{16}.", "16"),
+        ("\\boxed{70}\n\nWait, the total is 35.\n\n\\boxed{35", "35"), (r"So \boxed{7", None),
+        (r"We have $n = 71$, so \boxed{7", None), (r"\boxed{12\sqrt{3}}. So $m+n = 12+3 = 15$.", "15"),
+        (r"\boxed{\sqrt[3]{343000}}", "70"), (r"\boxed{\sqrt{10^{24}}}", "1000000000000"),
+        (r"\boxed{2\left(35\right)}", "70"), (r"\boxed{588_{10}}", "588"), (r"\boxed{a_{10}}", None),
+        (r"Hence $m+n=33+37=70$.", "70"), (r"So $n = 4k$.", None), (r"So $x = 3$ or $x = 5$.", None),
+    ],
+)  # fmt: skip
+def test_of_several_boxes_the_one_that_the_text_stands_by_counts(
+    text: str, value: str | None
+) -> None:
+    assert boxed_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: A \u2192 B (option D)", "D"), ("Answer: A -> B", None), ("\u2234 (C)", "C"),
+        ("The answer is a bit subtle: (D).", "D"), ("The answer is not clear, (A).", None),
+        ("The answer is compound (C).", None), ("The answer is neither (A) nor (B) but (C).", "C"),
+        ("The answer, after a check, is (C).", "C"), ("The answer, as I said, is not (C).", None),
+        ("A) False B) True", "B"), ("A) True B) True C) False", None), ("**A**: no\n**C**: yes", "C"),
+        ("Result: C", "C"), ("Result: A is larger.", None), ("My guess is (C), but (D) is right.", "D"),
+        ("The spectrum matches (A) or (B).", None), ("None matches (A).", None), ("(C) it is.", "C"),
+        ("(C) it is not.", None), ("That leaves (B) and (D).", None), ("By elimination, (C).", "C"),
+        ("The false statement is (B).", "B"), ("(B) is more precise than (A).", None),
+        ("I answer (C).", "C"), ("C.\n\nConfidence: B+", "C"),
+    ],
+)  # fmt: skip
+def test_letters_that_a_sentence_ends_with_or_leaves_are_chosen(
+    text: str, letter: str | None
+) -> None:
+    assert final_letter(text, "ABCD") == letter
 
 
 @pytest.mark.parametrize(
@@ -336,8 +436,10 @@ def test_numbers_are_written_as_they_are_read() -> None:
         "#### " * 5000, "#### 1\n" * 5000, "answer to " * 3000, "(A) or " * 5000, r"\boxed{1+" * 3000,
         r"\boxed{" * 3000 + "}" * 3000, "#### " + "1," * 5000, "#### " + "(" * 600, "if " * 9000,
         "$" * 20_000, "<a" * 10_000, "1. " * 9000, "#### 1 " + "a " * 590, "the answer is " * 3000,
+        r"would \boxed{1} " * 3000, "so 1 " * 9000, r"\boxed{1}" + "1+" * 9000, r"\boxed{1} + " * 3000,
+        "result: A, " * 4000, "matches (A) " * 4000, "seventy " * 150 + "(70)", "Total 5 " * 5000,
     ],
-    ids=range(14),
+    ids=range(22),
 )  # fmt: skip
 def test_what_a_damaged_model_repeats_is_read_at_once(text: str) -> None:
     began = time.process_time()
