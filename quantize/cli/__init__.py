@@ -7,6 +7,7 @@ transformers) stay inside the functions, so that `quantize --help` answers at on
 
 import difflib
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -99,8 +100,32 @@ def cli(context: click.Context) -> None:
 
 def main() -> None:
     """Run the command line and exit with the code that the outcome calls for."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job ends as by Ctrl-C
-    sys.exit(_exit_code())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a cancelled job ends as by Ctrl-C
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
+    code = _exit_code()
+    gc.freeze()  # else Python's last collection walks all objects, for seconds after the last line
+    sys.exit(code)
+
+
+def _interrupt(*_: object) -> None:
+    """Say that the command stops, and stop it by KeyboardInterrupt; the next signal ends it at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end_at_once)
+    line = (
+        "stopping: what is being computed or written ends first; press Ctrl-C again to stop at once"
+    )
+    os.write(2, f"{line}\n".encode())  # a stream may be in the middle of a line's writing
+    raise KeyboardInterrupt
+
+
+def _end_at_once(*_: object) -> None:
+    os.write(2, f"error: {_interrupted()}\n".encode())
+    os._exit(130)  # files are written aside and renamed, so none is left half-written
+
+
+def _interrupted() -> str:
+    return f"interrupted{_going_on()}"
 
 
 # Libraries' own bars and messages would cut into ours; set these variables to see them again.
@@ -121,7 +146,7 @@ def _exit_code() -> int:
     except click.ClickException as error:
         return _misused(error)
     except (KeyboardInterrupt, click.Abort):
-        return _complain(f"interrupted{_going_on()}", 130)
+        return _complain(_interrupted(), 130)
     except OSError as error:
         full = f"the disk is full; free some space{_going_on()}"
         what = full if error.errno == errno.ENOSPC else error.strerror or error

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -154,3 +155,38 @@ def test_sigterm_ends_as_ctrl_c_does() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 130
     assert "interrupted; `quantize run --recipe nvfp4 --resume` goes on" in done.stderr
+
+
+def test_an_interrupted_command_says_that_it_stops_and_a_second_signal_ends_it() -> None:
+    program = (
+        "import os, signal, sys, time, quantize.cli as cli\n"
+        "def work(**_):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(10)\n"
+        "    finally: print('ending', flush=True); time.sleep(10)\n"
+        "cli.cli.main = work\n"
+        "sys.argv = ['quantize', 'run', '--recipe', 'nvfp4']\n"
+        "cli.main()"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as running:
+        assert running.stdout
+        assert running.stderr
+        assert "press Ctrl-C again to stop at once" in running.stderr.readline()
+        assert running.stdout.readline() == "ending\n"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
+        last = running.stderr.read()
+    assert last == "error: interrupted; `quantize run --recipe nvfp4 --resume` goes on\n"
+
+
+def test_a_command_ends_without_a_last_collection() -> None:
+    program = (
+        "import quantize.cli as cli\n"
+        "class Cycle:\n"
+        "    def __init__(self): self.me = self\n"
+        "    def __del__(self, write=__import__('os').write): write(1, b'collected')\n"
+        "cli.cli.main = lambda **_: Cycle() and 0\n"
+        "cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
