@@ -20,6 +20,7 @@ from quantize.stages.plan import gpu_support
 from quantize.stages.plan.gpu_support import (
     ATTENTION,
     OVER_FLOOR,
+    CanvasWork,
     Products,
     floor,
     tokens_a_second,
@@ -57,7 +58,9 @@ def measured(row: dict[str, Any]) -> float:
 def planned(row: dict[str, Any]) -> tuple[float, float]:
     targets, products = of(row)
     gpu, shape = GPUS[row["gpu"]], (row["batch"], row["context"])
-    return tokens_a_second(CONFIG, targets, gpu, *shape, products, steps=row["steps"])
+    return tokens_a_second(
+        CONFIG, targets, gpu, *shape, products, denoising=CanvasWork(row["steps"])
+    )
 
 
 @pytest.mark.parametrize(

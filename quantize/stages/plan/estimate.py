@@ -17,7 +17,7 @@ from quantize.recovery.sequential import Plan, out_of_reach
 from quantize.runtime.gpu.gpus import Gpu
 from quantize.runtime.gpu.memory import MemoryPlan, Need, cache_bytes, plan
 from quantize.stages.memory_needs import choice_bytes, needs, replayed_of
-from quantize.stages.plan.gpu_support import CONTEXT, tokens_a_second
+from quantize.stages.plan.gpu_support import CONTEXT, CanvasWork, tokens_a_second
 
 STEPS = 48  # denoising steps of a canvas, at most
 # The most host memory that stages held for themselves on one H200's machine (docs/first-26b-run.md),
@@ -29,6 +29,7 @@ PIECES_BYTES = 3.6e9
 # Evaluation, docs/evaluation.md: steps of a canvas in a public report; the share of tokens used, 58 M
 # of 168 M that AIME and GPQA allow; the simulated share of answers that a run without loss asks for.
 STEPS_A_CANVAS, TYPICAL, SEQUENTIAL = 26, 0.35, 0.66
+AS_REPORTED = CanvasWork(STEPS_A_CANVAS)
 EVALUATED_TOKENS_A_SECOND = 2481 * 17 / (STEPS_A_CANVAS + 1)  # BF16 on that GPU, at so many steps
 
 
@@ -56,12 +57,14 @@ def planned(
     tensors: Mapping[str, TensorInfo],
     targets: Sequence[Target],
     gpu: Gpu,
+    denoising: CanvasWork = AS_REPORTED,
 ) -> list[StageRow]:
     """Return one row per stage; `config` and `tensors` are the BF16 model's, `targets` its plan.
 
-    Of the GPU's memory all may be used (`gpu_support.planned_gpu`).
+    Of the GPU's memory all may be used (`gpu_support.planned_gpu`). Answers are denoised as
+    `denoising` says.
     """
-    stages = _Stages(recipe, config, targets, gpu)
+    stages = _Stages(recipe, config, targets, gpu, denoising)
     return stages.all(needs(recipe, config, tensors, targets, gpu.capability))
 
 
@@ -69,9 +72,15 @@ class _Stages:
     """The rows of one recipe on one GPU."""
 
     def __init__(
-        self, recipe: Recipe, config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu
+        self,
+        recipe: Recipe,
+        config: Mapping[str, Any],
+        targets: Sequence[Target],
+        gpu: Gpu,
+        denoising: CanvasWork,
     ) -> None:
         self._recipe, self._config, self._targets, self._gpu = recipe, config, targets, gpu
+        self._denoising = denoising
         self._before, self._after = sum_bytes(targets)
 
     def all(self, needed: Sequence[Need]) -> list[StageRow]:
@@ -146,7 +155,7 @@ class _Stages:
         streamed = (placed.streamed + placed.moved) / need.lanes
         slowest, _ = tokens_a_second(
             self._config, self._targets, self._gpu, need.batch, CONTEXT, products, streamed,
-            STEPS_A_CANVAS,
+            self._denoising,
         )  # fmt: skip
         return sum(tokens_by_task(self._recipe).values()) / slowest
 

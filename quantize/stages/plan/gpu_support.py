@@ -8,7 +8,7 @@ above its floor agrees on both, though their bandwidths differ. For other GPUs i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,21 @@ OVER_FLOOR: dict[str, tuple[Range, Range, Range]] = {
     "w4a8": ((2.8, 3.3), (9.1, 9.5), (31.3, 34.6)),
 }
 UNMEASURED = ((2.6, 4.8), (7.6, 12.8), (29.0, 48.8))  # other formats: all of the above together
+
+
+@dataclass(frozen=True)
+class CanvasWork:
+    """What no shape tells: how many steps a canvas takes, and to how many experts its tokens go."""
+
+    steps: float = STEPS
+    hit: float = 1.0  # share of a layer's experts that one canvas gives a token
+
+    def hit_by(self, canvases: int) -> float:
+        """Return the share that `canvases` together give a token, as if they chose independently."""
+        return 1.0 - (1.0 - self.hit) ** canvases
+
+
+AS_ASSUMED = CanvasWork()
 
 
 def gpu_of(name: str | None, memory: float | None = None) -> Gpu | None:
@@ -83,25 +98,26 @@ def floor(
     batch: int,
     context: int,
     products: Products = "stored",
+    hit: float = 1.0,
 ) -> dict[str, float]:
-    """Return the least seconds of a denoising step that uses every expert, by part of the model.
+    """Return the least seconds of a denoising step, by part of the model.
 
     The seconds follow from the GPU's stated `rates`. Each of `batch` canvases follows `context`
-    positions.
+    positions. The share `hit` of a layer's experts get a token.
     """
     text, L = config["text_config"], config["canvas_length"]
     V, H, experts = text["vocab_size"], text["hidden_size"], text["num_experts"]
     rows, parts = batch * L, {"experts": 0.0, "dense": 0.0, "attention": 0.0}
 
-    def product(target: Target, tokens: float) -> float:
+    def product(target: Target, tokens: float, share: float = 1.0) -> float:
         kernel = _kernel(target.scheme, products)
         nbytes = target.bytes_before if kernel == "bf16" else target.bytes_after
         flop = tokens * target.bytes_before  # two for each BF16 weight
-        return rates.seconds(nbytes, flop, kernel)
+        return rates.seconds(share * nbytes, flop, kernel)
 
     for target in targets:
         if target.module_class == "experts":
-            parts["experts"] += product(target, rows * text["top_k_experts"] / experts)
+            parts["experts"] += product(target, rows * text["top_k_experts"] / experts, hit)
         elif target.module_class in QUANTIZABLE:
             parts["dense"] += product(target, rows)
     for kind in text["layer_types"]:
@@ -125,16 +141,16 @@ def tokens_a_second(
     context: int,
     products: Products,
     streamed: float = 0.0,
-    steps: float = STEPS,
+    denoising: CanvasWork = AS_ASSUMED,
 ) -> tuple[float, float]:
     """Return the likely tokens/s, least and most, of `batch` canvases that are denoised at once."""
     assert gpu.rates is not None
-    parts = floor(config, targets, gpu.rates, batch, context, products)
+    parts = floor(config, targets, gpu.rates, batch, context, products, denoising.hit_by(batch))
     least = sum(parts.values()) + (ATTENTION - 1) * parts["attention"]
     slower = MEASURED_BF16 / gpu.rates.bf16
     ends = (least + slower * over for over in _over_floor(_formats(targets, products), batch))
     streaming = STREAMED * streamed / gpu.link if streamed else 0.0
-    tokens = batch * config["canvas_length"] / (steps + 1)
+    tokens = batch * config["canvas_length"] / (denoising.steps + 1)
     high, low = (tokens / max(seconds, streaming) for seconds in ends)
     return low, high
 

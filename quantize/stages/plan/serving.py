@@ -1,6 +1,7 @@
 """Shows how each format of a model would be served on a GPU: `quantize plan --serve`."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -22,7 +23,8 @@ from quantize.runtime.gpu.memory import (
 from quantize.stages.memory_needs import bf16_stack, quantized_stack
 from quantize.stages.plan.estimate import least_of
 from quantize.stages.plan.gpu_support import (
-    STEPS,
+    AS_ASSUMED,
+    CanvasWork,
     Products,
     gpu_of,
     is_measured,
@@ -30,6 +32,7 @@ from quantize.stages.plan.gpu_support import (
     runs,
     tokens_a_second,
 )
+from quantize.stages.plan.measured import measured_denoising
 from quantize.stages.plan.plan import described, narrow_table, plans_of
 
 CLIENTS = 4  # requests at once
@@ -45,17 +48,20 @@ def show_serving(
     gpu_memory: float | None,
     context: int | None,
     clients: int,
+    measured: Path | None = None,
 ) -> None:
     """Print how each format of a model would serve `clients` at once: what fits, and how fast.
 
-    Each client has `context` positions (None: the default). Raise InputError for an unknown GPU.
+    Each client has `context` positions (None: the default). `measured` is measured.json of the model
+    (None: every expert is hit, and a canvas takes STEPS). Raise InputError for an unknown GPU.
     """
     chosen = planned_gpu(gpu_of(gpu, gpu_memory), gpu_memory)
     config, tensors = described(model, revision)
     limit = config["text_config"]["max_position_embeddings"]
     length = min(context or DEFAULT_CONTEXT, limit)
     plans = plans_of(tensors)
-    screen().print(serving_table(config, tensors, plans, chosen, length, clients))
+    denoising = AS_ASSUMED if measured is None else measured_denoising(measured, config)
+    screen().print(serving_table(config, tensors, plans, chosen, length, clients, denoising))
 
 
 def serving_table(
@@ -65,6 +71,7 @@ def serving_table(
     gpu: Gpu,
     context: int,
     clients: int,
+    denoising: CanvasWork = AS_ASSUMED,
 ) -> Table:
     """Return a table, 80 characters wide: one row for BF16, and one or two for each of `plans`."""
     never = "" if gpu.ran else " (never run on one)"
@@ -75,12 +82,12 @@ def serving_table(
     )  # fmt: skip
     for name, targets, stack, products in _formats(tensors, plans, gpu):
         need = Need(name, stack, clients, context)
-        table.add_row(name, *_cells(need, config, targets, gpu, products))
+        table.add_row(name, *_cells(need, config, targets, gpu, products, denoising))
     where = (
         "measured on an H200 and an H100" if gpu.ran else "extrapolated from an H200 and an H100"
     )
     table.caption = (
-        f"tokens/s: all slots busy, {STEPS} steps a canvas, prompts not counted; {where}; "
+        f"tokens/s: all slots busy, {denoising.steps:g} steps a canvas, prompts not counted; {where}; "
         f"{UNMEASURED}: this format was timed nowhere"
     )
     return table
@@ -102,11 +109,12 @@ def serving_line(
     config: Mapping[str, Any],
     targets: Sequence[Target],
     gpu: Gpu,
+    denoising: CanvasWork = AS_ASSUMED,
 ) -> str:
     """Return one line on how `quantize serve`, at its defaults, would place a recipe's checkpoint."""
     context = min(DEFAULT_CONTEXT, config["text_config"]["max_position_embeddings"])
     need = Need("", quantized_stack("", targets, gpu.capability), CLIENTS, context)
-    cells = _cells(need, config, targets, gpu, "stored")
+    cells = _cells(need, config, targets, gpu, "stored", denoising)
     if len(cells) == 1:
         return f"serve: {cells[0]}"
     weights, slots, total, streamed, tokens = cells
@@ -118,8 +126,9 @@ def serving_line(
 
 
 def _cells(
-    need: Need, config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu, products: Products
-) -> list[str]:
+    need: Need, config: Mapping[str, Any], targets: Sequence[Target], gpu: Gpu, products: Products,
+    denoising: CanvasWork,
+) -> list[str]:  # fmt: skip
     if products != "bf16" and not runs(targets, gpu):
         return ["no kernels for it"]
     try:
@@ -132,7 +141,8 @@ def _cells(
     if gpu.rates is None:
         return [*cells, "?"]
     low, high = tokens_a_second(
-        config, targets, gpu, placed.need.batch, placed.need.context, products, placed.streamed
-    )
+        config, targets, gpu, placed.need.batch, placed.need.context, products, placed.streamed,
+        denoising,
+    )  # fmt: skip
     ends = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
     return [*cells, ends + ("" if is_measured(targets, products) else UNMEASURED)]

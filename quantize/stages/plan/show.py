@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -17,6 +18,7 @@ from quantize.recovery.estimands import IN_WORDS
 from quantize.runtime.gpu.gpus import Gpu
 from quantize.stages.memory_needs import HELD_OUT, replayed_of
 from quantize.stages.plan.estimate import (
+    AS_REPORTED,
     StageRow,
     cannot_pass,
     known_plans,
@@ -24,7 +26,8 @@ from quantize.stages.plan.estimate import (
     planned,
     tokens_by_task,
 )
-from quantize.stages.plan.gpu_support import gpu_of, gpu_table, planned_gpu, runs
+from quantize.stages.plan.gpu_support import AS_ASSUMED, gpu_of, gpu_table, planned_gpu, runs
+from quantize.stages.plan.measured import measured_denoising
 from quantize.stages.plan.plan import described, narrow_table, plan_table, plans_of
 from quantize.stages.plan.serving import serving_line
 
@@ -66,13 +69,15 @@ def show_plan(
     limit: int | None = None,
     hourly_price: float | None = None,
     gpus: int = 1,
+    measured: Path | None = None,
 ) -> int:
     """Print what a recipe would do to a model, from headers or only from the model's config.
 
     Stages are estimated for `gpu` (None: this machine's GPU or, if it has none, an H200) with
     `gpu_memory` bytes (None: all). They are left out for the bundled model if both are None. With
     `hourly_price`, the price of an hour of the GPU, evaluation's cost stands beside its time. The time
-    is that of `gpus` such GPUs, and a sentence says what they share. Return 4 if the gate cannot PASS
+    is that of `gpus` such GPUs, and a sentence says what they share. `measured` is measured.json of the
+    model, whose steps and experts hit are taken. Return 4 if the gate cannot PASS
     on a task, whatever the answers are, else 0.
     Raise InputError for an unknown GPU or task, ResourceError if a stage lacks room in `gpu_memory`.
     """
@@ -93,7 +98,8 @@ def show_plan(
         page.print(task_table(recipe, None), "\n".join(asking_lines(recipe)), soft_wrap=False)
         return code
     within = planned_gpu(chosen, gpu_memory)
-    rows = planned(recipe, config, tensors, targets, within)
+    denoising = None if measured is None else measured_denoising(measured, config)
+    rows = planned(recipe, config, tensors, targets, within, denoising or AS_REPORTED)
     page.print(stage_table(recipe.name, rows, within))
     (asking,) = (row for row in rows if row.stage == "evaluate")
     if asking.seconds and asking.candidate:
@@ -105,7 +111,13 @@ def show_plan(
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
     lines = [*few, *ending(asking, hourly_price and hourly_price * gpus), *JUDGING]
     lines += [SEVERAL.format(gpus)] if gpus > 1 else []
-    lines.append(serving_line(config, targets, within))
+    if denoising is not None:
+        experts = config["text_config"]["num_experts"]
+        lines.append(
+            f"as measured ({measured}): {denoising.steps:.1f} steps a canvas, each of which hits "
+            f"{denoising.hit * experts:.1f} of {experts} experts a layer"
+        )
+    lines.append(serving_line(config, targets, within, denoising or AS_ASSUMED))
     page.print("\n".join(lines), soft_wrap=False)
     if model is not None:  # the estimates hold for the real layer shapes
         page.print(recipes_table(config, tensors, within))
