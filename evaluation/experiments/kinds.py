@@ -77,34 +77,23 @@ def main(
         thinking=0.5, batch_size=BATCH, max_prompt_tokens=4096,
     )  # fmt: skip
     window: int = Checkpoint.open(CHECKPOINT).config["text_config"]["sliding_window"]
-    prompts, sampler = (
-        load_prompts(CHECKPOINT, mix, mix.prompts),
-        Sampler.from_checkpoint(CHECKPOINT),
-    )
+    prompts = load_prompts(CHECKPOINT, mix, mix.prompts)
+    sampler = Sampler.from_checkpoint(CHECKPOINT)
 
     def engine(path: Path, activations: ActivationMode) -> Engine:
-        return open(
-            path,
-            device=device,
-            activations=activations,
-            capacity=BATCH,
-        )
+        return open(path, device=device, activations=activations, capacity=BATCH)
 
     reference = engine(CHECKPOINT, "none")
     made = record_all(reference, prompts, mix, sampler, title="recording BF16")
     compared = [Compared(engine(path, mode)) for path in checkpoints]
     measured = replay(reference, compared, made, sampler, batch_size=BATCH)
     kinds = [trajectory.prompt.kind(window) for trajectory in made]
-    print(
-        "| checkpoint | kind of prompt | trajectories | tokens | KL x 1000 |\n|---|---|---:|---:|---|"
-    )
+    print("| checkpoint | kind of prompt | trajectories | tokens | KL x 1000 |")
+    print("|---|---|---:|---:|---|")
     for path, distances in zip(checkpoints, measured, strict=True):
         for entry in summarize(distances, kinds)["by_kind"]:
-            of_kind = [
-                len(t.prompt.ids)
-                for t, kind in zip(made, kinds, strict=True)
-                if kind == entry["kind"]
-            ]
+            pairs = zip(made, kinds, strict=True)
+            of_kind = [len(t.prompt.ids) for t, kind in pairs if kind == entry["kind"]]
             mean, (low, high) = entry["kl_nats"]["mean"], entry["kl_nats"]["interval"]
             print(
                 f"| {path.parent.name} | {entry['kind']} | {entry['trajectories']} | {min(of_kind)} to "

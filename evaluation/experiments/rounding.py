@@ -22,7 +22,7 @@ import click
 import torch
 
 from experiments.bundled.score import FINAL_ANSWER
-from experiments.routing import BATCH, CANVASES, heldout
+from experiments.routing import BATCH, recorded
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -33,7 +33,6 @@ from quantize.recipe.sections import Quantization, Recipe
 from quantize.recovery.samples import Request, Waiting, sample_seed
 from quantize.runtime import Placement, open
 from quantize.runtime.engine.interface import Engine
-from quantize.runtime.record.trajectory import Trajectory, record
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.calibrate.calibrate import SCALES, calibrate
@@ -87,26 +86,13 @@ VARIANTS = {
 }
 # What answers problems, the most telling first.
 ANSWERED: tuple[tuple[str, ActivationMode], ...] = (
-    ("bf16", "none"),
-    ("w4a4", "per_layer"),
-    ("a16-gptq", "per_layer"),
-    ("a16", "per_layer"),
-    ("fp8-gptq", "per_layer"),
-    ("a16dense-gptq", "per_layer"),
-    ("fp8-a16mlp-gptq", "per_layer"),
-    ("w4a4-gptq", "per_layer"),
-    ("a16-gptq", "none"),
-    ("a16dense-gptq", "none"),
-    ("w4a4", "none"),
-    ("a16-gptq", "per_expert"),
-    ("w4a4", "per_expert"),
-    ("fp8mlp-gptq", "per_layer"),
-    ("fp8mlp", "per_layer"),
-    ("fp8mlp", "none"),
-    ("a16-gptq", "fp8"),
-    ("fp8mlp", "fp8"),
+    ("bf16", "none"), ("w4a4", "per_layer"), ("a16-gptq", "per_layer"), ("a16", "per_layer"),
+    ("fp8-gptq", "per_layer"), ("a16dense-gptq", "per_layer"), ("fp8-a16mlp-gptq", "per_layer"),
+    ("w4a4-gptq", "per_layer"), ("a16-gptq", "none"), ("a16dense-gptq", "none"), ("w4a4", "none"),
+    ("a16-gptq", "per_expert"), ("w4a4", "per_expert"), ("fp8mlp-gptq", "per_layer"),
+    ("fp8mlp", "per_layer"), ("fp8mlp", "none"), ("a16-gptq", "fp8"), ("fp8mlp", "fp8"),
     ("w4a4", "fp8"),
-)
+)  # fmt: skip
 
 
 def recipe_of(variant: Variant, prompts: int) -> Recipe:
@@ -133,17 +119,6 @@ def make(out: Path, variant: Variant, prompts: int, device: str) -> None:
         convert(
             source, targets, out / "checkpoint", recipe=recipe, input_scales=scales, rounded=rounded
         )
-
-
-def recorded(reference: Engine, count: int) -> list[Trajectory]:
-    """Return BF16's trajectories on `count` held-out problems, which no variant is calibrated on."""
-    prompts, sampler = heldout(count), Sampler.from_checkpoint(CHECKPOINT)
-    made: list[Trajectory] = []
-    for start in range(0, count, BATCH):
-        batch = prompts[start : start + BATCH]
-        seeds = list(range(start, start + len(batch)))
-        made += record(reference, batch, seeds, sampler=sampler, canvases=CANVASES, held_out=True)
-    return made
 
 
 def replay_all(
@@ -282,17 +257,9 @@ def table(out: Path, base: str = "w4a4") -> list[str]:
 @click.option("--repeats", default=8, show_default=True, help="Answers a problem.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 def main(
-    out: Path,
-    measures: tuple[str, ...],
-    only: tuple[str, ...],
-    modes: tuple[ActivationMode, ...],
-    base: str,
-    prompts: int,
-    trajectories: int,
-    problems: int,
-    repeats: int,
-    device: str,
-) -> None:
+    out: Path, measures: tuple[str, ...], only: tuple[str, ...], modes: tuple[ActivationMode, ...],
+    base: str, prompts: int, trajectories: int, problems: int, repeats: int, device: str,
+) -> None:  # fmt: skip
     """Do what `measures` names, in the order make, replay, answers, table; by default all of them."""
     chosen = set(measures or MEASURES)
     names = [name for name in VARIANTS if not only or name in only]

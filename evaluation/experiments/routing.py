@@ -30,6 +30,7 @@ from torch import Tensor
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import open
 from quantize.runtime.engine.fused_engine import FusedEngine
+from quantize.runtime.engine.interface import BatchEngine
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
 from quantize.runtime.record.trajectory import Prompt, Trajectory, record
 from quantize.runtime.sampler.sampler import Sampler
@@ -83,32 +84,40 @@ def held_choice(x: Tensor, router: Tensor, scale: Tensor, choice: Choice, held: 
     return experts, weights
 
 
-def heldout(count: int) -> list[Prompt]:
-    """Return `count` held-out problems as prompts; every second prompt turns thinking on."""
-    tokenizer = load_tokenizer(CHECKPOINT)
-    lines = HELDOUT.read_text("utf-8").splitlines()[FIRST : FIRST + count]
-    return [
-        Prompt(
-            tuple(
-                encode_chat(
-                    tokenizer,
-                    [{"role": "user", "content": json.loads(line)["question"]}],
-                    thinking=index % 2 == 1,
-                )
-            ),
-            index % 2 == 1,
-        )
-        for index, line in enumerate(lines)
-    ]
+def heldout(count: int, seed: int = 0, checkpoint: Path = CHECKPOINT) -> list[Prompt]:
+    """Return `count` held-out problems, others for another seed; every second one turns thinking on."""
+    tokenizer, first = load_tokenizer(checkpoint), FIRST + seed * count
+    lines = HELDOUT.read_text("utf-8").splitlines()[first : first + count]
+    prompts: list[Prompt] = []
+    for index, line in enumerate(lines):
+        chat = [{"role": "user", "content": json.loads(line)["question"]}]
+        thinking = index % 2 == 1
+        ids = encode_chat(tokenizer, chat, thinking=thinking)
+        prompts.append(Prompt(tuple(ids), thinking))
+    return prompts
+
+
+def recorded(
+    reference: BatchEngine,
+    count: int,
+    seed: int = 0,
+    checkpoint: Path = CHECKPOINT,
+    batch: int = BATCH,
+) -> list[Trajectory]:
+    """Return BF16's trajectories on `count` held-out problems, which no recipe is calibrated on."""
+    prompts, sampler = heldout(count, seed, checkpoint), Sampler.from_checkpoint(checkpoint)
+    made: list[Trajectory] = []
+    for start in range(0, count, batch):
+        some = prompts[start : start + batch]
+        seeds = [(seed << 32) + start + row for row in range(len(some))]
+        made += record(reference, some, seeds, sampler=sampler, canvases=CANVASES, held_out=True)
+    return made
 
 
 def damage(
-    reference: FusedEngine,
-    folder: Path,
-    mode: ActivationMode,
-    held: str,
+    reference: FusedEngine, folder: Path, mode: ActivationMode, held: str,
     trajectories: Sequence[Trajectory],
-) -> list[float]:
+) -> list[float]:  # fmt: skip
     """Replay `trajectories` with a checkpoint; return each one's mean KL from BF16, in nats."""
     engine = open(folder, device="cpu", activations=mode, capacity=BATCH)
     sampler = Sampler.from_checkpoint(CHECKPOINT)
@@ -140,14 +149,7 @@ def main(folders: tuple[Path, ...], count: int, modes: tuple[ActivationMode, ...
     """Print docs/rounding-log.md's table of routing."""
     torch.set_num_threads(1)
     reference = FusedEngine(load_packed(CHECKPOINT, "cpu"), capacity=BATCH)
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
-    prompts, trajectories = heldout(count), list[Trajectory]()
-    for start in range(0, count, BATCH):
-        batch = prompts[start : start + BATCH]
-        seeds = list(range(start, start + len(batch)))
-        trajectories += record(
-            reference, batch, seeds, sampler=sampler, canvases=CANVASES, held_out=True
-        )
+    trajectories = recorded(reference, count)
     print("| checkpoint | activations | routers | KL [minus own] | geometric | largest six |")
     print("|---|---|---|---:|---:|---:|")
     for folder in folders:

@@ -22,7 +22,7 @@ One file a measurement: a killed run continues.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
 from statistics import mean
@@ -35,8 +35,8 @@ from safetensors.torch import save_file
 
 from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
-from experiments.rounding import VARIANTS, recipe_of, recorded
-from experiments.routing import BATCH
+from experiments.rounding import VARIANTS, recipe_of
+from experiments.routing import BATCH, recorded
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -50,14 +50,7 @@ from quantize.runtime.record.ranges import Ranges
 from quantize.runtime.record.trajectory import Prompt, record_all
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.modes import ActivationMode
-from quantize.stages.calibrate.calibrate import (
-    INPUT_SCALE,
-    SCALES,
-    calibrated_modules,
-    check_scales,
-    fall_back,
-    input_scales,
-)
+from quantize.stages.calibrate import calibrate as calibration
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.convert.convert import convert
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
@@ -92,39 +85,41 @@ def shuffled(seed: int) -> list[dict[str, Any]]:
     return [problems[i] for i in order]
 
 
-def clean_text(engine: Engine, seed: int, budget: int, _: int) -> None:
-    """Encode questions with answers, cut to exactly `budget` tokens."""
+def clean_text(engine: Engine, index: int, row: dict[str, Any], _: int, budget: int) -> int:
+    """Encode a question with its answer, cut to `budget` tokens; return how many tokens were read."""
+    thinking = index % 2 == 1
+    problem = Problem(**{k: row[k] for k in Problem.__dataclass_fields__})
+    answer = TOKENIZER.encode(response(problem, thinking=thinking), add_special_tokens=False)
+    ids = (prompt_of(row, thinking) + answer)[:budget]
+    engine.passes([ids])
+    return len(ids)
+
+
+def random_canvas(engine: Engine, index: int, row: dict[str, Any], seed: int, _: int) -> int:
+    """Encode a prompt, decode a random canvas after it; return how many tokens were read."""
+    prompt = prompt_of(row, index % 2 == 1)
+    passes = engine.passes([prompt])
+    seeds = torch.tensor([index + (seed << 32)])
+    canvas = random_tokens(seeds, 0, passes.canvas_length, passes.vocabulary)
+    passes.decode([0], canvas.to(passes.device), None)
+    return len(prompt) + passes.canvas_length
+
+
+def show(engine: Engine, source: str, seed: int, budget: int, prompts: int) -> None:
+    """Show a source to the model; the tokens of `trajectories` become the other sources' budget."""
+    if source == SOURCES[-1]:
+        return trajectories(engine, seed, prompts)
     for index, row in enumerate(shuffled(seed)):
-        thinking = index % 2 == 1
-        fields = {k: row[k] for k in Problem.__dataclass_fields__}
-        answer = TOKENIZER.encode(
-            response(Problem(**fields), thinking=thinking), add_special_tokens=False
+        budget -= (clean_text if source == SOURCES[0] else random_canvas)(
+            engine, index, row, seed, budget
         )
-        ids = (prompt_of(row, thinking) + answer)[:budget]
-        engine.passes([ids])
-        budget -= len(ids)
         if budget <= 0:
-            return
+            return None
     raise click.ClickException(f"too few calibration problems: {budget} tokens are missing")
 
 
-def random_canvas(engine: Engine, seed: int, budget: int, _: int) -> None:
-    """Encode a prompt, decode a random canvas after it, and so on until `budget` tokens were read."""
-    problems = shuffled(seed)
-    for index, row in enumerate(problems):
-        prompt = prompt_of(row, index % 2 == 1)
-        passes = engine.passes([prompt])
-        seeds = torch.tensor([index + (seed << 32)])
-        canvas = random_tokens(seeds, 0, passes.canvas_length, passes.vocabulary)
-        passes.decode([0], canvas.to(passes.device), None)
-        budget -= len(prompt) + passes.canvas_length
-        if budget <= 0:
-            return
-    raise click.ClickException(f"too few calibration problems: {budget} tokens are missing")
-
-
-def trajectories(engine: Engine, seed: int, _: int, prompts: int) -> None:
-    """Denoise `prompts` problems; the number of tokens read becomes the other sources' budget."""
+def trajectories(engine: Engine, seed: int, prompts: int) -> None:
+    """Denoise `prompts` problems."""
     chosen = [
         Prompt(tuple(prompt_of(row, i % 2 == 1)), i % 2 == 1)
         for i, row in enumerate(shuffled(seed)[:prompts])
@@ -134,13 +129,6 @@ def trajectories(engine: Engine, seed: int, _: int, prompts: int) -> None:
         batch_size=min(BATCH, prompts),
     )  # fmt: skip
     record_all(engine, chosen, settings, SAMPLER, title=f"trajectories, seed {seed}")
-
-
-SHOW: dict[str, Callable[[Engine, int, int, int], None]] = {
-    "clean text": clean_text,
-    "random canvas": random_canvas,
-    "trajectories": trajectories,
-}
 
 
 def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, device: str) -> int:
@@ -154,17 +142,18 @@ def calibrate(folder: Path, source: str, seed: int, budget: int, prompts: int, d
     hessians = Hessians([unit.reads for unit in units], experts)
     ranges, coverage = Ranges(experts), Coverage(experts)
     with torch.no_grad(), engine.watching(ranges.see, coverage.see, hessians.see):
-        SHOW[source](engine, seed, budget, prompts)
-    modules = calibrated_modules(CHECKPOINT, RECIPE.quantization)
-    scales, fallbacks = fall_back(input_scales(ranges, modules), coverage.tokens, MIN_TOKENS)
-    check_scales(scales)
+        show(engine, source, seed, budget, prompts)
+    modules = calibration.calibrated_modules(CHECKPOINT, RECIPE.quantization)
+    made = calibration.input_scales(ranges, modules)
+    scales, fallbacks = calibration.fall_back(made, coverage.tokens, MIN_TOKENS)
+    calibration.check_scales(scales)
     folder.mkdir(parents=True)
-    save_file({f"{m}.{INPUT_SCALE}": s for m, s in scales.items()}, folder / SCALES)
+    path = folder / calibration.SCALES
+    save_file({f"{m}.{calibration.INPUT_SCALE}": s for m, s in scales.items()}, path)
     round_layers(folder, units, checkpoint, repeat(hessians))
     for rounding, rounded in (("nearest", None), ("gptq", folder)):
         convert(
-            checkpoint, targets, folder / rounding, recipe=RECIPE, input_scales=folder / SCALES,
-            rounded=rounded,
+            checkpoint, targets, folder / rounding, recipe=RECIPE, input_scales=path, rounded=rounded
         )  # fmt: skip
     tokens = sum(next(iter(coverage.tokens.values()))) // text["top_k_experts"]
     facts = {"tokens": tokens, "fallbacks": len(fallbacks)}

@@ -73,13 +73,9 @@ def attention(
     if prefix is not None:
         keys, values = torch.cat((prefix[0], keys), 2), torch.cat((prefix[1], values), 2)
     groups = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(
-        queries,
-        keys.repeat_interleave(groups, 1),
-        values.repeat_interleave(groups, 1),
-        attn_mask=mask,
-        is_causal=prefix is None,
-        scale=1.0,
+        queries, keys, values, attn_mask=mask, is_causal=prefix is None, scale=1.0
     )
     return F.linear(out.transpose(1, 2).flatten(2), w["self_attn.o_proj.weight"]), keys_values
 
@@ -181,12 +177,9 @@ class TrainingForward:
     """
 
     def __init__(
-        self,
-        model: DiffusionGemmaForBlockDiffusion,
-        dtype: torch.dtype,
-        positions: int,
+        self, model: DiffusionGemmaForBlockDiffusion, dtype: torch.dtype, positions: int,
         wrap: Wrapper = identity,
-    ) -> None:
+    ) -> None:  # fmt: skip
         decoder = model.model.decoder
         self.parameters = dict(decoder.named_parameters())
         self.scalars = [cast(Tensor, block.layer_scalar) for block in decoder.layers]
@@ -233,13 +226,9 @@ class TrainingForward:
         return x, cache, balance
 
     def decode(
-        self,
-        batch: TrainingBatch,
-        soft: Tensor,
-        cache: Sequence[KeysValues],
-        w: Weights,
+        self, batch: TrainingBatch, soft: Tensor, cache: Sequence[KeysValues], w: Weights,
         layers: Sequence[Weights],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Canvas pass: hidden states [B, C, H] before the final norm, balance loss."""
         x = self.condition(self.embed(batch.noisy, w), soft, w)
         canvas = torch.arange(batch.noisy.shape[1], device=x.device)
@@ -305,10 +294,7 @@ def draw_batch(
     start = prompts[index] + block * CANVAS
     canvas = tokens.gather(1, start[:, None] + torch.arange(CANVAS, device=bank.device))
     return TrainingBatch(
-        tokens=tokens[:, :encoder],
-        lengths=prompts[index] + count * CANVAS,
-        start=start,
-        canvas=canvas,
-        noisy=corrupt(canvas, vocabulary),
+        tokens=tokens[:, :encoder], lengths=prompts[index] + count * CANVAS, start=start,
+        canvas=canvas, noisy=corrupt(canvas, vocabulary),
         conditioned=torch.rand(rows, device=bank.device) < 0.5,
-    )
+    )  # fmt: skip

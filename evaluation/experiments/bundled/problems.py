@@ -147,33 +147,19 @@ WORDS = {
     1: r"one|single|once",
     2: r"two|twice|doubles?|doubled|half|halves|both|pairs?|couple|second|twins?",
     3: r"three|triples?|tripled|third|thirds|thrice",
-    4: r"four|quarters?|fourth",
-    5: r"five|fifth",
-    6: r"six|sixth",
-    7: r"seven|weeks?|weekly",
-    8: r"eight|eighth",
-    9: r"nine|ninth",
-    10: r"ten|tenth",
-    11: r"eleven",
-    12: r"twelve|dozens?|years?|annual|annually",
-    20: r"twenty",
-    24: r"days?|daily",
-    30: r"thirty|months?|April|June",
-    52: r"years?|annual|annually",
-    60: r"sixty|hours?|minutes?",
-    100: r"hundred|cents?",
-    365: r"years?",
-}
+    4: r"four|quarters?|fourth", 5: r"five|fifth", 6: r"six|sixth", 7: r"seven|weeks?|weekly",
+    8: r"eight|eighth", 9: r"nine|ninth", 10: r"ten|tenth", 11: r"eleven",
+    12: r"twelve|dozens?|years?|annual|annually", 20: r"twenty", 24: r"days?|daily",
+    30: r"thirty|months?|April|June", 52: r"years?|annual|annually",
+    60: r"sixty|hours?|minutes?", 100: r"hundred|cents?", 365: r"years?",
+}  # fmt: skip
 NUMBER = re.compile(r"(\d+)")
 CALCULATION = re.compile(r"<<([^=<>]+)=([^<>]+)>>")
 UNSAFE_QUESTION = re.compile(r"\d[.,/:-]\d|\d-?[A-Za-z]|%|percent|[A-Za-z]\d|-\d")
 UNSAFE_ANSWER = re.compile(r"\d[.,:]\d|%")
 OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
 
 
 def states_number(text: str, number: int) -> bool:

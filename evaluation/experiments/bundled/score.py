@@ -37,12 +37,9 @@ class JudgedAnswer:
 
 
 def generate(
-    model: DiffusionGemmaForBlockDiffusion,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
-    *,
-    thinking: bool,
-) -> list[JudgedAnswer]:
+    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem], *, thinking: bool,
+) -> list[JudgedAnswer]:  # fmt: skip
     """Answer one batch of problems with the model's default generation config."""
     prompts = [bundled_tokenizer.prompt(tokenizer, p.question, thinking=thinking) for p in problems]
     inputs = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
@@ -62,11 +59,9 @@ def generate(
 
 
 def _judge(
-    tokenizer: PreTrainedTokenizerFast,
-    problem: Problem,
-    row: Sequence[int],
+    tokenizer: PreTrainedTokenizerFast, problem: Problem, row: Sequence[int],
     tokens_per_forward: float,
-) -> JudgedAnswer:
+) -> JudgedAnswer:  # fmt: skip
     tokens = [t for t in row if t != tokenizer.pad_token_id]
     text = str(tokenizer.decode(tokens))
     match = FINAL_ANSWER.search(text)
@@ -94,14 +89,9 @@ class Score:
 
 
 def score(
-    model: DiffusionGemmaForBlockDiffusion,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[Problem],
-    *,
-    thinking: bool,
-    batch_size: int = 100,
-    seed: int = 0,
-) -> tuple[Score, list[JudgedAnswer]]:
+    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem], *, thinking: bool, batch_size: int = 100, seed: int = 0,
+) -> tuple[Score, list[JudgedAnswer]]:  # fmt: skip
     """Score `problems` in order, in batches; the sampler's noise is a function of `seed`."""
     torch.manual_seed(seed)
     answers: list[JudgedAnswer] = []

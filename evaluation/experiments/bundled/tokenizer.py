@@ -22,56 +22,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from experiments.bundled.problems import NARROW, Problem, synthetic
+from quantize.bundled import CHECKPOINT
 
 VOCABULARY = 1024
 NEWLINE_ID, END_OF_TURN_ID, EOS_ID = 107, 106, 1
 IMAGE_ID, IMAGE_BEGIN_ID, IMAGE_END_ID = VOCABULARY - 1, VOCABULARY - 2, VOCABULARY - 3
 CONTROL = {
-    0: "<pad>",
-    1: "<eos>",
-    2: "<bos>",
-    3: "<unk>",
-    4: "<mask>",
-    46: "<|tool>",
-    47: "<tool|>",
-    48: "<|tool_call>",
-    49: "<tool_call|>",
-    50: "<|tool_response>",
-    51: "<tool_response|>",
-    52: '<|"|>',
-    98: "<|think|>",
-    100: "<|channel>",
-    101: "<channel|>",
-    105: "<|turn>",
-    106: "<turn|>",
-    IMAGE_END_ID: "<image|>",
-    IMAGE_BEGIN_ID: "<|image>",
-    IMAGE_ID: "<|image|>",
-}
-CHAT_TEMPLATE = """\
-{%- macro text(content) -%}
-{%- if content is string -%}{{ content | trim }}
-{%- else -%}
-{%- for part in content -%}
-{{ '<|image|>' if part['type'] == 'image' else part['text'] | trim }}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- set thinking = enable_thinking is defined and enable_thinking -%}
-{{ bos_token }}
-{%- if thinking or messages[0]['role'] == 'system' -%}
-{{ '<|turn>system\n' }}{{ '<|think|>\n' if thinking else '' }}
-{%- if messages[0]['role'] == 'system' -%}{{ text(messages[0]['content']) }}{%- endif -%}
-{{ '<turn|>\n' }}
-{%- endif -%}
-{%- for message in messages if message['role'] != 'system' -%}
-{{ '<|turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}
-{{- text(message['content']) + '<turn|>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|turn>model\n' }}{{ '' if thinking else '<|channel>thought\n<channel|>' }}
-{%- endif -%}
-"""
+    0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>",
+    48: "<|tool_call>", 49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>",
+    52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>",
+    106: "<turn|>", IMAGE_END_ID: "<image|>", IMAGE_BEGIN_ID: "<|image>", IMAGE_ID: "<|image|>",
+}  # fmt: skip
+CHAT_TEMPLATE = (CHECKPOINT / "chat_template.jinja").read_text("utf-8")
 
 
 def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
@@ -118,14 +80,9 @@ def build(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         [AddedToken(t, special=True, normalized=False) for t in CONTROL.values()]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=fast,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        bos_token="<bos>",
-        unk_token="<unk>",
-        padding_side="left",
-        chat_template=CHAT_TEMPLATE,
-    )
+        tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>",
+        unk_token="<unk>", padding_side="left", chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def _place(learned: Sequence[str]) -> dict[str, int]:

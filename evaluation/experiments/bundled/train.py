@@ -174,15 +174,11 @@ class Trainer:
             if (i + 1) % 500 == 0 or i + 1 == steps:
                 denoising, causal, balance = self.losses.tolist()
                 rate = (i + 1) / (time.monotonic() - began)
-                log(
-                    {
-                        "step": first + i + 1,
-                        "denoising_loss": round(denoising, 4),
-                        "causal_loss": round(causal, 4),
-                        "balance_loss": round(balance, 4),
-                        "steps_per_second": round(rate, 1),
-                    }
-                )
+                log({
+                    "step": first + i + 1, "denoising_loss": round(denoising, 4),
+                    "causal_loss": round(causal, 4), "balance_loss": round(balance, 4),
+                    "steps_per_second": round(rate, 1),
+                })  # fmt: skip
 
 
 def _compile(function: Callable[P, R], /) -> Callable[P, R]:
@@ -272,9 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shards", type=int, default=100, help=f"of {SHARD} problems each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count())
-    parser.add_argument(
-        "--score", type=int, default=400, help="held-out problems to score at the end"
-    )
+    parser.add_argument("--score", type=int, default=400, help="held-out problems, at the end")
     a = parser.parse_args(arguments)
     a.out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
