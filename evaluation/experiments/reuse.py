@@ -282,7 +282,11 @@ def print_replays(
             print(f"| step | canvases | {' | '.join(means)} |\n|---:|---:|{'---:|' * len(means)}")
         print(f"| {step} | {total} | " + " | ".join(f"{x:.3f}" for x in means.values()) + " |")
     engines: dict[str, BatchEngine] = {str(r): Reusing(weights, sampler, r) for r in rules}
-    how: dict[str, Any] = {"device": weights.device, "activations": "per_layer", "capacity": BATCH}
+    how: dict[str, Any] = {
+        "device": str(weights.device),
+        "activations": "per_layer",
+        "capacity": BATCH,
+    }
     engines |= {folder.parent.name: open(folder, **how) for folder in quantized}
     reference = Reusing(weights, sampler, ReuseRule())
     print("\n| rule | computed | KL x 1000 | p99 | not accepted yet | p99 | flips, % |")

@@ -85,9 +85,17 @@ def held_choice(x: Tensor, router: Tensor, scale: Tensor, choice: Choice, held: 
 
 
 def heldout(count: int, seed: int = 0, checkpoint: Path = CHECKPOINT) -> list[Prompt]:
-    """Return `count` held-out problems, others for another seed; every second one turns thinking on."""
+    """Return `count` held-out problems, others for another seed; every second one turns thinking on.
+
+    Raises:
+        click.ClickException: there are too few for this seed.
+    """
     tokenizer, first = load_tokenizer(checkpoint), FIRST + seed * count
     lines = HELDOUT.read_text("utf-8").splitlines()[first : first + count]
+    if len(lines) < count:
+        raise click.ClickException(
+            f"seed {seed}: {len(lines)} of {count} held-out problems are there"
+        )
     prompts: list[Prompt] = []
     for index, line in enumerate(lines):
         chat = [{"role": "user", "content": json.loads(line)["question"]}]

@@ -12,6 +12,7 @@ from experiments.reuse import ReuseRule, Reusing, Step, main, moves, rules_of, v
 from fused_dequant import choose_experts
 from torch import Tensor
 
+from quantize.bundled import CHECKPOINT
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.record.trajectory import Prompt, record
 from quantize.runtime.sampler.sampler import Sampler
@@ -190,3 +191,21 @@ def test_problems_are_answered_freely_under_a_rule() -> None:
     assert exact.startswith("| exact (1.000 computed) | ")
     assert exact.split("|")[2:4] == adaptive.split("|")[2:4]
     assert difference == "exact minus adaptive: +0.00 [+0.00, +0.00] points; 0 differ"
+
+
+def test_tables_have_a_row_for_each_step_rule_and_checkpoint() -> None:
+    words = ["--trajectories", "1", "--rule", "experts:12", "--quantized", str(CHECKPOINT)]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    first, _, steps, _, *rows = result.stdout.splitlines()
+    assert first.startswith("2 canvases of ")
+    assert steps.startswith("| step | canvases | canvas | argmax | cosine > .99 |")
+    assert [row.split(" | ")[0] for row in rows[:2]] == ["| 2", "| 3"]
+    assert rows[-2].startswith("| experts:12 | 1.000 | ")
+    assert rows[-1] == "| bundled | 1.000 | 0.00 | 0 | 0.0 | 0 | 0.00 |"
+
+
+def test_too_few_problems_for_a_seed_are_an_error() -> None:
+    result = CliRunner().invoke(main, ["--trajectories", "64", "--seed", "15"])
+    assert result.exit_code == 1
+    assert "seed 15: 40 of 64 held-out problems are there" in result.output
