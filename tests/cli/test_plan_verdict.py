@@ -1,5 +1,6 @@
 """What `quantize plan` and `run` say of a gate before any answer: out of reach, or not used."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,10 @@ def test_a_plan_of_the_real_model_says_what_judging_takes() -> None:
     code, told = plan("--recipe", "nvfp4", "--model", "google/diffusiongemma-26B-A4B-it")
     told = " ".join(told.split())
     assert code == 0
-    assert "passes all six in 85 % of runs" in told
+    page = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
+    rows = re.findall(r"(none|half the margin|the margin) (\d+)% (\d+)% (\d+)% (\S+) h ", told)
+    assert [row[0] for row in rows] == ["none", "half the margin", "the margin"]
+    assert all("| {} | {} % | {} % | {} % | {} |".format(*row) in page for row in rows)
     assert "asks only its own model: BF16's answers stay" in told
     assert "BF16 reads them again beside each model" in told
     assert "held-out trajectories" not in told

@@ -17,8 +17,10 @@ from quantize.recipe.sections import Recipe
 from quantize.recovery.estimands import IN_WORDS
 from quantize.runtime.gpu.gpus import Gpu
 from quantize.stages.memory_needs import HELD_OUT, replayed_of
+from quantize.stages.plan.chances import outlook
 from quantize.stages.plan.estimate import (
     AS_REPORTED,
+    TYPICAL,
     StageRow,
     cannot_pass,
     known_plans,
@@ -55,8 +57,8 @@ JUDGING = (
     "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "
     "answers stay. So do the trajectories that BF16 is recorded on without a calibration; BF16 reads "
     "them again beside each model, for its results of all steps would take gigabytes",
-    "with the shipped tasks a model without loss passes all six in 85 % of runs (docs/evaluation.md)",
 )
+LOSSES = {"none": 0.0, "half the margin": 0.5, "the margin": 1.0}  # in every task -> shares of it
 
 
 def show_plan(
@@ -95,7 +97,8 @@ def show_plan(
         say(sentence)
     code = 4 if out_of_reach else 0
     if model is None and gpu_memory is None and gpu is None:
-        page.print(task_table(recipe, None), "\n".join(asking_lines(recipe)), soft_wrap=False)
+        tables = task_table(recipe, None), outlook_table(recipe, None)
+        page.print(*tables, "\n".join(asking_lines(recipe)), soft_wrap=False)
         return code
     within = planned_gpu(chosen, gpu_memory)
     denoising = None if measured is None else measured_denoising(measured, config)
@@ -106,7 +109,7 @@ def show_plan(
         (low, high), (least, most) = asking.seconds, asking.candidate
         shares = (low / gpus, high / gpus), (least / gpus, most / gpus)
         asking = replace(asking, seconds=shares[0], candidate=shares[1])
-        page.print(task_table(recipe, asking.seconds))
+        page.print(task_table(recipe, shares[0]), outlook_table(recipe, shares[0][1]))
     count = replayed_of(recipe)
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
     lines = [*few, *ending(asking, hourly_price and hourly_price * gpus), *JUDGING]
@@ -181,6 +184,18 @@ def task_table(recipe: Recipe, seconds: tuple[float, float] | None) -> Table:
             time = seconds and (share * seconds[0], share * seconds[1])
         cells = (task, answers, f"{limit:,}", margin)
         table.add_row(*cells, *([between(time)] if seconds else []))
+    return table
+
+
+def outlook_table(recipe: Recipe, seconds: float | None) -> Table:
+    """Return a table of how runs end by the true loss; `seconds` is the time of all tokens."""
+    numbers, time = ("PASS", "FAIL", "tokens asked"), ["time"] if seconds else []
+    table = narrow_table(None, ("true loss in each task", *numbers, *time), numbers)
+    for name, lost in LOSSES.items() if known_plans(recipe) else ():
+        shares = outlook(recipe, lost)
+        times = [rounded(TYPICAL * shares[-1] * seconds)] if seconds else []
+        table.add_row(name, *(f"{share:.0%}" for share in shares), *times)
+    table.caption = "by arithmetic, of accuracy alone; answers of typical length"
     return table
 
 

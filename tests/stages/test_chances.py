@@ -1,0 +1,74 @@
+"""What `plan` says of a run's chances, held against the runs that docs/evaluation.md simulates."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quantize.recipe.reading import load_recipe
+from quantize.stages.plan import chances
+from quantize.stages.plan.chances import SOLVED, outlook
+from tests.support.worlds import SHIPPED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
+NVFP4 = load_recipe("nvfp4")
+
+
+@pytest.mark.parametrize("task", NVFP4.evaluation.tasks)
+def test_a_task_decides_as_often_as_its_simulated_answers_do(task: str) -> None:
+    """PASS and FAIL for no loss, half the margin, the margin and twice the margin, in percent."""
+    row = re.search(rf"^\| \d+ x \d+, \d \| `{task}` \| (.*)$", PAGE, re.MULTILINE)
+    assert row is not None
+    simulated = re.findall(r"([\d.]+) / ([\d.]+), \d+ %", row[1])
+    assert len(simulated) == 4
+    for lost, (passing, failing) in zip((0, 0.5, 1, 2), simulated, strict=True):
+        found = outlook(NVFP4.asking([task], None), lost)
+        assert 100 * found[0] == pytest.approx(float(passing), abs=4.5), lost
+        assert 100 * found[1] == pytest.approx(float(failing), abs=8 if lost == 2 else 3), lost
+
+
+def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -> None:
+    """With giving up; the simulated runs drew their questions anew, so PASS moves more."""
+    for name, lost in (
+        ("none", 0),
+        ("half the margin, all tasks", 0.5),
+        ("the margin, all tasks", 1),
+    ):
+        row = re.search(
+            rf"^\| {name} \|.*\| ([\d.]+) / ([\d.]+) \| ([\d.]+) % \|$", PAGE, re.MULTILINE
+        )
+        assert row is not None
+        passing, failing, tokens = map(float, row.groups())
+        found = [100 * share for share in outlook(NVFP4, lost)]
+        assert found[2] == pytest.approx(tokens, abs=2)
+        assert found[0] == pytest.approx(passing, abs=5)
+        assert found[1] == pytest.approx(failing, abs=4)
+
+
+def test_giving_up_saves_tokens_and_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_it = outlook(NVFP4, 0.5)
+    monkeypatch.setattr(chances, "LEAST_CHANCE", 0.0)
+    without = outlook(NVFP4, 0.5)
+    assert without[2] > 1.5 * with_it[2]
+    assert without[0] == pytest.approx(with_it[0], abs=0.01)
+
+
+def test_too_few_questions_never_pass_whatever_their_answers_are() -> None:
+    recipe = NVFP4.asking(["aime25"], None)
+    gate = recipe.gate.model_copy(update={"estimand": "such_questions"})
+    assert outlook(recipe, 0.0)[0] > 0.9
+    assert outlook(recipe.model_copy(update={"gate": gate}), 0.0)[0] == 0
+
+
+def test_more_answers_decide_more_often_and_twice_the_margin_fails() -> None:
+    few, many = (NVFP4.asking(["gsm8k"], limit) for limit in (300, None))
+    assert outlook(few, 0.0)[0] < outlook(many, 0.0)[0] - 0.2
+    passing, failing, tokens = outlook(NVFP4, 2.0)
+    assert passing == 0
+    assert failing > 0.99
+    assert tokens < 0.1
+
+
+def test_the_shares_that_bf16_solves_are_those_of_the_simulated_worlds() -> None:
+    assert list(SOLVED.values()) == [bench.accuracy for bench in SHIPPED]
+    assert list(SOLVED) == NVFP4.evaluation.tasks
