@@ -15,7 +15,8 @@ With fixed scales, rounding to nearest minimises this loss only if H is diagonal
 
 Weights are [experts, out, in], batched over experts, with one Hessian per expert. Arithmetic is
 float32; H is factored and inverted in float64. H is damped: `DAMPING` times its mean diagonal is added
-to the diagonal. The NVFP4 global scale stays as given: q/k/v and gate/up share it (`global_scale`).
+to the diagonal. NVFP4's global scale stays that of rounding to nearest (`global_scale`); Linears that
+share one, q/k/v or gate/up, are rounded as one matrix.
 
 Left out: ordering of inputs by their energy (blocks of 16 are fixed on disk), asymmetric zero points,
 and GPTAQ's asymmetric loss, which was worse here.
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from quantize.errors import QuantizeError
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import FP8, FP8_MAX, Codes
+from quantize.schemes.rounding import FP8, FP8_MAX, Codes, global_scale
 
 DAMPING = 0.01
 SWEEPS = 4  # passes of coordinate descent
@@ -80,14 +81,14 @@ def shrunk(
     return means.mul_(trust).addcmul_(1 - trust, sums.sum(0) / total)
 
 
-def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None = None) -> Rounded:
+def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor) -> Rounded:
     """Round weights to a scheme's tensors by the module's three steps; return tensors and losses.
 
     `weight` is BF16 [E, out, in], finite, `in` a multiple of 16. `hessian` is float32 [E, in, in], as
-    `shrunk` returns it; it is damped in place at first and restored at the end. `shared` are the FP32
-    global scales [E, 1], None if the scheme has no global scale.
+    `shrunk` returns it; it is damped in place at first and restored at the end.
     """
     grid, ranges, wide = scheme.codes, scheme.observe(weight, "memoryless_minmax"), weight.float()
+    shared = global_scale([ranges]) if scheme.shares_global_scale else None  # [E, 1]
     if shared is None:  # the BF16 scales of rounding to nearest stay: one per row or per group
         tensors = scheme.quantize(weight, ranges, None, None)
         step = grid.scale(ranges)[..., None]  # [E, out, groups, 1]
@@ -95,7 +96,7 @@ def gptq(scheme: Scheme, weight: Tensor, hessian: Tensor, shared: Tensor | None 
         usual = step.float().expand(*step.shape[:-1], blocks.shape[-1] // GROUP).flatten(-2)
         divisor = wide.new_ones(len(wide))
     else:
-        tensors = {"weight_global_scale": shared.clone()}
+        tensors = {"weight_global_scale": shared}
         divisor, blocks = shared[:, 0], wide.unflatten(-1, (-1, GROUP))
         usual = block_scale(ranges, divisor[:, None, None])  # [E, out, in / 16]
         step = (usual / divisor[:, None, None])[..., None]

@@ -80,8 +80,8 @@ def parts(weight: Tensor, hessian: Tensor) -> dict[str, Times]:
     scheme = SCHEMES["NVFP4"]
     ranges = scheme.observe(weight, "memoryless_minmax")
     shared = global_scale([ranges])
-    gptq.gptq(scheme, weight, hessian, shared)
-    found = {"whole": timed(lambda: gptq.gptq(scheme, weight, hessian, shared))}
+    gptq.gptq(scheme, weight, hessian)
+    found = {"whole": timed(lambda: gptq.gptq(scheme, weight, hessian))}
     wide, one = weight.float(), shared[:, 0]
     scales, codes = block_scale(ranges, shared[..., None]), torch.empty_like(wide)
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
@@ -119,7 +119,7 @@ def beside(weight: Tensor, hessian: Tensor, at_once: int) -> tuple[Times, float,
     theirs()
     taken = timed(theirs)
     wide = weight.float()
-    mine = gptq.gptq(scheme, weight, hessian, shared).loss
+    mine = gptq.gptq(scheme, weight, hessian).loss
     lost = gptq.energy(wide - theirs().float(), hessian) / gptq.energy(wide, hessian)
     return taken, lost.mean().item(), mine.mean().item()
 

@@ -26,7 +26,6 @@ from quantize.schemes.rounding import (
     INT8_ROWS,
     Codes,
     block_scale,
-    global_scale,
 )
 from quantize.stages.memory_needs import rounding_bytes
 from tests.support.kernels_support.device import DEVICE, INTERPRETED, MARKS
@@ -146,20 +145,15 @@ class TestOnTheKernels:
     ) -> None:
         monkeypatch.setattr(gptq, "SWEEPS", 1 if INTERPRETED else gptq.SWEEPS)
         weight, hessian = layer(experts, out, inputs)
-        ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
-        shared = global_scale([ranges]) if scheme == "NVFP4" else None
-        moved = None if shared is None else shared.to(DEVICE)
         given = [each.to(DEVICE, copy=True) for each in (weight, hessian)]
-        arguments = (SCHEMES[scheme], *given, moved)
+        arguments = (SCHEMES[scheme], *given)
         found = in_its_room(arguments, experts, out, inputs)
         for mine, before in zip(given, (weight, hessian), strict=True):
             assert torch.equal(mine.cpu(), before)
         again = found if INTERPRETED else gptq.gptq(*arguments)  # there programs run in one order
         monkeypatch.setattr(dispatch, "interpreted", False)
         few = slice(0, 1)  # torch takes long on a CPU
-        expected = gptq.gptq(
-            SCHEMES[scheme], weight[few], hessian[few], None if shared is None else shared[few]
-        )
+        expected = gptq.gptq(SCHEMES[scheme], weight[few], hessian[few])
         torch.testing.assert_close(found.nearest[few].cpu(), expected.nearest, rtol=1e-4, atol=0)
         limit = 1e-4 if INTERPRETED else 5e-3
         torch.testing.assert_close(found.loss[few].cpu(), expected.loss, rtol=limit, atol=0)

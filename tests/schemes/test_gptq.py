@@ -29,8 +29,7 @@ def layer(seed: int = 0, inputs: int = IN) -> tuple[Tensor, Tensor]:
 
 
 def rounded_nvfp4(weight: Tensor, hessian: Tensor) -> Rounded:
-    shared = global_scale([SCHEMES["NVFP4"].observe(weight, "memoryless_minmax")])
-    return gptq(SCHEMES["NVFP4"], weight, hessian, shared)
+    return gptq(SCHEMES["NVFP4"], weight, hessian)
 
 
 def in_float32(tensors: dict[str, Tensor]) -> Tensor:
@@ -62,10 +61,7 @@ def oracle(scheme: str, weight: Tensor, hessian: Tensor) -> Tensor:
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC"])
 def test_the_loss_is_not_above_llm_compressors(scheme: str) -> None:
     weight, hessian = layer()
-    if scheme == "NVFP4":
-        found = rounded_nvfp4(weight, hessian)
-    else:
-        found = gptq(SCHEMES["FP8_DYNAMIC"], weight, hessian)
+    found = gptq(SCHEMES[scheme], weight, hessian)
     own = weight[:1].float()
     theirs = energy(own - oracle(scheme, weight, hessian), hessian[:1]) / energy(own, hessian[:1])
     assert theirs < found.nearest[0]  # the oracle is GPTQ, not rounding to nearest
@@ -87,10 +83,7 @@ def test_the_reported_losses_are_those_of_the_bytes(scheme: str) -> None:
     """
     weight, hessian = layer(inputs=592)
     ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
-    if scheme == "NVFP4":
-        found = rounded_nvfp4(weight, hessian)
-    else:
-        found = gptq(SCHEMES[scheme], weight, hessian)
+    found = gptq(SCHEMES[scheme], weight, hessian)
     plain = SCHEMES[scheme].quantize(weight, ranges, None, None)
     for tensors, loss in ((found.tensors, found.loss), (plain, found.nearest)):
         lost, whole = (

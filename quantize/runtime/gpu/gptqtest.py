@@ -12,7 +12,6 @@ from torch import Tensor
 from quantize.schemes.gptq import energy, gptq
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import global_scale
 
 EXPERTS, OUT, TOKENS = 2, 128, 1024
 CPU = torch.device("cpu")
@@ -43,9 +42,7 @@ def _losses(
     hessians = Hessians(["x"], EXPERTS)
     hessians.see("x", x.to(device), ids.to(device))
     hessian, moved = hessians.mean("x"), weight.to(device)
-    ranges = scheme.observe(moved, "memoryless_minmax")
-    shared = global_scale([ranges]) if scheme.shares_global_scale else None
-    rounded = gptq(scheme, moved, hessian, shared)
+    rounded = gptq(scheme, moved, hessian)
     judge = hessian if judged_by is None else judged_by
     made = scheme.dequantize({name: tensor.cpu() for name, tensor in rounded.tensors.items()})
     error = energy(weight.float() - made.float(), judge) / energy(weight.float(), judge)

@@ -46,7 +46,7 @@ from quantize.runtime.record.layer_by_layer import LayerByLayer
 from quantize.schemes.gptq import DAMPING, SWEEPS, VERSION, Rounded, gptq
 from quantize.schemes.hessians import Hessians
 from quantize.schemes.records import Scheme
-from quantize.schemes.rounding import E2M1_GROUPS, global_scale
+from quantize.schemes.rounding import E2M1_GROUPS
 from quantize.stages.denoising import SCRATCH, Denoising
 from quantize.stages.memory_needs import ROUNDING_BYTES, rounding_bytes
 
@@ -135,9 +135,7 @@ def _batches(stacked: Sequence[Tensor], *, whole: bool) -> list[slice]:
 def _round_batch(unit: Unit, weights: Sequence[Tensor], at: slice, hessians: Hessians) -> Rounded:
     hessian = hessians.mean(unit.reads, at)
     weight = torch.cat([matrix.to(hessian.device) for matrix in weights], 1)
-    ranges = unit.scheme.observe(weight, "memoryless_minmax")
-    shared = global_scale([ranges]) if unit.scheme.shares_global_scale else None
-    rounded = gptq(unit.scheme, weight, hessian, shared)
+    rounded = gptq(unit.scheme, weight, hessian)
     return replace(rounded, tensors={k: _sent(tensor) for k, tensor in rounded.tensors.items()})
 
 
