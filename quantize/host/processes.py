@@ -36,7 +36,7 @@ class Processes:
         return work[self.rank :: self.count]
 
     def others(self, value: T) -> list[T]:
-        """Send `found` to all others and return theirs, by rank; every process must call this."""
+        """Send `value` to all others and return theirs, by rank; every process must call this."""
         if self.count == 1:
             return []
         everyone: list[Any] = [None] * self.count
@@ -45,7 +45,7 @@ class Processes:
         return everyone[: self.rank] + everyone[self.rank + 1 :]
 
     def of_first(self, value: T) -> T:
-        """Return what the first process passed as `found`; all processes must call this."""
+        """Return what the first process passed as `value`; all processes must call this."""
         others = self.others(value)
         return value if self.rank == 0 else others[0]
 
