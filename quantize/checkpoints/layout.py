@@ -142,8 +142,8 @@ def quantized_layout(config: dict[str, Any]) -> dict[str, TensorSpec]:
     return layout
 
 
-def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
-    """Check a checkpoint's tensors; return the layout (name -> spec) that its config.json calls for.
+def check_layout(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint has the tensors that its config.json calls for.
 
     Tied copies in a BF16 checkpoint are compared with their originals (`ties`); scales of ModelOpt's
     KV cache are ignored. Raise InputError if the index's total_size is wrong, a tied copy differs, or a
@@ -188,7 +188,6 @@ def check_layout(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
             f"calls for {spec.dtype} {list(spec.shape)}; {FIX}"
         )
     check_ties(checkpoint, bf16_layout(checkpoint.config))
-    return wanted
 
 
 def _remedy(missing: Sequence[str], there: Collection[str]) -> str:

@@ -39,7 +39,7 @@ def bill(run: RunDir, recipe: Recipe, repo: str, base: str | None) -> str:
     """Return a run's bill of materials as JSON; `repo` is its Hub id, `base` the BF16 model's id."""
     report, manifest = read_json(run.report_json), read_json(run.manifest_json)
     source, digest = manifest["source"], str(report["artifact"])
-    licence = yaml.safe_load(front_matter(run, recipe, manifest, base))["license"]
+    licence = yaml.safe_load(front_matter(recipe, manifest, base))["license"]
     commit, model = source.get("commit"), ComponentType.MACHINE_LEARNING_MODEL
     where = PackageURL("huggingface", *base.split("/", 1), version=commit) if base else None
     name, said = base or Path(source["model"]).name, [("fingerprint", source["fingerprint"])]

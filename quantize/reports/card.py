@@ -119,7 +119,7 @@ def card(
     scores = score_table(report["tasks"], recipe.gate.estimand, card=True)
     distance = report["fidelity"] and fidelity_section(report["fidelity"])
     return CARDS.get_template("card.md.jinja").render(
-        front_matter=front_matter(run, recipe, manifest, base),
+        front_matter=front_matter(recipe, manifest, base),
         name=repo.split("/")[-1],
         interval=interval_text,
         judged=JUDGED[recipe.gate.estimand],
@@ -192,7 +192,7 @@ def base_model(source: dict[str, Any], recipe: Recipe) -> str | None:
     return recipe.model.id if is_path else model  # others need an id in place of a path
 
 
-def front_matter(run: RunDir, recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:
+def front_matter(recipe: Recipe, manifest: dict[str, Any], base: str | None) -> str:
     """Return the card's YAML head without the lines of dashes; InputError: no licence is known."""
     schemes = [scheme.lower() for scheme in recipe.quantization.targets_by_scheme()]
     tags = [*schemes, "diffusion_gemma", "compressed-tensors", "vllm", "diffusiongemma-quantize"]
