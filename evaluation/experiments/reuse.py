@@ -15,7 +15,7 @@ keys and values there too. One thread computes.
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -37,6 +37,7 @@ from quantize.runtime.engine.interface import BatchEngine, Decoded
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.images import Images
+from quantize.runtime.record.trajectory import Trajectory
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.runtime.weights.packing import BF16
@@ -49,6 +50,7 @@ BATCH, CONTEXT = 16, 1024
 # input made from it, both bf16 [B, layers + 1, L, H]; `experts` int32 [B, layers, L, k].
 Step = dict[str, Tensor]
 See = Callable[[int, Step, Step], object]  # number of the step, the step before it, the step
+Seen = dict[int, list[tuple[int, dict[str, float]]]]  # step -> (number of canvases, their `moves`)
 
 
 @dataclass(frozen=True)
@@ -257,22 +259,10 @@ def row_of(distances: Sequence[StepDistance], sampler: Sampler) -> str:
     )
 
 
-def print_replays(
-    weights: TextWeights, checkpoint: Path, rules: Sequence[ReuseRule], quantized: Sequence[Path],
-    count: int, seed: int,
-) -> None:  # fmt: skip
-    """Record and replay trajectories; print what moved, and a row for each rule and checkpoint."""
-    seen: dict[int, list[tuple[int, dict[str, float]]]] = {}
-
-    def see(step: int, before: Step, after: Step) -> None:
-        seen.setdefault(step, []).append((len(after["canvas"]), moves(before, after)))
-
-    sampler = Sampler.from_checkpoint(checkpoint)
-    made = recorded(
-        Reusing(weights, sampler, ReuseRule(), see), count, seed, checkpoint, batch=BATCH
-    )
-    ends = [(sampler.end_of(ids), len(ids)) for t in made for ids in t.committed.tolist()]
-    steps = mean(len(steps) for trajectory in made for steps in trajectory.steps)
+def print_moves(trajectories: Sequence[Trajectory], seen: Seen, sampler: Sampler) -> None:
+    """Print what trajectories are like, and what moved: a row for each step."""
+    ends = [(sampler.end_of(ids), len(ids)) for t in trajectories for ids in t.committed.tolist()]
+    steps = mean(len(steps) for trajectory in trajectories for steps in trajectory.steps)
     fill = mean(0 if end is None else 1 - (end + 1) / length for end, length in ends)
     print(f"{len(ends)} canvases of {steps:.2f} steps; {fill:.1%} is fill after an EOS\n")
     for step, batches in sorted(seen.items()):
@@ -281,21 +271,6 @@ def print_replays(
         if step == min(seen):
             print(f"| step | canvases | {' | '.join(means)} |\n|---:|---:|{'---:|' * len(means)}")
         print(f"| {step} | {total} | " + " | ".join(f"{x:.3f}" for x in means.values()) + " |")
-    engines: dict[str, BatchEngine] = {str(r): Reusing(weights, sampler, r) for r in rules}
-    how: dict[str, Any] = {
-        "device": str(weights.device),
-        "activations": "per_layer",
-        "capacity": BATCH,
-    }
-    engines |= {folder.parent.name: open(folder, **how) for folder in quantized}
-    reference = Reusing(weights, sampler, ReuseRule())
-    print("\n| rule | computed | KL x 1000 | p99 | not accepted yet | p99 | flips, % |")
-    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    compared = [Compared(engine) for engine in engines.values()]
-    measured = replay(reference, compared, made, sampler, batch_size=BATCH)
-    for (name, engine), distances in zip(engines.items(), measured, strict=True):
-        share = engine.share if isinstance(engine, Reusing) else 1
-        print(f"| {name} | {share:.3f} | {row_of(distances, sampler)}")
 
 
 @click.command()
@@ -304,17 +279,37 @@ def print_replays(
 @click.option("--quantized", multiple=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--trajectories", default=64, show_default=True)
 @click.option("--seed", default=0, show_default=True)
+@click.option("--entropy-bound", type=float, help="In place of the model's: less, more steps.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 def main(
     checkpoint: Path, names: tuple[str, ...], quantized: tuple[Path, ...], trajectories: int,
-    seed: int, device: str,
+    seed: int, entropy_bound: float | None, device: str,
 ) -> None:  # fmt: skip
-    """Print the tables of docs/reuse.md."""
+    """Record and replay trajectories; print what moved, and a row for each rule and checkpoint."""
     torch.set_num_threads(1)
-    weights = load_packed(checkpoint, device)
+    weights, sampler = load_packed(checkpoint, device), Sampler.from_checkpoint(checkpoint)
+    if entropy_bound is not None:
+        sampler = replace(sampler, entropy_bound=entropy_bound)
     rules = [rule_named(name, weights) for name in names]
-    rules = rules or rules_of(weights.config.text_config)
-    print_replays(weights, checkpoint, rules, quantized, trajectories, seed)
+    rules, seen = rules or rules_of(weights.config.text_config), Seen()
+
+    def see(step: int, before: Step, after: Step) -> None:
+        seen.setdefault(step, []).append((len(after["canvas"]), moves(before, after)))
+
+    reference = Reusing(weights, sampler, ReuseRule(), see)
+    made = recorded(reference, trajectories, seed, checkpoint, batch=BATCH, sampler=sampler)
+    print_moves(made, seen, sampler)
+    engines: dict[str, BatchEngine] = {str(r): Reusing(weights, sampler, r) for r in rules}
+    how: dict[str, Any] = {"device": device, "activations": "per_layer", "capacity": BATCH}
+    engines |= {folder.parent.name: open(folder, **how) for folder in quantized}
+    print("\n| rule | computed | KL x 1000 | p99 | not accepted yet | p99 | flips, % |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    compared = [Compared(engine) for engine in engines.values()]
+    exact = Reusing(weights, sampler, ReuseRule())
+    measured = replay(exact, compared, made, sampler, batch_size=BATCH)
+    for (name, engine), distances in zip(engines.items(), measured, strict=True):
+        share = engine.share if isinstance(engine, Reusing) else 1
+        print(f"| {name} | {share:.3f} | {row_of(distances, sampler)}")
 
 
 if __name__ == "__main__":

@@ -106,14 +106,14 @@ def heldout(count: int, seed: int = 0, checkpoint: Path = CHECKPOINT) -> list[Pr
 
 
 def recorded(
-    reference: BatchEngine,
-    count: int,
-    seed: int = 0,
-    checkpoint: Path = CHECKPOINT,
-    batch: int = BATCH,
-) -> list[Trajectory]:
+    reference: BatchEngine, count: int, seed: int = 0, checkpoint: Path = CHECKPOINT, *,
+    batch: int = BATCH, sampler: Sampler | None = None,
+) -> list[Trajectory]:  # fmt: skip
     """Return BF16's trajectories on `count` held-out problems, which no recipe is calibrated on."""
-    prompts, sampler = heldout(count, seed, checkpoint), Sampler.from_checkpoint(checkpoint)
+    prompts, sampler = (
+        heldout(count, seed, checkpoint),
+        sampler or Sampler.from_checkpoint(checkpoint),
+    )
     made: list[Trajectory] = []
     for start in range(0, count, batch):
         some = prompts[start : start + batch]
