@@ -44,6 +44,7 @@ Bootstraps are left out, since they give an unseen loss no width.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -144,13 +145,22 @@ def unseen_p(units: int, share_pp: Number) -> Number:
     return np.exp(-units * np.maximum(0.0, share_pp) / 100)
 
 
-def needed(difference: Total, margin_pp: float, confidence: float) -> float | None:
-    """Return how many times as many units would give a verdict; None if more than 2^19 times."""
+def needed(
+    difference: Total, margin_pp: float, looks: Sequence[tuple[float, float]]
+) -> float | None:
+    """Return how many times as many units would give a verdict; None if more than 2^19 times.
 
-    def is_open(factor: float) -> bool:
-        return min(margin_p_values(difference.times(factor), margin_pp)) > 1 - confidence + ROUNDING
+    `looks` are (multiple of the units, p-value that decides), ascending. If none of them decides, a
+    longer run might, whose last look has the level of the last of these.
+    """
+    level = looks[-1][1]
 
-    low, high = 0.0, 1.0
+    def is_open(factor: float, level: float = level) -> bool:
+        return min(margin_p_values(difference.times(factor), margin_pp)) > level + ROUNDING
+
+    if planned := next((factor for factor, level in looks if not is_open(factor, level)), None):
+        return planned
+    low, high = looks[-1][0], 2 * looks[-1][0]
     while is_open(high):
         low, high = high, 2 * high
         if high > 1e6:

@@ -96,10 +96,15 @@ def _accuracy_seen(comparison: Comparison, decisive: str | None) -> str:
     """Describe the last look, or the first that the p-value `decisive` decided, and all answers."""
     looks, bounds = comparison.looks, comparison.difference_bounds
     last: dict[str, Any] = asdict(comparison) | asdict(bounds)
+    at_look: dict[str, Any] = asdict(comparison.bounds_at_look)
     look = _deciding(comparison, lambda look: look[decisive] if decisive else 1.0) or last
     fails, margin = decisive == "p_at_most_margin", comparison.margin_pp
+    bound = f"at {comparison.confidence:.0%} {_loss(look, margin, fails)}"
+    if decisive is None:
+        at = f"{1 - looks[-1]['level']:.2%}" if looks else f"{comparison.confidence:.0%}"
+        bound = f"at {at} a loss of {_points(-at_look['low'], margin)} is not excluded"
     seen = (
-        f"{_difference(look)}; at {comparison.confidence:.0%} {_loss(look, margin, fails)}; "
+        f"{_difference(look)}; {bound}; "
         f"{margin:g} are allowed ({_answers(look)}, {IN_WORDS[comparison.estimand]}"
     )
     if look is last or look is looks[-1]:
@@ -120,8 +125,11 @@ def _difference(look: Mapping[str, Any]) -> str:
 def _loss(look: Mapping[str, Any], margin_pp: float, fails: bool) -> str:
     """Describe the bound of the loss that decides, with more digits if it is near the margin."""
     loss = -look["high" if fails else "low"]
-    digits = 2 if abs(loss - margin_pp) < 0.1 else 1
-    return f"the loss is {'above' if fails else 'below'} {loss:.{digits}f} points"
+    return f"the loss is {'above' if fails else 'below'} {_points(loss, margin_pp)}"
+
+
+def _points(loss: float, margin_pp: float) -> str:
+    return f"{loss:.{2 if abs(loss - margin_pp) < 0.1 else 1}f} points"
 
 
 def _deciding(
@@ -138,9 +146,6 @@ def _answers(look: Mapping[str, Any]) -> str:
 def _needed(comparison: Comparison) -> str:
     if comparison.needed is None:
         return "no number of questions decides, were the difference as observed"
-    if comparison.looks and comparison.needed <= 1:
-        look, number = comparison.looks[-1], len(comparison.looks)
-        return f"look {number} decides only at {1 - look['level']:.2%}, for looks share the error"
     of_questions = comparison.estimand == "such_questions"
     number = comparison.questions if of_questions else comparison.repeats
     what = "questions" if of_questions else "answers a question"

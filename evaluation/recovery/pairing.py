@@ -54,10 +54,11 @@ def paired(
     repeats = plan.repeats if plan else len(base.rows) // max(1, questions)
     planned = units(terms.estimand, questions, repeats)
 
-    def compared(base: Scoring, other: Scoring) -> Comparison:
+    def compared(base: Scoring, other: Scoring, look: Look | None = None) -> Comparison:
+        ahead = plan.ahead(look, 1 - terms.confidence) if plan and look else ()
         measured = [rule.measure(base, other, terms, planned).items() for rule in RULES]
         return replace(
-            compare(base.by_question(), other.by_question(), terms),
+            compare(base.by_question(), other.by_question(), terms, ahead),
             length=_length(base, other, terms.confidence),
             max_tokens=base.conditions.get("generation", {}).get("max_gen_toks"),
             **dict(chain(*measured)),
@@ -65,8 +66,9 @@ def paired(
 
     if plan is None or plan.estimand != terms.estimand or len(plan.looks) == 1:
         return compared(base, other)
-    seen = [plan.first(look).answers for look in looks]
-    return at_looks([compared(base.only(part), other.only(part)) for part in seen], looks)
+    seen = [(plan.first(look).answers, look) for look in looks]
+    at = [compared(base.only(part), other.only(part), look) for part, look in seen]
+    return at_looks(at, looks)
 
 
 def _plan(scoring: Scoring) -> Plan | None:

@@ -112,6 +112,12 @@ class Plan:
             return [Look(self.questions, n, n / most) for n in counts]
         return [Look(n, self.repeats, n / most) for n in counts]
 
+    def ahead(self, look: Look, alpha: float) -> list[tuple[float, float]]:
+        """Return, of `look` and all later ones, (multiple of the look's units, level that decides)."""
+        levels = nominal_levels(tuple(at.fraction for at in self.looks), alpha)
+        multiples = [at.fraction / look.fraction for at in self.looks]
+        return [pair for pair in zip(multiples, levels, strict=True) if pair[0] >= 1]
+
     @property
     def order(self) -> list[int]:
         """Question indices in a seeded random order; a larger plan keeps a smaller one's order."""

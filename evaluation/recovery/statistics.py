@@ -38,12 +38,17 @@ Name = TypeVar("Name")
 Scores = Mapping[str, Sequence[float]]  # question -> its k scores, 0..1
 
 
-def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
+def compare(
+    base: Scores, quantized: Scores, terms: Terms, looks: Sequence[tuple[float, float]] = ()
+) -> Comparison:
     """Return the comparison of two models' scores on the same questions, under `terms`.
+
+    `looks` are this look and the later ones: (multiple of the scored units, p-value that decides).
 
     Raise ValueError if questions or numbers of answers differ, or there are fewer than two questions.
     """
     x, y = tables(base, quantized)
+    looks = looks or [(1.0, 1 - terms.confidence)]
     estimand, confidence = terms.estimand, terms.confidence
     other: Estimand = "such_questions" if estimand == "these_questions" else "these_questions"
     difference, level = total(y - x, estimand), (1 + confidence) / 2
@@ -62,10 +67,11 @@ def compare(base: Scores, quantized: Scores, terms: Terms) -> Comparison:
         difference_pp=float(100 * difference.mean),
         difference_interval=_interval(difference, level),
         difference_bounds=_bounds(difference, confidence),
+        bounds_at_look=_bounds(difference, 1 - looks[0][1]),
         other_interval=_interval(total(y - x, other), level),
         p_at_least_margin=float(at_least),
         p_at_most_margin=float(at_most),
-        needed=needed(difference, terms.margin_pp, confidence),
+        needed=needed(difference, terms.margin_pp, looks),
         recovery=float(100 * y.mean() / x.mean()) if x.mean() > 0 else None,
         recovery_interval=_recovery(x, y, estimand, level),
         lost=lost if single else None,

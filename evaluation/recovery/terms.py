@@ -76,10 +76,13 @@ class Comparison(Terms):
     difference_pp: float  # quantized - base in percentage points
     difference_interval: Interval  # its two-sided interval
     difference_bounds: Interval  # its one-sided bounds, each at `confidence`, which the gate uses
+    bounds_at_look: Interval  # the same, each at the level that decides at this look
     other_interval: Interval  # like `difference_interval`, but of the other estimand
     p_at_least_margin: float  # p-value of "the loss is at least the margin"; PASS needs a small one
     p_at_most_margin: float  # p-value of "the loss is at most the margin"; FAIL needs a small one
-    needed: float | None  # multiple of `units` that would decide, were all like these; None if none
+    needed: (
+        float | None
+    )  # multiple of `units` that at which a look decides, were all alike; None if none
     recovery: float | None  # 100 * quantized / base; None when the base scores 0
     recovery_interval: Interval  # its two-sided interval
     lost: int | None  # questions that only the base answers right, None if repeats > 1

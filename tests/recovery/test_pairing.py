@@ -1,11 +1,12 @@
 """Which scorings may be compared, which answers of them count, and in what unit limits are judged."""
 
+import re
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from quantize.recovery.gate import Verdict
+from quantize.recovery.gate import Verdict, judge_task
 from quantize.recovery.limits import most_steps
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
@@ -151,3 +152,41 @@ def test_a_side_that_tells_no_steps_is_not_judged_by_them() -> None:
     found = compared(unlimited, unlimited, terms)
     assert found.unjudged == ["never_stopped"]
     assert found.step_inflation is not None
+
+
+def losing(plan: Plan, every: int, looks: int) -> Comparison:
+    """Compare the first looks at a model that loses one question of `every`, in the plan's order."""
+    lost = {question for place, question in enumerate(plan.order) if place % every == every - 1}
+    kept = [row for row in scoring().rows if row.doc_id < plan.questions]
+    base = [replace(row, scores={"exact": 1.0}) for row in kept]
+    worse = [replace(row, scores={"exact": float(row.doc_id not in lost)}) for row in kept]
+    sides = (planned(replace(scoring(), rows=side), plan) for side in (base, worse))
+    answers = plan.first(plan.looks[looks - 1]).answers
+    return compared(*(side.only(answers) for side in sides))
+
+
+def test_what_would_decide_counts_what_looks_share() -> None:
+    """Each open look names the planned look that decides, and says what it cannot exclude itself."""
+    plan = Plan("such_questions", 200, 1, 0)
+    seen = [losing(plan, 50, looks) for looks in range(1, 6)]
+    outcomes = [judge_task("t", comparison).outcome for comparison in seen]
+    assert outcomes == ["INCONCLUSIVE"] * 4 + ["PASS"]
+    for comparison in seen[:4]:
+        reason = judge_task("t", comparison).reason
+        level = comparison.looks[-1]["level"]
+        low = -comparison.bounds_at_look.low
+        assert low > 5
+        assert f"; at {1 - level:.2%} a loss of {low:.1f} points is not excluded; 5 are" in reason
+        assert reason.endswith(
+            "; about 200 questions would decide, were the difference as observed"
+        )
+
+
+def test_a_longer_run_that_would_decide_decides() -> None:
+    """So many questions as an undecided run names do decide, for its looks count."""
+    short = losing(Plan("such_questions", 180, 1, 0), 40, 5)
+    reason = judge_task("t", short).reason
+    number = int(re.findall(r"about (\d+) questions", reason)[0])
+    assert number > 180
+    longer = Plan("such_questions", number, 1, 0)
+    assert judge_task("t", losing(longer, 40, len(longer.looks))).outcome == "PASS"

@@ -235,7 +235,7 @@ def test_what_no_look_decided_is_told_by_all_answers() -> None:
     verdict = judge_task("t", comparison)
     assert verdict.outcome == "INCONCLUSIVE"
     assert verdict.reason.startswith(
-        "t: answers 5.0 points fewer correctly; at 95% the loss is below"
+        "t: answers 5.0 points fewer correctly; at 95.61% a loss of 10.4 points is not excluded"
     )
     assert "(100 questions x 1, on questions like these, 5 looks); " in verdict.reason
 
