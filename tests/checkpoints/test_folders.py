@@ -30,6 +30,7 @@ from quantize.cli import cli
 from quantize.errors import InputError
 from quantize.pipeline.run import check_source
 from quantize.runtime.gpu.memory import cache_bytes
+from quantize.runtime.prompt import chat
 from quantize.runtime.prompt.chat import encode_chat, load_tokenizer, sound_tokenizer
 from quantize.runtime.weights.beside import INSPECTED, LOOKS, load
 from tests.support.conversions import recipe_for, run
@@ -547,11 +548,47 @@ def test_prompts_that_would_lose_text_or_markup_are_refused_at_the_start(
         sound_tokenizer(folder)
 
 
+LOOPS = (
+    "{% set l = range(9999) | list %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (LOOPS + "{% endfor %}{% endfor %}", "the chat template takes over 0.2 s for 'Tom has"),
+        (
+            "{% for a in range(10**9) %}{% endfor %}",
+            "the chat template fails .OverflowError: Range too",
+        ),
+        ("{{ 1 / 0 }}", "the chat template fails .ZeroDivisionError: division by zero.; mend it"),
+        (
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+            "the chat template fails .RecursionError",
+        ),
+    ],
+)
+def test_a_chat_template_that_never_ends_or_fails_is_refused_at_the_start(
+    written: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "LONGEST", 0.2)
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
+    (folder / TEMPLATE).write_text((folder / TEMPLATE).read_text() + written)
+    refused_alike(folder, message)
+    with pytest.raises(InputError, match=r"the chat template (takes|refuses)") as refused:
+        sound_tokenizer(folder)
+    assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
         ({"t_max": "0.8"}, "t_max is '0.8', which is no number"),
         ({"max_denoising_steps": 4.5}, "max_denoising_steps is 4.5"),
+        (
+            {"max_denoising_steps": 10**9},
+            "max_denoising_steps must be at most 1000, not 1000000000",
+        ),
         ({"max_denoising_steps": True}, "max_denoising_steps is True"),
         ({"eos_token_id": ["1"]}, "eos_token_id '1' is no token id"),
         ({"eos_token_id": {}}, "eos_token_id {} is no token id"),

@@ -5,7 +5,10 @@ model opens a real one. The template comes with the checkpoint, not with this mo
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ OPEN, CLOSE, HEADER = "<|channel>", "<channel|>", "thought\n"
 BLANKS = re.compile(r"\s*")
 SENTENCE = "Tom has 9 pens."
 MARKUP = re.compile(r"<\|\w+\|?>|<\w+\|>")
+TEMPLATE_FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+LONGEST = 5.0  # seconds of a processor for the prompt of SENTENCE; milliseconds are usual
 HALF_CHARACTER = "\ufffd"  # what an incomplete character is decoded to
 
 
@@ -52,8 +59,26 @@ def check_prompt(tokenizer: Any) -> None:
     """Raise InputError if a prompt loses text, as by another class of tokenizer, or splits markup."""
     for thinking in (False, True):
         chat = [{"role": "user", "content": SENTENCE}]
-        prompt = tokenizer.decode(encode_chat(tokenizer, chat, thinking=thinking))
+        with in_time():
+            prompt = tokenizer.decode(encode_chat(tokenizer, chat, thinking=thinking))
         check_rendered(prompt, markup_of(tokenizer).ids.keys())
+
+
+@contextmanager
+def in_time() -> Generator[None]:
+    """Raise InputError if a template's loops, which may be anybody's, take longer than LONGEST."""
+    before, end = sys.gettrace(), time.thread_time() + LONGEST
+
+    def look(*_: Any) -> Any:  # at every line
+        if time.thread_time() > end:
+            raise InputError(f"the chat template takes over {LONGEST:g} s for {SENTENCE!r}")
+        return look
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def check_rendered(prompt: str, tokens: Collection[str]) -> None:
@@ -96,7 +121,7 @@ def encode_chat(
     settings |= {"return_dict": True} if guard is None else {"tokenize": False}
     try:
         encoded = tokenizer.apply_chat_template(chat, tools=tools, **settings)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except TEMPLATE_FAULTS as error:
         # Messages and schemas of tools may have any shape; a template assumes the shapes it knows.
         raise InputError(f"messages: the chat template refuses them: {error}") from error
     return list(encoded["input_ids"]) if guard is None else markup.encode(encoded, guard)

@@ -52,8 +52,10 @@ WHOLE = (
     "pad_token_id",
 )
 NUMBER = (int, float)
-# Kinds of lower bounds of settings: name -> (test, words for the error).
-LEAST = {"gt": (operator.gt, "above"), "ge": (operator.ge, "at least")}
+# Kinds of bounds of settings: name -> (test, words for the error).
+BOUNDS = {
+    "gt": (operator.gt, "above"), "ge": (operator.ge, "at least"), "le": (operator.le, "at most"),
+}  # fmt: skip
 
 # Settings of a sampler that are stored with every score.
 ALWAYS_NOTED = frozenset({
@@ -74,10 +76,10 @@ class Sampler(Controls):
     def __post_init__(self) -> None:
         bounds = {name: control.metadata["bounds"] for name, control in CONTROLS.items()}
         bounds |= {name: {"gt": 0} for name in ("max_new_tokens", "max_length")}
-        for (name, limits), (bound, (fits, says)) in product(bounds.items(), LEAST.items()):
-            value, least = getattr(self, name), limits.get(bound)
-            if value is not None and least is not None and not fits(value, least):
-                raise InputError(f"generation config: {name} must be {says} {least}, not {value}")
+        for (name, limits), (bound, (fits, says)) in product(bounds.items(), BOUNDS.items()):
+            value, limit = getattr(self, name), limits.get(bound)
+            if value is not None and limit is not None and not fits(value, limit):
+                raise InputError(f"generation config: {name} must be {says} {limit}, not {value}")
         if not self.t_max > self.t_min:
             raise InputError(
                 f"generation config: needs t_max > t_min, has {self.t_max} and {self.t_min}"

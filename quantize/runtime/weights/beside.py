@@ -21,7 +21,7 @@ from quantize.checkpoints.reader import (
     read_json_object,
 )  # fmt: skip
 from quantize.errors import InputError
-from quantize.runtime.prompt.chat import SENTENCE, check_rendered
+from quantize.runtime.prompt.chat import SENTENCE, TEMPLATE_FAULTS, check_rendered, in_time
 from quantize.runtime.sampler.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -165,11 +165,16 @@ def check_prompts(folder: Path) -> None:
     for thinking in (False, True):
         values = {"messages": chat, "add_generation_prompt": True, "enable_thinking": thinking}
         try:
-            check_rendered(_check_jinja(path, source).render(values), tokens)
+            with in_time():
+                prompt = _check_jinja(path, source).render(values)
+            check_rendered(prompt, tokens)
         except InputError as error:
             raise InputError(f"{folder}: {error}; download the checkpoint again") from error
         except (TemplateError, TypeError):  # it asks for what only transformers gives
             return
+        except TEMPLATE_FAULTS as error:
+            reason = f"the chat template fails ({type(error).__name__}: {error}); mend it"
+            raise InputError(f"{folder}: {reason}, or download it again") from error
 
 
 LOOKS = (*_FILES, check_prompts)
