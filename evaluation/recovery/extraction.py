@@ -46,7 +46,7 @@ _NEXT_QUESTION = re.compile(
 # What takes back an answer, so that another one that follows is the answer.
 RETRACTION = re.compile(
     r"(?i)\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|"
-    r"forgot|on second thought|scratch that)\b|\bno\s*[,:;.–—-]"
+    r"forgot|(?:an?|my)\serror|mis(?:read|counted)|overlooked|on\ssecond\sthought|scratch\sthat)\b|\bno\s*[,:;.–—-]"
 )
 _SURENESS = re.compile(r"(?i)\s*\n\W*(?:confidence|difficulty|I hope|hope this|let me know)\b.*\Z")
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
@@ -55,7 +55,7 @@ _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 FOREIGN = (
     r"(?:r[ée]ponse(?: correcte| finale)?|respuesta(?: correcta| final)?|resposta(?: correta| final)?"
     r"|risposta(?: corretta| finale)?|antwort|ответ|答案|答え|정답|답)[\"'”’*_ ]*+"
-    r"(?::|=|(?:est|es|é|è|ist|lautet)\b:?|是|为|は)\s*+(?:donc |la |l['’]option |option |opción )?"
+    r"(?::|=|(?:est|es|é|è|ist|lautet)\b:?|是|为|は)\s*+(?:donc |la |l['’]option |option |opción ){0,2}"
 )
 _MARK = re.compile(r"(?<!#)#{4}(?!#)(.*?)(?=####|$)", re.MULTILINE)
 _HEADING = re.compile(r"^\W{0,4}#{1,6}\W{0,4}(\d{1,2})[.):]\W{0,4}\s[^\W\d]", re.MULTILINE)
@@ -75,9 +75,9 @@ _BOX = re.compile(
 _BARE = re.compile(r"[-+]?\d[\d,.]*|[A-Z](?!\w)")
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 _ANSWER = re.compile(
-    r"(?im)((?:final|correct|corrected|right)\W{1,4})?\banswer\b(?!s)[\"'”’*_ ]*+"
+    r"(?im)((?:final|correct|corrected|right)\W{1,4})?\banswer\b(?!s)[\"'”’*_} ]*+"
     r"(?:(?:to|of|for)\s[^.:=\n]{1,60}?)?\s*+"
-    r"(?::|=|equals\b|(?:is|would be|should be|must be|(?:comes|turns|works) out (?:to be|to|as))"
+    r"(?::|=|\.(?=\*+\s*\d)|equals\b|(?:is|(?:would|should|must)\sbe|(?:comes|turns|works)\sout\s(?:to\sbe|to|as))"
     r"\b:?)[\s*_]*+"
     r"(?:(?:therefore|thus|then|clearly|simply|indeed|exactly|approximately|about)\b,?\s*)?"
     r"(?:not\s[^.;\n]{1,60}?\sbut\s(?:rather\s)?)?"
@@ -88,7 +88,7 @@ _ANSWER = re.compile(
 )
 # "... so m+n = 33+37 = 70", behind a box that holds only a part of it: a fraction, or "x = 3".
 _ADDED_UP = re.compile(
-    r"(?i)\b(?:therefore|thus|hence|so)\b[\s,:$(\\]*([a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?\d)[$.)\\\s]*(?:[.\n]|\Z)"
+    r"(?i)\b(?:therefore|thus|hence|so|remainder\b[^.\n]*?\bis)\b[\s,:$(\\]*((?:[a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?)?\d+)[$.)\\\s]*(?:[.\n]|\Z)"
 )
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _OPERATOR = re.compile(r"[ $]*(?:[-+*×]|\\cdot|\\times)[ $]*")
@@ -116,13 +116,13 @@ _RECALLED = re.compile(
     r"(?i)\b(?:initially|at first|first)\s(?:\w+ )?(?:got|thought|found)\b[^.,;!?]*\Z"
 )
 _BESIDE = re.compile(
-    r"(?i)(?:^\W*(?:\w+\{)?remark\b.*|\b(?:would|had|for comparison)\b(?:(?!but\b)[^.!?;])*)\Z"
+    r"(?i)(?:^\W*(?:\w+\{)?remark\b.*|\b(?:would|had|for\scomparison|check\s(?:with|for))\b(?:(?!but\b)[^.!?;])*)\Z"
 )
 # "So Kylar pays $64." as the last sentence, which does not only confirm what was stated.
 _CONCLUSION = re.compile(
     r"(?i)(?:\A|(?<=[.!?\n])\s*)(?!(?:[^.!?\n]|\.\d)*(?:\b(?:is|stays|remains)\s(?:indeed\s)?(?:right|correct|unchanged)"
-    r"|\b(?:confirms?|stands|holds|checks|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*?\b(?:so|thus|hence|therefore|altogether|in\s(?:total|all))\b,?"
-    r"|\W*(?:the|our)\s(?:requested|desired|required|total|remainder|result)\b)((?:[^.!?\n]|\.\d)+))[.!]\W*\Z"
+    r"|\b(?:confirms?|stands|holds|checks|(?:so|thus)\sfar|still|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*\b(?:so|thus|hence|therefore|altogether|in\s(?:total|all))\b,?"
+    r"|\W*(?:the|our)\s(?:requested|desired|required|total|remainder|result|m(?:in|ax)imum\svalue)\b)((?:[^.!?\n]|\.\d)+))[.!][\W_]*(?:\\\w+\W*)?\Z"
 )
 _RELATIVE = re.compile(
     r"\W*\d[\d,.]*\W*\s(?:more|less|fewer|greater|smaller|times|out|percent more)\b"
@@ -210,9 +210,8 @@ def _chosen(text: str, forms: tuple[Form, ...], *, said: bool = True) -> str | N
         begin = formal[0][0]
         formal = [pair for pair in formal if not _withdrawn(text, begin, pair[0])]
         place, number = formal[-1] if formal else (begin, SEVERAL)
-        retraction = RETRACTION.search(text, place)
-        begin = retraction.end() if retraction else place
-        changed = _concluded(text, begin) if said and (retraction or number == SEVERAL) else None
+        retracted = number == SEVERAL or RETRACTION.search(text, place)
+        changed = _concluded(text, place) if said and retracted else None
         return next((n for later, n in reversed(firm) if later > place), changed or number)
     return (firm or hypothetical)[-1][1] if firm or hypothetical else None
 
@@ -226,14 +225,17 @@ def _concluded(text: str, begin: int = 0) -> str | None:
 def _ending(text: str) -> str | None:
     """Return the number that a last line is, with its unit or label, emphasizes or concludes with."""
     before, _, ending = text.rpartition("\n")
+    previous = before.rstrip().rpartition("\n")[2].strip(_MARKED + "#")
     last = ending.strip(_MARKED + ".\\[]()")
     number = stated_number(last) if _ONLY_NUMBER.fullmatch(last) else None
     if number is None and (emphasis := _EMPHASIS.search(ending)):
         content = emphasis[1] or emphasis[2] or emphasis[3]
         number = None if _STEP.match(content) else _in_line(content)
+    if number is None and previous and _LABEL_ALONE.fullmatch(previous):
+        number = _in_line(ending)
     labelled = _LABELLED.fullmatch(ending.strip(_MARKED))
     if number is None and labelled and not (_STEP.match(last) or is_denied(last)):
-        item = _LABELLED.fullmatch(before.rstrip().rpartition("\n")[2].strip(_MARKED))
+        item = _LABELLED.fullmatch(previous)
         number = stated_number(labelled[2]) if labelled[1] is not None or not item else None
     return _concluded(text) if number is None else number
 

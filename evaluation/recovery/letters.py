@@ -41,8 +41,8 @@ _CHOOSING = (
     r"(?:choose|pick|select|answer|go(?:ing)? with|opt for)\b"
     r"|\b(?:it|this|that|which)(?:'s|’s|\s+is|\s+must\s+be|\s+has\s+to\s+be|\s+matches|\s+corresponds\s+to|\s+leaves(?:\s+us(?:\s+with)?)?)"
     r"(?=[\s*_]+(?:option|choice|answer)?[\s*_]*[(]|[\s*_]+(?:option|choice|answer)\b)"
-    r"|(?<!none )(?<!never )(?<!neither )\bmatches(?=\s+\()|\bby elimination,(?=\s+\()"
-    r"|\b(?:statement|exception|option|one|guess)(?:\s+(?:that|which|left|remaining)\b[^.:=\n]{0,40}?)?\s+is(?=\s+\())"
+    r"|(?<!none )(?<!never )(?<!neither )\bmatches(?=\s+\()|\b(?:by elimination,|leaving)(?=\s+\()"
+    r"|\b(?:statement|exception|option|one|guess)(?:\s+(?:that|which|left|remaining|closest)\b[^.:=\n]{0,40}?)?\s+is(?=\s+\())"
 )
 _DENYING = ["if", "If", "nor", "or", "and", "not", "that", "whether", "either", "Is", "is", "were"]
 _HENCE = (
@@ -145,7 +145,7 @@ class _OptionPatterns:
             rf"\b(?:is|are|and|or)\b|\?|^\W*{large}\W*\s(?:{verbs}|(?i:wrong|incorrect)|\w+n['’]t)\b|{large}[).].*{large}[).]"
         )
         self.concluded = re.compile(
-            rf"(?:{_CONCLUDING}|[^()]*(?:=>|[∴⇒→])\s*)(?:\(({large})\)[^\w(]*"
+            rf"(?:{_CONCLUDING}|[^()]*(?:=>|[∴⇒→])\s*(?:[Oo]ption\s)?)(?:\(({large})\)[^\w(]*"
             rf"|\(({large})\)\W*(?:holds|fits|matches|satisfies|works|remains|follows)\b[^()]*[.!]\W*)"
         )
         self.marked_right = re.compile(

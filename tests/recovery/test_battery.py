@@ -41,7 +41,7 @@ from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {7: "bffda8cf8434"}  # version of the rule -> digest of its modules
+RULE = {7: "997f60339d84"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -108,13 +108,17 @@ def test_of_350_answers_that_version_6_had_not_seen_none_is_read_as_another_valu
     assert _misread(HELD_OUT_OF_6) == []
 
 
-def test_of_108_answers_that_version_7_had_not_seen_one_is_read_as_another_value() -> None:
-    """It read 4 so when it first saw them, and 95 as a human does."""
+def test_of_196_answers_that_version_7_had_not_seen_three_are_read_as_another_value() -> None:
+    """It read 4 of the first 108 so when it first saw them, and 7 of the other 88."""
     marks = right(ours, HELD_OUT_OF_7)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (39, 43), "svamp": (7, 7), "aime25": (34, 34), "gpqa_diamond": (22, 24),
+        "gsm8k": (73, 79), "svamp": (7, 7), "aime25": (58, 61), "gpqa_diamond": (45, 49),
     }  # fmt: skip
-    assert _misread(HELD_OUT_OF_7) == ["#### Ben: 12\n#### Ann: 15"]
+    assert _misread(HELD_OUT_OF_7) == [
+        "#### Ben: 12\n#### Ann: 15",
+        "There are $\\boxed{10}$ of type A and $\\boxed{60}$ of type B, for a total of 70.",
+        "So the answer should be 70.\n\nActually, hold on. Let me recount the case $k = 3$",
+    ]
 
 
 def _misread(name: str) -> list[str]:
@@ -187,7 +191,11 @@ def test_operations_in_boxes_are_computed_or_hide_the_number(text: str, value: s
         ("#### 1080,00 \u20ac", "1080"), ("#### 3/4 or 0.75", "0.75"), ("#### 3/4 or 0.8", None),
         ("#### one hundred twenty (120) dollars", "120"), ("#### $5.00/hr", "5"), ("### 18\nBye", "18"),
         ("The answer is not 20 but 18.", "18"), ("18\n\nConfidence: 95%", "18"),
-        ("36 eggs\n\nHope this helps!", "36"), ("Hope has 12 apples", None), ("#### 5 of 7 days", "5"),
+        ("#### 36\n\nI made an error: each has 10, so the total is 30.", "30"),
+        ("So far we have 36 eggs.", None), ("So he still needs 4 eggs.", None),
+        ("**Final Answer**\n\nSara spends \\$24.", "24"), ("**Answer.** 70", "70"),
+        ("So she has 5, so in total 12 eggs.", "12"), ("36 eggs\n\nHope this helps!", "36"),
+        ("Hope has 12 apples", None), ("#### 5 of 7 days", "5"),
     ],
 )  # fmt: skip
 def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
@@ -214,6 +222,10 @@ def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
         (r"If it had been even, it would be \boxed{18}; it is odd, so \boxed{16}.", "16"),
         ("\\boxed{70}\n\nWait, the total is 35.\n\n\\boxed{35", "35"), (r"So \boxed{7", None),
         (r"We have $n = 71$, so \boxed{7", None), (r"\boxed{12\sqrt{3}}. So $m+n = 12+3 = 15$.", "15"),
+        ("\\boxed{70}\n\nI double-check with $n=2$: it gives \\boxed{2}.", "70"),
+        (r"\boxed{N = 2070}. The remainder when it is divided by 1000 is 70.", "70"),
+        (r"\boxed{70}. The remainder of $N$ by 7 is 0.", "70"),
+        (r"So there are $70$. $\blacksquare$", "70"),
         (r"\boxed{\sqrt[3]{343000}}", "70"), (r"\boxed{\sqrt{10^{24}}}", "1000000000000"),
         (r"\boxed{2\left(35\right)}", "70"), (r"\boxed{588_{10}}", "588"), (r"\boxed{a_{10}}", None),
         (r"Hence $m+n=33+37=70$.", "70"), (r"So $n = 4k$.", None), (r"So $x = 3$ or $x = 5$.", None),
@@ -237,7 +249,8 @@ def test_of_several_boxes_the_one_that_the_text_stands_by_counts(
         ("The spectrum matches (A) or (B).", None), ("None matches (A).", None), ("(C) it is.", "C"),
         ("(C) it is not.", None), ("That leaves (B) and (D).", None), ("By elimination, (C).", "C"),
         ("The false statement is (B).", "B"), ("(B) is more precise than (A).", None),
-        ("I answer (C).", "C"), ("C.\n\nConfidence: B+", "C"),
+        ("This excludes (A), leaving (D).", "D"), ("La respuesta es la opci\u00f3n (B).", "B"),
+        ("So E = 4 eV \u2192 Option (B)", "B"), ("I answer (C).", "C"), ("C.\n\nConfidence: B+", "C"),
     ],
 )  # fmt: skip
 def test_letters_that_a_sentence_ends_with_or_leaves_are_chosen(
