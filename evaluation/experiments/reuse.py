@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.routing import Choice, held_choice, recorded
+from experiments.routing import Choice, held_choice, kl_by_trajectory, recorded
 from quantize.bundled import CHECKPOINT
 from quantize.runtime import open
 from quantize.runtime.engine.batch import FusedPasses
@@ -41,7 +41,6 @@ from quantize.runtime.record.trajectory import Trajectory
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.runtime.weights.packing import BF16
-from quantize.stages.fidelity.fidelity import by_trajectory
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 
 BATCH, CONTEXT = 16, 1024
@@ -250,10 +249,9 @@ def row_of(distances: Sequence[StepDistance], sampler: Sampler) -> str:
     kl, agrees, entropy = (
         torch.stack([getattr(d, name) for d in distances]) for name in ("kl", "agrees", "entropy")
     )
-    by_canvas = by_trajectory(distances, lambda step: step.kl.mean().item()).values()
     waiting = kl[~sampler.accepted(entropy)] * 1000
     return (
-        f"{1000 * mean(by_canvas):.2f} | {1000 * kl.flatten().quantile(0.99):.0f} | "
+        f"{1000 * mean(kl_by_trajectory(distances)):.2f} | {1000 * kl.flatten().quantile(0.99):.0f} | "
         f"{waiting.mean():.1f} | {waiting.quantile(0.99):.0f} | "
         f"{100 * (1 - agrees.double().mean()):.2f} |"
     )

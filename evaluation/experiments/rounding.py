@@ -22,7 +22,7 @@ import click
 import torch
 
 from experiments.bundled.score import FINAL_ANSWER
-from experiments.routing import BATCH, recorded
+from experiments.routing import BATCH, kl_of
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -31,15 +31,13 @@ from quantize.host.progress import say
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Quantization, Recipe
 from quantize.recovery.samples import Request, Waiting, sample_seed
-from quantize.runtime import Placement, open
-from quantize.runtime.engine.interface import Engine
+from quantize.runtime import Placement
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.calibrate.calibrate import SCALES, calibrate
 from quantize.stages.convert.convert import convert
 from quantize.stages.evaluate.local_model import Answerer
-from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.fidelity.fidelity import bootstrap_interval
 from quantize.stages.round_weights.round_weights import round_weights
 
 MEASURES = ("make", "replay", "answers", "table")
@@ -133,18 +131,10 @@ def replay_all(
     ]
     if not waiting:
         return
-
-    def engine(folder: Path, mode: ActivationMode) -> Engine:
-        return open(folder, device=device, activations=mode, capacity=BATCH)
-
-    reference = engine(CHECKPOINT, "none")
-    compared = [Compared(engine(out / name / "checkpoint", mode)) for name, mode in waiting]
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
-    measured = replay(reference, compared, recorded(reference, count), sampler, batch_size=BATCH)
+    models = [(out / name / "checkpoint", mode) for name, mode in waiting]
     (out / "replay").mkdir(exist_ok=True)
-    for (name, mode), distances in zip(waiting, measured, strict=True):
-        kl = by_trajectory(distances, lambda step: step.kl.mean().item())
-        write_json(out / "replay" / f"{name}-{mode}.json", {"kl": list(kl.values())})
+    for (name, mode), kl in zip(waiting, kl_of(models, count, device), strict=True):
+        write_json(out / "replay" / f"{name}-{mode}.json", {"kl": kl})
 
 
 def answer(

@@ -37,7 +37,7 @@ from quantize.runtime.sampler.sampler import Sampler
 from quantize.runtime.weights.load import load_packed
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
 from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 
 FIRST, BATCH, CANVASES = 1000, 64, 2  # of the held-out problems; prompts at once; canvases a prompt
 HELD = ("own", "chosen", "weighted")
@@ -122,6 +122,24 @@ def recorded(
     return made
 
 
+def kl_of(
+    models: Sequence[tuple[Path, ActivationMode]], count: int, device: str
+) -> list[list[float]]:
+    """Return each model's mean KL from BF16 on each of `count` held-out trajectories, in nats."""
+    reference, *engines = (
+        open(folder, device=device, activations=mode, capacity=BATCH)
+        for folder, mode in ((CHECKPOINT, "none"), *models)
+    )
+    compared, sampler = list(map(Compared, engines)), Sampler.from_checkpoint(CHECKPOINT)
+    measured = replay(reference, compared, recorded(reference, count), sampler, batch_size=BATCH)
+    return list(map(kl_by_trajectory, measured))
+
+
+def kl_by_trajectory(distances: Sequence[StepDistance]) -> list[float]:
+    """Return each trajectory's mean KL, in nats."""
+    return list(by_trajectory(distances, lambda step: step.kl.mean().item()).values())
+
+
 def damage(
     reference: FusedEngine, folder: Path, mode: ActivationMode, held: str,
     trajectories: Sequence[Trajectory],
@@ -133,7 +151,7 @@ def damage(
         (distances,) = replay(
             reference, [Compared(engine)], trajectories, sampler, batch_size=BATCH
         )
-    return list(by_trajectory(distances, lambda step: step.kl.mean().item()).values())
+    return kl_by_trajectory(distances)
 
 
 def row(name: str, mode: str, held: str, kl: list[float], baseline: list[float]) -> str:

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
 from experiments.rounding import VARIANTS, recipe_of
-from experiments.routing import BATCH, recorded
+from experiments.routing import BATCH, kl_of
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -53,8 +53,7 @@ from quantize.schemes.modes import ActivationMode
 from quantize.stages.calibrate import calibrate as calibration
 from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.convert.convert import convert
-from quantize.stages.fidelity.fidelity import bootstrap_interval, by_trajectory
-from quantize.stages.fidelity.replay import Compared, replay
+from quantize.stages.fidelity.fidelity import bootstrap_interval
 from quantize.stages.round_weights.round_weights import round_layers, units_of
 
 SOURCES = ("clean text", "random canvas", "trajectories")
@@ -193,17 +192,12 @@ def replay_all(out: Path, count: int, device: str) -> dict[str, list[float]]:
     path = out / "kl.json"
     if path.exists():
         return read_json(path)
-    reference = open(CHECKPOINT, device=device, activations="none", capacity=BATCH)
-    compared: list[Compared] = []
+    models: list[tuple[Path, ActivationMode]] = []
     for what, source, seed in arms():
         rounding, mode = MADE[what]
-        folder = folder_of(out, source, seed) / rounding
-        compared.append(Compared(open(folder, device=device, activations=mode, capacity=BATCH)))
-    distances = replay(reference, compared, recorded(reference, count), SAMPLER, batch_size=BATCH)
-    result = {
-        "/".join(map(str, arm)): list(by_trajectory(d, lambda s: s.kl.mean().item()).values())
-        for arm, d in zip(arms(), distances, strict=True)
-    }
+        models.append((folder_of(out, source, seed) / rounding, mode))
+    names = ("/".join(map(str, arm)) for arm in arms())
+    result = dict(zip(names, kl_of(models, count, device), strict=True))
     write_json(path, result)
     return result
 

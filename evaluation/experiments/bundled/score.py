@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from scipy.stats import binomtest
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerFast
 
 from experiments.bundled import tokenizer as bundled_tokenizer
@@ -98,7 +99,9 @@ def score(
     for start in range(0, len(problems), batch_size):
         batch = problems[start : start + batch_size]
         answers += generate(model, tokenizer, batch, thinking=thinking)
-    low, high = wilson(sum(a.correct for a in answers), len(answers))
+    low, high = binomtest(sum(a.correct for a in answers), len(answers)).proportion_ci(
+        0.95, "wilson"
+    )
     steps = sum(a.steps for a in answers)
     summary = Score(
         n=len(answers),
@@ -110,14 +113,6 @@ def score(
         steps_per_canvas=steps / sum(a.canvases for a in answers),
     )
     return summary, answers
-
-
-def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a proportion."""
-    p = successes / n
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return centre - half, centre + half
 
 
 def heldout(count: int) -> list[Problem]:
