@@ -54,140 +54,115 @@ class Fields(dict[str, Any]):
 
 # Fields of other servers, which some clients always send. A value that asks for nothing is ignored,
 # and refused with --strict, as any field that this server does not know; any other is refused.
-FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ignore_eos": ((False,), "an answer ends where the model ends it; set max_tokens"),
-    "min_tokens": ((0,), "an answer ends where the model ends it; hold it to guided_regex"),
-    "bad_words": (([],), f"{PENALTY} hold the answer to a form by guided_regex, or leave it out"),
-    "allowed_token_ids": (([],), f"{PENALTY} hold the answer to guided_regex, or leave it out"),
-    "logits_processors": (([],), f"{PENALTY} leave it out"),
-    "use_beam_search": ((False,), "an answer has no likelihood to compare; set n, and choose"),
-    "early_stopping": ((False,), "there is no beam search; leave it out"),
-    "stop_token_ids": (([],), "set stop, with the text of these tokens"),
-    "include_stop_str_in_output": ((False,), "a stop string is cut off; add it yourself"),
-    "skip_special_tokens": ((True,), "special tokens are left out; use logprobs to see them"),
-    "spaces_between_special_tokens": ((True, False), "special tokens are left out; leave it out"),
-    "add_generation_prompt": ((True,), "the model answers next; use /v1/completions"),
-    "continue_final_message": ((False,), "use /v1/completions, or pin the beginning with pinned"),
-    "documents": (([],), "the chat template has no place for them; put them into a message"),
-    "mm_processor_kwargs": (({},), "set image_tokens, the most that each picture may take"),
-    "priority": ((0,), "there is one queue; leave it out"),
-    "functions": (([],), "this is the older form; set tools"),
-    "function_call": (("none", "auto"), "this is the older form; set tool_choice"),
-    "guided_choice": (([],), "this is another server's name; set guided_regex to (one|other)"),
-    "guided_grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
-    "grammar": (("",), "grammars are not read; set guided_json or guided_regex"),
-    "structured_outputs": (({},), "this is another server's name; set guided_json or guided_regex"),
-    **dict.fromkeys(("repeat_penalty", "rep_pen"), ((1,), f"{PENALTY} leave it out")),
-    **dict.fromkeys(
-        ("no_repeat_ngram_size", "dry_multiplier", "penalty_alpha", "repetition_penalty_range"),
-        ((0,), f"{PENALTY} leave it out"),
-    ),
-    **dict.fromkeys(("typical_p", "tfs_z", "typ_p", "tfs"), ((1,), UNCERTAINTY)),
-    **dict.fromkeys(
-        ("top_a", "xtc_probability", "mirostat", "min_keep", "mirostat_mode"), ((0,), UNCERTAINTY)
-    ),
-    **dict.fromkeys(
-        ("include_reasoning", "separate_reasoning", "stream_reasoning"),
-        ((True,), "thoughts come in reasoning_content; leave it out"),
-    ),
-    **dict.fromkeys(
-        ("return_token_ids", "return_tokens_as_token_ids", "return_prompt_token_ids"),
-        ((False,), "set logprobs, which names the tokens"),
-    ),
-    "n_probs": ((0,), "set logprobs and top_logprobs"),
-    "min_new_tokens": ((0,), "an answer ends where the model ends it; hold it to guided_regex"),
-    "detokenize": ((True,), "an answer is text; set logprobs, which names the tokens"),
-    "no_stop_trim": ((False,), "a stop string is cut off; add it yourself"),
-    "return_hidden_states": ((False,), "an answer is text; leave it out"),
-    "truncate_prompt_tokens": ((-1,), "a prompt is taken whole; shorten it yourself"),
-    **dict.fromkeys(
-        ("cache_prompt", "use_cache"),
-        ((True, False), "prompts share their beginnings by themselves; leave it out"),
-    ),
-    "models": (([],), "one model is served; set model"),
-    "provider": (({}, {"allow_fallbacks": True}), "nothing is routed; leave it out"),
-    "plugins": (([],), "there are none; leave it out"),
-    "transforms": (([],), "a prompt is taken whole; leave it out"),
-    "usage": (({}, {"include": True}), "usage is in every answer; leave it out"),
-    "thinking": ((Fields(type="disabled"), False), "set reasoning_effort"),
-    "reasoning": (
-        ({}, Fields(enabled=False), Fields(effort="none"), Fields(max_tokens=0), {"exclude": False}),
-        "set reasoning_effort",
-    ),
-    "add_special_tokens": (  # of a plain prompt the other value asks for nothing (`Service`)
-        (False,), "a chat's are its template's, a plain prompt's its tokenizer's; send token ids"
-    ),
-    "enable_thinking": ((False,), "set reasoning_effort, or chat_template_kwargs.enable_thinking"),
-    "think": ((False,), "set reasoning_effort"),
-    "thinking_budget": ((0,), "the model has no such setting; set reasoning_effort or max_tokens"),
-    "reasoning_format": (
-        ("auto", "deepseek", "parsed"), "thoughts come in reasoning_content; leave it out"
-    ),
-    "safe_prompt": ((False,), "no prompt is added; put it into a message"),
-    "prompt_mode": ((), "no prompt is added; put it into a message"),
-    "options": (({},), "this is another server's name; set its fields by themselves"),
-    "extra_body": (({},), "send its fields by themselves"),
-    "vllm_xargs": (({},), "there are none; leave it out"),
-    "lora_path": (("",), "one model is served; set model"),
-    "route": (("fallback",), "nothing is routed; leave it out"),
-    "do_sample": ((True, False), f"{SAMPLING} t_min and t_max, the range it falls over"),
-    "watermark": ((False,), "the model has no such setting; leave it out"),
-    "return_full_text": ((False,), "an answer holds no prompt; put it before the text yourself"),
-    "negative_prompt": (("",), "the model has no such setting; ask for it in the prompt"),
-    "guidance_scale": ((1,), "the model has no such setting; leave it out"),
-    "dynatemp_range": ((0,), f"{SAMPLING} t_min and t_max, the range it falls over"),
-    "top_n_sigma": ((-1, 0), UNCERTAINTY),
-    "t_max_predict_ms": ((0,), "an answer ends where the model ends it; set max_tokens"),
-    "id_slot": ((-1,), "samples take the slots that are free; leave it out"),
-    **dict.fromkeys(
-        ("request_id", "rid", "session_id", "trace", "trace_id", "client_metadata",
-         "generation_name", "langfuse_trace_id"),
-        ((ANY,), "nothing is kept by such a name; leave it out"),
-    ),
-    "keep_alive": ((ANY,), "the model stays loaded; leave it out"),
-    "timeout": ((ANY,), "the server's own limit is --request-timeout; leave it out"),
-    "cache_salt": ((ANY,), "all requests share a prefix cache, if there is one; leave it out"),
-    **dict.fromkeys(
-        ("timings_per_token", "return_progress"), ((ANY,), "times are in /metrics; leave it out")
-    ),
-    "max_tool_calls": ((ANY,), "the server itself calls no tools; leave it out"),
-    **dict.fromkeys(  # of clients and proxies, which forward what was meant for themselves
-        ("id", "chat_id", "conversation_id", "user_id", "tags", "model_item", "background_tasks",
-         "litellm_metadata", "custom_llm_provider", "num_retries", "max_retries", "caching",
-         "drop_params", "ttl", "cache_control", "cache", "prompt_cache_options",
-         "disable_fallbacks"),
-        ((ANY,), "it is the client's own; leave it out"),
-    ),
-    **dict.fromkeys(  # shapes of samplers that other fields switch on
-        ("dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length", "samplers",
-         "dry_penalty_last_n", "dry_sequence_breakers", "repeat_last_n", "mirostat_tau",
-         "mirostat_eta"),
-        ((ANY,), f"{SAMPLING} t_min and t_max, the range it falls over"),
-    ),
-    "guided_decoding_backend": ((ANY,), "forms have one backend; leave it out"),
-    "citation_options": ((ANY,), "an answer has no citations; leave it out"),
-    **dict.fromkeys(
-        ("raw", "details", "decoder_input_details", "post_sampling_probs", "reasoning_in_content",
-         "return_meta_info", "perf_metrics_in_response", "raw_output", "deferred", "enable_search",
-         "disable_tool_validation", "return_images", "return_related_questions", "ban_eos_token",
-         "features", "background", "web_search", "image_generation", "auto_max_new_tokens",
-         "temperature_last"),
-        ((OFF,), "the server has nothing that this could switch on; leave it out"),
-    ),
-    "parse_tool_calls": ((True,), "calls come in tool_calls; leave it out"),
-    "incremental_output": ((True,), "a stream holds what is new; leave it out"),
-    "result_format": (("message",), "an answer is a message; leave it out"),
-    "mode": (("instruct",), "this is another server's name; leave it out"),
-    "n_predict": ((-1,), "this is another server's name; set max_tokens"),
-    "n_keep": ((0, -1), "a prompt is taken whole; leave it out"),
-    "context_length_exceeded_behavior": (("error",), "a prompt is taken whole; shorten it yourself"),
-    "echo_last": ((0,), "an answer holds no prompt; put it before the text yourself"),
-    "search_parameters": (({"mode": "off"},), "this server fetches nothing; leave it out"),
-    "thinking_config": (({"thinking_budget": 0},), "set reasoning_effort"),
-    "max_thinking_tokens": ((0,), "the model has no such setting; set reasoning_effort"),
-    "num_beams": ((1,), "there is no beam search; leave it out"),
-    "random_seed": ((), "this is another server's name; set seed"),
-}  # fmt: skip
+_FOREIGN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("ignore_eos", (False,), "an answer ends where the model ends it; set max_tokens"),
+    ("min_tokens min_new_tokens",
+     (0,), "an answer ends where the model ends it; hold it to guided_regex"),
+    ("bad_words", ([],), f"{PENALTY} hold the answer to a form by guided_regex, or leave it out"),
+    ("allowed_token_ids", ([],), f"{PENALTY} hold the answer to guided_regex, or leave it out"),
+    ("logits_processors", ([],), f"{PENALTY} leave it out"),
+    ("use_beam_search", (False,), "an answer has no likelihood to compare; set n, and choose"),
+    ("early_stopping", (False,), "there is no beam search; leave it out"),
+    ("stop_token_ids", ([],), "set stop, with the text of these tokens"),
+    ("include_stop_str_in_output no_stop_trim", (False,), "a stop string is cut off; add it yourself"),
+    ("skip_special_tokens", (True,), "special tokens are left out; use logprobs to see them"),
+    ("spaces_between_special_tokens", (True, False), "special tokens are left out; leave it out"),
+    ("add_generation_prompt", (True,), "the model answers next; use /v1/completions"),
+    ("continue_final_message", (False,), "use /v1/completions, or pin the beginning with pinned"),
+    ("documents", ([],), "the chat template has no place for them; put them into a message"),
+    ("mm_processor_kwargs", ({},), "set image_tokens, the most that each picture may take"),
+    ("priority", (0,), "there is one queue; leave it out"),
+    ("functions", ([],), "this is the older form; set tools"),
+    ("function_call", ("none", "auto"), "this is the older form; set tool_choice"),
+    ("guided_choice", ([],), "this is another server's name; set guided_regex to (one|other)"),
+    ("guided_grammar grammar", ("",), "grammars are not read; set guided_json or guided_regex"),
+    ("structured_outputs", ({},), "this is another server's name; set guided_json or guided_regex"),
+    ("repeat_penalty rep_pen", (1,), f"{PENALTY} leave it out"),
+    ("no_repeat_ngram_size dry_multiplier penalty_alpha repetition_penalty_range",
+     (0,), f"{PENALTY} leave it out"),
+    ("typical_p tfs_z typ_p tfs", (1,), UNCERTAINTY),
+    ("top_a xtc_probability mirostat min_keep mirostat_mode", (0,), UNCERTAINTY),
+    ("include_reasoning separate_reasoning stream_reasoning",
+     (True,), "thoughts come in reasoning_content; leave it out"),
+    ("return_token_ids return_tokens_as_token_ids return_prompt_token_ids",
+     (False,), "set logprobs, which names the tokens"),
+    ("n_probs", (0,), "set logprobs and top_logprobs"),
+    ("detokenize", (True,), "an answer is text; set logprobs, which names the tokens"),
+    ("return_hidden_states", (False,), "an answer is text; leave it out"),
+    ("truncate_prompt_tokens", (-1,), "a prompt is taken whole; shorten it yourself"),
+    ("cache_prompt use_cache",
+     (True, False), "prompts share their beginnings by themselves; leave it out"),
+    ("models", ([],), "one model is served; set model"),
+    ("provider", ({}, {"allow_fallbacks": True}), "nothing is routed; leave it out"),
+    ("plugins", ([],), "there are none; leave it out"),
+    ("transforms", ([],), "a prompt is taken whole; leave it out"),
+    ("usage", ({}, {"include": True}), "usage is in every answer; leave it out"),
+    ("thinking", (Fields(type="disabled"), False), "set reasoning_effort"),
+    ("reasoning",
+     ({}, Fields(enabled=False), Fields(effort="none"), Fields(max_tokens=0), {"exclude": False}),
+     "set reasoning_effort"),
+    # of a plain prompt the other value asks for nothing (`Service`)
+    ("add_special_tokens",
+     (False,), "a chat's are its template's, a plain prompt's its tokenizer's; send token ids"),
+    ("enable_thinking", (False,), "set reasoning_effort, or chat_template_kwargs.enable_thinking"),
+    ("think", (False,), "set reasoning_effort"),
+    ("thinking_budget", (0,), "the model has no such setting; set reasoning_effort or max_tokens"),
+    ("reasoning_format",
+     ("auto", "deepseek", "parsed"), "thoughts come in reasoning_content; leave it out"),
+    ("safe_prompt", (False,), "no prompt is added; put it into a message"),
+    ("prompt_mode", (), "no prompt is added; put it into a message"),
+    ("options", ({},), "this is another server's name; set its fields by themselves"),
+    ("extra_body", ({},), "send its fields by themselves"),
+    ("vllm_xargs", ({},), "there are none; leave it out"),
+    ("lora_path", ("",), "one model is served; set model"),
+    ("route", ("fallback",), "nothing is routed; leave it out"),
+    ("do_sample", (True, False), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    ("watermark", (False,), "the model has no such setting; leave it out"),
+    ("return_full_text", (False,), "an answer holds no prompt; put it before the text yourself"),
+    ("negative_prompt", ("",), "the model has no such setting; ask for it in the prompt"),
+    ("guidance_scale", (1,), "the model has no such setting; leave it out"),
+    ("dynatemp_range", (0,), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    ("top_n_sigma", (-1, 0), UNCERTAINTY),
+    ("t_max_predict_ms", (0,), "an answer ends where the model ends it; set max_tokens"),
+    ("id_slot", (-1,), "samples take the slots that are free; leave it out"),
+    ("request_id rid session_id trace trace_id client_metadata generation_name langfuse_trace_id",
+     (ANY,), "nothing is kept by such a name; leave it out"),
+    ("keep_alive", (ANY,), "the model stays loaded; leave it out"),
+    ("timeout", (ANY,), "the server's own limit is --request-timeout; leave it out"),
+    ("cache_salt", (ANY,), "all requests share a prefix cache, if there is one; leave it out"),
+    ("timings_per_token return_progress", (ANY,), "times are in /metrics; leave it out"),
+    ("max_tool_calls", (ANY,), "the server itself calls no tools; leave it out"),
+    # of clients and proxies, which forward what was meant for themselves
+    ("id chat_id conversation_id user_id tags model_item background_tasks litellm_metadata "
+     "custom_llm_provider num_retries max_retries caching drop_params ttl cache_control cache "
+     "prompt_cache_options disable_fallbacks",
+     (ANY,), "it is the client's own; leave it out"),
+    # shapes of samplers that other fields switch on
+    ("dynatemp_exponent xtc_threshold dry_base dry_allowed_length samplers dry_penalty_last_n "
+     "dry_sequence_breakers repeat_last_n mirostat_tau mirostat_eta",
+     (ANY,), f"{SAMPLING} t_min and t_max, the range it falls over"),
+    ("guided_decoding_backend", (ANY,), "forms have one backend; leave it out"),
+    ("citation_options", (ANY,), "an answer has no citations; leave it out"),
+    ("raw details decoder_input_details post_sampling_probs reasoning_in_content return_meta_info "
+     "perf_metrics_in_response raw_output deferred enable_search disable_tool_validation "
+     "return_images return_related_questions ban_eos_token features background web_search "
+     "image_generation auto_max_new_tokens temperature_last",
+     (OFF,), "the server has nothing that this could switch on; leave it out"),
+    ("parse_tool_calls", (True,), "calls come in tool_calls; leave it out"),
+    ("incremental_output", (True,), "a stream holds what is new; leave it out"),
+    ("result_format", ("message",), "an answer is a message; leave it out"),
+    ("mode", ("instruct",), "this is another server's name; leave it out"),
+    ("n_predict", (-1,), "this is another server's name; set max_tokens"),
+    ("n_keep", (0, -1), "a prompt is taken whole; leave it out"),
+    ("context_length_exceeded_behavior", ("error",), "a prompt is taken whole; shorten it yourself"),
+    ("echo_last", (0,), "an answer holds no prompt; put it before the text yourself"),
+    ("search_parameters", ({"mode": "off"},), "this server fetches nothing; leave it out"),
+    ("thinking_config", ({"thinking_budget": 0},), "set reasoning_effort"),
+    ("max_thinking_tokens", (0,), "the model has no such setting; set reasoning_effort"),
+    ("num_beams", (1,), "there is no beam search; leave it out"),
+    ("random_seed", (), "this is another server's name; set seed"),
+)  # fmt: skip
+FOREIGN = {name: (neutral, why) for names, neutral, why in _FOREIGN for name in names.split()}
 # Names of what a model has to read: where this server reads no such field of a message, a part, a call
 # or a tool, it refuses it. MEDIA may stand in an answer, which is what another server made of them.
 MEDIA = (
@@ -262,20 +237,19 @@ def unread(
     Those ask for nothing. In what clients echo (`to_be_read` is not None), so do those that repeat a
     known field's text, and all with a name that is neither `to_be_read` nor nearly a known one.
     """
-    texts = {given[name] for name in known & given.keys() if isinstance(given[name], str)}
-
-    def changes_nothing(name: str, value: Any) -> bool:
-        if name in REFUSED or not NAME.fullmatch(name):
-            return False
-        if to_be_read is None or nothing(value):
-            return nothing(value)
-        if isinstance(value, str) and value in texts:
-            return True
+    unknown = islice((name for name in given if name not in known), MOST_UNREAD)
+    taken = [name for name in unknown if name not in REFUSED and NAME.fullmatch(name)]
+    if to_be_read is None:
+        return [name for name in taken if nothing(given[name])]
+    texts = [value for name, value in given.items() if name in known and isinstance(value, str)]
+    return [
+        name
+        for name in taken
+        if nothing(given[name])
+        or given[name] in texts
         # a name of one letter is no server's, but a slip
-        return len(name) > 1 and name not in to_be_read and near_miss(name, known) is None
-
-    unknown = (name for name in given if name not in known)
-    return [name for name in islice(unknown, MOST_UNREAD) if changes_nothing(name, given[name])]
+        or (len(name) > 1 and name not in to_be_read and near_miss(name, known) is None)
+    ]
 
 
 def near_miss(name: str, known: frozenset[str]) -> str | None:
