@@ -67,7 +67,11 @@ _LABEL_ALONE = re.compile(r"\W*(?:the\s)?(?:final\s)?(?:answer|result|solution)?
 _MARKED = "*_$`\"'“”‘’«» \t"
 _SEVEN_DIGITS = re.compile(r"(?<![\d.,])(?:\d([, ])\d{3}\1\d{3}|\d{7})(?!,?\d)")
 _NAMES = re.compile(r"(?:\b(?:is|be|was|answer)|[:=])[\s*_`\"']*\Z", re.I)
-_INSTEAD_OF = re.compile(r"(?:\b(?:not|than|instead\sof)|,\s(?:no|non|nicht))[\s*_`\"'$]*\Z", re.I)
+# What denies the number behind it: "not 18", "I first got 18".
+_INSTEAD_OF = re.compile(
+    r"(?i)(?:(?:\b(?:not|than|instead\sof)|,\s(?:no|non|nicht))[\s*_`\"'$]*"
+    r"|\b(?:initially|at\sfirst|first)\s(?:\w+\s)?(?:got|thought|found)\b[^.,;!?]*)\Z"
+)
 _BOX = re.compile(
     r"(?:\\(?:[bB]oxed|fbox|framebox)(?![a-zA-Z])|\bboxed(?=\s*\{))\s*"
     r"(?:\\ \s*|\\(?:text|math|b[fm])\w*\s*)?"
@@ -111,9 +115,6 @@ _HYPOTHESIS = re.compile(r"\b(?:if|had|suppose|assuming|were|unless|otherwise|wi
 _WRONG = re.compile(
     r"[^.!?\n](?:(?!\\boxed|####|\s(?:and|but|while|whereas)\s(?!th|it))[^.!?\n]){0,60}?[\s$*)}](?:is|was|['’]s)\s+"
     r"(?:\w+\s){0,2}?(?:wrong|incorrect|impossible|not(?:\s+(?:right|correct|possible|the\s+answer)\b|\s*(?:[.,;!\n]|\Z)))"
-)
-_RECALLED = re.compile(
-    r"(?i)\b(?:initially|at first|first)\s(?:\w+ )?(?:got|thought|found)\b[^.,;!?]*\Z"
 )
 _BESIDE = re.compile(
     r"(?i)(?:^\W*(?:\w+\{)?remark\b.*|\b(?:would|had|for\scomparison|check\s(?:with|for))\b(?:(?!but\b)[^.!?;])*)\Z"
@@ -169,10 +170,7 @@ def tidy(text: str) -> str:
 def seven_digits(answer: str) -> str | None:
     """Return the number of seven digits, the last that is named if there are several, or None."""
     text = tidy(answer)
-    before = {
-        match: text[max(0, match.start() - 20) : match.start()]
-        for match in _SEVEN_DIGITS.finditer(text)
-    }
+    before = {m: text[max(0, m.start() - 20) : m.start()] for m in _SEVEN_DIGITS.finditer(text)}
     numbers = [match for match in before if not _INSTEAD_OF.search(before[match])]
     if len({re.sub(r"\D", "", match[0]) for match in numbers}) > 1:
         numbers = [match for match in numbers if _NAMES.search(before[match])]
@@ -245,8 +243,7 @@ def _withdrawn(text: str, begin: int, place: int) -> bool:
     before = text[max(text.rfind("\n", 0, place) + 1, place - 200) : place]
     if place > begin and _BESIDE.search(before):
         return not RETRACTION.search(text, max(begin, place - 2000), place)
-    denied = _INSTEAD_OF.search(before) or _RECALLED.search(before)
-    return bool(denied or _WRONG.match(text, place))
+    return bool(_INSTEAD_OF.search(before) or _WRONG.match(text, place))
 
 
 def _marked(text: str) -> Iterator[Found]:
@@ -256,11 +253,10 @@ def _marked(text: str) -> Iterator[Found]:
     text, or if no line is a number alone.
     """
     marked: list[tuple[int, str, bool]] = []
-    headings, expected = set[int](), 1
+    headings = set[int]()
     for match in _HEADING.finditer(text):
-        if int(match[1]) == expected:
+        if int(match[1]) == len(headings) + 1:
             headings.add(match.end())
-            expected += 1
     for match in _MARK.finditer(text):
         line = match[1].strip()
         if any(match.start() <= end <= match.end() for end in headings) or _STEP.match(line):
@@ -325,8 +321,7 @@ def _boxed(text: str) -> Iterator[Found]:
     totals = [
         t for t in _TOTAL.finditer(text, before[0]) if numbers >= {*re.findall(r"\d+", t[1])[:-1]}
     ]
-    added_up = _ADDED_UP.search(text, before[0]) if partial else None
-    added_up = added_up or next(iter(totals), None)
+    added_up = (partial and _ADDED_UP.search(text, before[0])) or next(iter(totals), None)
     if added_up and (number := stated_number(added_up[1])):
         yield added_up.start(), number
 

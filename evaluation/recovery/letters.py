@@ -85,7 +85,11 @@ def final_letter(answer: str, letters: str) -> str | None:
         else len(last) <= _SHORT and not rules.more.search(last)
     )
     alone = rules.alone.fullmatch(last) or (rules.before_text.match(last) if introduced else None)
-    return alone[1].upper() if alone else _concluded(last, rules)
+    if alone:
+        return alone[1].upper()
+    sentence = re.split(r"(?<=[.!?])\s+", last.strip())[-1]
+    match = None if _DENIAL.search(sentence) else rules.concluded.fullmatch(sentence)
+    return match and (match[1] or match[2])  # "Hence (B).", "Only (B) fits."
 
 
 def _stated(text: str, rules: "_OptionPatterns") -> str | None:
@@ -101,13 +105,6 @@ def _stated(text: str, rules: "_OptionPatterns") -> str | None:
                 return ""
             return (corrected[-1] if corrected else last_match)["letter"].upper()
     return None
-
-
-def _concluded(last: str, rules: "_OptionPatterns") -> str | None:
-    """Return the option with which the last sentence concludes: "Hence (B).", "Only (B) fits."."""
-    sentence = re.split(r"(?<=[.!?])\s+", last.strip())[-1]
-    match = None if _DENIAL.search(sentence) else rules.concluded.fullmatch(sentence)
-    return match and (match[1] or match[2])
 
 
 @cache

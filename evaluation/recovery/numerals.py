@@ -22,9 +22,7 @@ from unicodedata import normalize
 SEVERAL: Final = "several"
 LONGEST = 1200  # characters: int() takes at most 4,300 digits, and answers have a few
 _LARGEST_POWER = 4096  # bits of a power that is computed
-_LARGEST_BINOMIAL = 1000
-_LARGEST_RADICAND = 10**18  # its root is exact when a float's is rounded
-_LARGEST_FACTORIAL = 20
+_LARGEST_RADICAND = 10**30  # up to it a whole root is a float's, rounded
 
 _NO_LETTER = r"(?![a-zA-Z])"
 _FONT = r"\\(?:text\w*|math\w+|mbox)"
@@ -116,7 +114,7 @@ SCALES = "hundred|thousand|lakh|million|crore|billion|trillion"
 _SCALE = re.compile(rf"(?<=\d)(?:[kK]\b|(M|B|bn|mn|mln)\b|\s*({SCALES})\b)(?:\s+(?=[a-z]))?")
 _SCALES = {"thousand": 3, "M": 6, "mn": 6, "mln": 6, "million": 6, "B": 9, "bn": 9, "billion": 9}
 _SCALES |= {"hundred": 2, "lakh": 5, "crore": 7, "trillion": 12}
-_FACTORIAL = re.compile(r"(?<![\d.)}])(\d{1,3})\s*!(?![!=])")
+_FACTORIAL = re.compile(r"(?<![\d.)}])(1?\d|20)\s*!(?![!=])")
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "  # noqa: SIM905
     "sixteen seventeen eighteen nineteen".split()
@@ -132,7 +130,7 @@ _NAMED_TWICE = re.compile(  # "seventy (70)"
 _MIXED = re.compile(r"(?<![\d/.])(\d{1,9})\s+(\d{1,9})\s*/\s*(\d{1,9})(?!\d)")
 _FRACTION = re.compile(r"(\d?)\s*\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _INFIX = r"\{{([^{{}}]*)\\{}(?![a-zA-Z])([^{{}}]*)\}}"
-_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*\{\s*(\d{1,3})\s*\}\s*\{\s*(\d{1,4})\s*\}")
 _BRACED_POWER = re.compile(r"\^\s*\{\s*(-?\d+)\s*\}")
 _ROOT = re.compile(r"\\sqrt\s*(?:\[\s*([2-9])\s*\]\s*)?(?:\{([^{}]*)\}|(\d+))")
 _OPERATORS = {
@@ -186,7 +184,8 @@ def stated_number(text: str, *, mathematical: bool = False) -> str | None:
     if _UNEQUAL.search(text):
         return None
     if mathematical:
-        text = _FACTORIAL.sub(_factorial, _NAMING.sub("", text))
+        text = _NAMING.sub("", text)
+        text = _FACTORIAL.sub(lambda m: f"({math.factorial(int(m[1]))})", text)
         if re.search(r"(?<!\$)\b\d+\s*[kKMB]\b|[\d)}]\s*!", text):
             return None
     return _last_side(text)
@@ -299,7 +298,8 @@ def _plain(text: str) -> str:
     for infix, prefix in (("over", "frac"), ("choose", "binom")):
         if f"\\{infix}" in text:
             text = re.sub(_INFIX.format(infix), rf"{{\\{prefix}{{\1}}{{\2}}}}", f"{{{text}}}")
-    text = _BINOMIAL.sub(_binomial, _ROOT.sub(_exact_root, text))
+    text = _ROOT.sub(_exact_root, text)
+    text = _BINOMIAL.sub(lambda m: f"({math.comb(int(m[1]), int(m[2]))})", text)
     for _ in range(3):  # fractions within fractions
         text = _FRACTION.sub(
             lambda m: f"{m[1] and m[1] + '+'}(({m[2] or m[3]})/({m[4] or m[5]}))", text
@@ -314,22 +314,9 @@ def _exact_root(match: re.Match[str]) -> str:
     degree, power = int(match[1] or 2), _computed(_plain(match[2] or match[3]))
     if power is None or power < 0:
         return match[0]
-    roots = [
-        math.isqrt(part) if degree == 2 else round(min(part, _LARGEST_RADICAND) ** (1 / degree))
-        for part in power.as_integer_ratio()
-    ]
-    root = Fraction(*roots)
+    parts = (min(part, _LARGEST_RADICAND) for part in power.as_integer_ratio())
+    root = Fraction(*(round(part ** (1 / degree)) for part in parts))
     return f"({root})" if root**degree == power else match[0]
-
-
-def _factorial(match: re.Match[str]) -> str:
-    n = int(match[1])
-    return match[0] if n > _LARGEST_FACTORIAL else f"({math.factorial(n)})"
-
-
-def _binomial(match: re.Match[str]) -> str:
-    n, k = int(match[1]), int(match[2])
-    return match[0] if n > _LARGEST_BINOMIAL else f"({math.comb(n, k)})"
 
 
 def _computed(text: str) -> Fraction | None:

@@ -56,7 +56,7 @@ SEVERAL = (
 JUDGING = (
     "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "
     "answers stay. So do the trajectories that BF16 is recorded on without a calibration; BF16 reads "
-    "them again beside each model, for its results of all steps would take gigabytes",
+    "them again beside each model, for its results of all steps would take gigabytes"
 )
 LOSSES = {"none": 0.0, "half the margin": 0.5, "the margin": 1.0}  # in every task -> shares of it
 
@@ -112,7 +112,7 @@ def show_plan(
         page.print(task_table(recipe, shares[0]), outlook_table(recipe, shares[0][1]))
     count = replayed_of(recipe)
     few = [] if count == HELD_OUT else [f"replay: {count} of {HELD_OUT} held-out trajectories"]
-    lines = [*few, *ending(asking, hourly_price and hourly_price * gpus), *JUDGING]
+    lines = [*few, *ending(asking, hourly_price and hourly_price * gpus), JUDGING]
     lines += [SEVERAL.format(gpus)] if gpus > 1 else []
     if denoising is not None:
         experts = config["text_config"]["num_experts"]
