@@ -123,18 +123,15 @@ def replay_all(
     out: Path, names: Sequence[str], modes: Sequence[ActivationMode], count: int, device: str
 ) -> None:
     """Replay (variant, mode) pairs that have no file yet, all at once; write their KL by trajectory."""
-    waiting: list[tuple[str, ActivationMode]] = [
-        (name, mode)
-        for name in names
-        for mode in modes
-        if not (out / "replay" / f"{name}-{mode}.json").exists()
+    pairs = [
+        (name, mode, out / "replay" / f"{name}-{mode}.json") for name in names for mode in modes
     ]
-    if not waiting:
-        return
-    models = [(out / name / "checkpoint", mode) for name, mode in waiting]
+    waiting = [pair for pair in pairs if not pair[2].exists()]
+    models = [(out / name / "checkpoint", mode) for name, mode, _ in waiting]
     (out / "replay").mkdir(exist_ok=True)
-    for (name, mode), kl in zip(waiting, kl_of(models, count, device), strict=True):
-        write_json(out / "replay" / f"{name}-{mode}.json", {"kl": kl})
+    made = kl_of(models, count, device) if models else []
+    for (*_, path), kl in zip(waiting, made, strict=True):
+        write_json(path, {"kl": kl})
 
 
 def answer(
@@ -220,12 +217,10 @@ def table(out: Path, base: str = "w4a4") -> list[str]:
     ]
     for path in sorted((out / "served").glob("*.json")):
         theirs = [float(bit) for bit in read_json(path)["right"]]
-        name = path.stem
-        if by_mode := made.get(f"{name}-none"):
+        if by_mode := made.get(f"{path.stem}-none"):
             ours = [float(right) for right in by_mode["right"][0][: len(theirs)]]
-            shown.append(
-                f"| {name} | {mean(theirs):.4f} | {mean(ours):.4f} | {differing(theirs, ours, 100)} |"
-            )
+            less = differing(theirs, ours, 100)
+            shown.append(f"| {path.stem} | {mean(theirs):.4f} | {mean(ours):.4f} | {less} |")
     if not kl and not made:
         raise click.ClickException(f"{out}: nothing is measured there yet")
     return shown
