@@ -16,6 +16,7 @@ All this runs on the engine's thread, for all requests. So each canvas has a bud
 its units of work, the text follows its known way; past its seconds, the request ends with an error.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,13 +25,26 @@ from torch import Tensor
 from quantize.errors import InputError
 from quantize.runtime.sampler.known_tokens import GuideVerdict
 from quantize.serve.budget import PREPARING, Allowance, OverBudgetError, WorkMeter
-from quantize.serve.grammars import AT_ONCE, Grammars, Mask, Matcher, allowed, complaint, take
+from quantize.serve.grammars import (
+    AT_ONCE,
+    LONGEST,
+    Grammars,
+    Mask,
+    Matcher,
+    allowed,
+    complaint,
+    take,
+)
 from quantize.serve.json_forms import FormError
 
 ROUNDS = 8  # most times that a canvas is denoised again
 UNITS = 4096  # of work on one canvas, and UNITS_A_TOKEN for each of its tokens
 UNITS_A_TOKEN = 16
 UNITS_OF_A_FORM = 1 << 16  # of work until a first text of a form is found
+NO_END = (
+    "no text of the answer's form was found; write out the letters that its pattern needs, or let it "
+    "match fewer kinds of text"
+)
 DEAD_END = "none of the texts that were tried leads to an end of the form; make it simpler"
 
 
@@ -39,26 +53,30 @@ class Constraint:
 
     The answer has at most `room` tokens, thoughts included and EOS excluded. `closes` is the token
     that ends the thoughts, None for an answer without thoughts. `allowance` is that of the request,
-    shared by its choices. InputError: no text of the form fits, or finding one takes too long;
-    FormError: more tokens would not help.
+    shared by its choices. `texts` are tokens that the form may want (`Grammars.texts`).
+    InputError: no text of the form fits, or finding one takes too long; FormError: more tokens would
+    not help.
     """
 
     def __init__(
         self, grammars: Grammars, matcher: Matcher, room: int, closes: int | None = None,
-        allowance: Allowance | None = None,
+        allowance: Allowance | None = None, texts: Sequence[list[int]] = (),
     ) -> None:  # fmt: skip
         self.error: str | None = None  # why the answer could not be held to its form
         self.allowance = Allowance() if allowance is None else allowance
         self._grammars, self._matcher = grammars, matcher.deep_copy()
-        self._room, self._closes, self._rounds = room, closes, 0
+        self._room, self._closes, self._rounds, self._texts = room, closes, 0, texts
         meter = WorkMeter(UNITS_OF_A_FORM, lambda: PREPARING, "a text of the answer's form")
         try:
-            way = grammars.way_out(self._matcher, room - (closes is not None), meter)
+            way = grammars.way_out(self._matcher, room - (closes is not None), meter, texts)
+            longer = way is None and grammars.way_out(self._matcher, LONGEST, meter, texts)
         except OverBudgetError as error:
             raise InputError(str(error)) from error
         if way is None:
             if meter.complaint:
                 raise FormError((), meter.complaint)
+            if longer is None:
+                raise FormError((), NO_END)
             raise InputError(f"no text of the answer's form is known that fits into {room} tokens")
         self._way = way  # from here to an accepted end; it fits into the room, always
 
@@ -88,7 +106,8 @@ class Constraint:
         again = self._rounds < ROUNDS
         written, matcher, way = tokens, self._matcher, self._way
         if start < len(tokens):
-            line = _Line(self._grammars, logits, tokens, start, self._room, meter)
+            at = start, self._room, meter
+            line = _Line(self._grammars, self._texts, logits, tokens, *at)
             written, matcher, way = line.write(self._matcher, self._way, hasty=again)
         if matcher.is_error():
             self.error = complaint(matcher) or DEAD_END
@@ -140,6 +159,7 @@ class _Line:
     """One reading of a finished canvas, whose form begins at `start`."""
 
     grammars: Grammars
+    texts: Sequence[list[int]]  # tokens that the form may want
     logits: Tensor
     tokens: list[int]
     start: int
@@ -228,7 +248,8 @@ class _Line:
             trial = matcher.deep_copy()
             if not take(trial, wished[:count], self.meter):
                 return None
-            return self.grammars.way_out(trial, self.room - position - count, self.meter)
+            room = self.room - position - count
+            return self.grammars.way_out(trial, room, self.meter, self.texts)
 
         fits, fails = 0, len(wished) + 1
         count = len(wished)

@@ -38,6 +38,14 @@ class Forms:
         if "grammars" in self.__dict__:
             self.grammars.trial.close()
 
+    def texts(self, body: ChatRequest | CompletionRequest) -> list[list[int]]:
+        """Return the tokens of texts that the form in `body` may want; RequestError 400: none exist."""
+        ((param, kind, form),) = body.forms
+        try:
+            return self.grammars.texts(kind, form)
+        except InputError as error:
+            raise invalid(param, error) from error
+
     def matcher(self, body: ChatRequest | CompletionRequest) -> Matcher | None:
         """Return the matcher of the form in `body`, None if none; RequestError 400: invalid."""
         if not body.forms:

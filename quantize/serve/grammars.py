@@ -1,7 +1,9 @@
 """Makes llguidance's matchers of regexes, JSON forms and calls, and finds the texts that end them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from quantize.errors import InputError
 from quantize.serve.budget import WorkMeter
 from quantize.serve.calls import CLOSE, QUOTE
 from quantize.serve.json_forms import FormError, place_of
+from quantize.serve.patterns import least_text, patterns_in
 from quantize.serve.trial import TOO_MUCH, Trial, compiled
 
 LONGEST = 4096  # most tokens on a way to an accepted end; longer ways are not tried
@@ -37,6 +40,7 @@ class Grammars:
         self._shapes = np.full(self._tokenizer.vocab_size, -1)
         vocabulary = tokenizer.get_vocab()
         marks = [vocabulary[mark] for mark in MARKERS if mark in vocabulary]  # no text holds them
+        self.after_texts = [self._ids("\n"), self._ids('"}]' + THEN)]
         self.orders = [
             marks + self._ids(order) + self._ids(THEN) if order else marks for order in ENDS_FIRST
         ]
@@ -78,9 +82,25 @@ class Grammars:
         except ValueError:
             return None
 
-    def way_out(self, matcher: Matcher, room: int, meter: WorkMeter) -> list[int] | None:
+    def texts(self, kind: str, form: Any) -> list[list[int]]:
+        """Return the tokens of a least text of each regex in a form: an answer may end by them.
+
+        InputError: the form is a regex that matches nothing.
+        """
+        if kind == "regex":
+            return [self._tokenizer.tokenize_str(least_text(form))]
+        wanted = list[list[int]]()
+        for pattern in patterns_in(form) if kind == "json" else []:
+            with suppress(InputError):  # the property may be left out
+                wanted.append(self._tokenizer.tokenize_str(least_text(pattern)))
+        return wanted
+
+    def way_out(
+        self, matcher: Matcher, room: int, meter: WorkMeter, texts: Sequence[list[int]] = ()
+    ) -> list[int] | None:
         """Return at most `room` tokens that lead `matcher` to an accepted end; None: none found.
 
+        `texts` are tokens that the form may want, which are tried in turn, before closing characters.
         None is also returned when `meter` has no units left. OverBudgetError: it has no seconds left.
         """
         if matcher.is_accepting():
@@ -94,28 +114,38 @@ class Grammars:
         if not take(begins, way, meter):
             meter.complaint = self._unwritable(way) or complaint(begins)
             return None
+        orders = [(order, texts) for order in self.after_texts if any(texts)]
         walks = (
-            self._walk(begins.deep_copy(), order, room - len(way), meter) for order in self.orders
+            self._walk(begins.deep_copy(), order, room - len(way), meter, wanted)
+            for order, wanted in [*orders, *((order, ()) for order in self.orders)]
         )
         rest = next((rest for rest in walks if rest is not None), None)
         return None if rest is None else way + rest
 
     def _walk(
-        self, matcher: Matcher, order: Sequence[int], room: int, meter: WorkMeter
-    ) -> list[int] | None:
+        self, matcher: Matcher, order: Sequence[int], room: int, meter: WorkMeter,
+        texts: Sequence[list[int]] = (),
+    ) -> list[int] | None:  # fmt: skip
         """Take the tokens that must follow, else the first of `order` that may, else the least used.
 
+        `texts` come before `order`: one, a token of `order`, the next one.
         Of equally used tokens the shortest is taken, and punctuation rather than letters or digits.
         """
         way: list[int] = []
         taken = np.zeros_like(self._shapes)
+        turns = cycle(texts)
+        text = [*next(turns, [])]
         while not matcher.is_accepting():
             meter.step()
             ahead: list[int] = matcher.compute_ff_tokens() if way else []
             if not ahead:
                 may = allowed(matcher)
                 may[self.ends] = False
-                ahead = [token for token in order if may[token]][:1]
+                if text and may[text[0]]:
+                    ahead = [text.pop(0)]
+                else:
+                    ahead = [token for token in order if may[token]][:1]
+                    text = [*next(turns, [])]
                 if not ahead:
                     choices = np.flatnonzero(may)[:4096]
                     if not len(choices):

@@ -219,14 +219,14 @@ class Service:
         thinks = isinstance(body, ChatRequest) and body.thinks
         closes = self.text.tokenizer.convert_tokens_to_ids(CLOSE) if thinks else None
         guides: list[AnswerGuide | None] = []
-        allowance = Allowance()
+        allowance, texts = Allowance(), self.forms.texts(body) if form is not None else []
         for canvases in asked.canvases:
             room = min(asked.limit, canvases * length)
             for _ in range(body.n):
                 held = None
                 if form is not None:
                     try:
-                        held = Constraint(self.forms.grammars, form, room, closes, allowance)
+                        held = Constraint(self.forms.grammars, form, room, closes, allowance, texts)
                     except FormError as error:
                         raise invalid(body.forms[0][0], error) from error
                     except InputError as error:

@@ -22,6 +22,7 @@ from quantize.serve.failures import RequestError
 from quantize.serve.forms import Forms
 from quantize.serve.grammars import Grammars
 from quantize.serve.json_forms import endless
+from quantize.serve.patterns import least_text
 from quantize.serve.protocol import ChatRequest
 from tests.support.serving import (
     CLOSES,
@@ -129,8 +130,51 @@ def test_a_pattern_that_begins_with_free_text_has_a_way_out(
     assert grammars.way_out(free, 24, meter) is not None
 
 
+ENDS_WITH_FOO = {"type": "string", "pattern": ".*foo$"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "least"),
+    [
+        ("regex", ".*#### [0-9]+", "#### 0"),
+        ("regex", r"[\s\S]*#### [0-9]{1,6}", "#### 0"),
+        ("regex", r"(.*\n)*#### [0-9]{1,6}", "#### 0"),
+        ("regex", r"(.*\n){2}x.*y", "\n\nxy"),
+        ("regex", "[a-z]*(a[^0]b|c[0-9]d+e?z)z", "cde"),
+        ("regex", ".*foo.*", "foo"),
+        ("json", {"properties": {"a": ENDS_WITH_FOO}, "required": ["a"], "type": "object"}, "foo"),
+    ],
+)  # fmt: skip
+def test_a_form_that_wants_certain_letters_is_kept(
+    grammars: Grammars, kind: str, form: Any, least: str
+) -> None:
+    """Free text before them is the model's own, and the answer ends with what the form wants."""
+    texts = grammars.texts(kind, form)
+    matcher = grammars.matcher(kind, form)
+    known = said(Constraint(grammars, matcher, 40, texts=texts)._way)
+    for seed in range(2):
+        text = said(written(grammars, matcher, 40, seed, texts=texts))
+        for answer in (text, known):
+            if kind == "json":
+                assert json.loads(answer)["a"].endswith(least)
+            else:
+                assert re.fullmatch(form, answer), answer
+        assert len(text) > len(known)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "least"),
+    [
+        ("(?:abc|de|f{3})+x?", "de"), (r"[^0]\d\D\w\S", "a0a00"), ("[€-₿]y{2,}?", "€yy"),
+        (r"a|[^\w\W]", "a"), (r"\p{L}", ""), ("(a{999}){999}", ""), ("[^\x00-\uffff]", ""),
+    ],
+)  # fmt: skip
+def test_least_texts_of_patterns(pattern: str, least: str) -> None:
+    assert least_text(pattern) == least
+
+
 def line(grammars: Grammars, tokens: list[int], units: int) -> _Line:
-    return _Line(grammars, torch.zeros(L, V), tokens, 0, L, WorkMeter(units, lambda: 9, "it"))
+    return _Line(grammars, (), torch.zeros(L, V), tokens, 0, L, WorkMeter(units, lambda: 9, "it"))
 
 
 @pytest.mark.parametrize("units", [10**6, 0])
@@ -296,6 +340,8 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
          "required"),
         ({"extra_body": {"guided_regex": "[0-9"}}, "guided_regex", "cannot be compiled"),
         ({"extra_body": {"guided_regex": "a{999}b{999}"}}, "max_tokens", "fits into 128 tokens"),
+        ({"extra_body": {"guided_regex": r".*\p{Lu}\p{Ll}{3}q"}}, "guided_regex", "no text of the"),
+        ({"extra_body": {"guided_regex": r"a[^\s\S]"}}, "guided_regex", "matches no text at all"),
         ({"extra_body": {"guided_json": {"x": {}}, "guided_regex": "a"}}, "guided_regex", "one form"),
         ({"extra_body": {"guided_regex": "a"}, "stop": ["b"]}, "stop", "not with guided_regex"),
         ({"logprobs": True, "stop": ["b"]}, "stop", "not with logprobs"),

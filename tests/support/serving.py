@@ -88,11 +88,12 @@ def chances_after_one_step(question: str, seed: int) -> Tensor:
 
 
 def written(
-    grammars: Grammars, matcher: Matcher, room: int, seed: int, *, thinking: bool = False
-) -> list[int]:
+    grammars: Grammars, matcher: Matcher, room: int, seed: int, *, thinking: bool = False,
+    texts: Sequence[list[int]] = (),
+) -> list[int]:  # fmt: skip
     """What a model of random logits commits, with no more sense than a form gives it."""
     noise = torch.Generator().manual_seed(seed)
-    constraint = Constraint(grammars, matcher, room, CLOSES if thinking else None)
+    constraint = Constraint(grammars, matcher, room, CLOSES if thinking else None, None, texts)
     tokens: list[int] = []
     while len(tokens) < room:
         begun = constraint.lead(L)
