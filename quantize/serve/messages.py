@@ -23,6 +23,7 @@ from quantize.serve.fields import (
     Json,
     Strict,
     String,
+    T,
     Unused,
     by_type,
     misplaced,
@@ -116,24 +117,12 @@ def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": rest, "reasoning_content": "".join(thoughts)}
 
 
-Parts = Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-Content = Annotated[
-    Annotated[String, Tag("text")] | Annotated[Parts, Tag("parts")], by_type("text", list="parts")
-]
-TextContent = Annotated[
-    Annotated[String, Tag("text")] | Annotated[Items[TextPart], Tag("parts")],
+TextOr = Annotated[
+    Annotated[String, Tag("text")] | Annotated[Items[T], Tag("parts")],
     by_type("text", list="parts"),
 ]
-
-
-AnswerContent = Annotated[
-    Annotated[String, Tag("text")]
-    | Annotated[
-        Items[Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]],
-        Tag("parts"),
-    ],
-    by_type("text", list="parts"),
-]
+Content = TextOr[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+AnswerPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
 
 
 class CalledFunction(Echoing):
@@ -175,7 +164,7 @@ class Instruction(_Turn):
     """An instruction for the whole chat; the role `developer` becomes `system`."""
 
     role: Annotated[Literal["system", "developer"], AfterValidator(lambda _: "system")]
-    content: TextContent
+    content: TextOr[TextPart]
 
 
 class Question(_Turn):
@@ -191,7 +180,7 @@ class Reply(_Turn):
     to_be_read = tuple(name for name in TO_BE_READ if name not in MEDIA)
 
     role: Literal["assistant"]
-    content: AnswerContent | None = None
+    content: TextOr[AnswerPart] | None = None
     reasoning_content: String | None = None
     annotations: list[Any] | None = Unused
     reasoning: Any = Echoed  # these four are ignored unless `_takes_what_was_said` reads them
@@ -231,7 +220,7 @@ class Result(_Turn):
     """A tool's result for a call in the assistant's message before it."""
 
     role: Literal["tool"]
-    content: TextContent
+    content: TextOr[TextPart]
     tool_call_id: String
     name: String | None = Field(None, pattern=NAME, description="Optional: the template finds it.")
 
