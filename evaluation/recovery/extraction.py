@@ -69,7 +69,7 @@ _SEVEN_DIGITS = re.compile(r"(?<![\d.,])(?:\d([, ])\d{3}\1\d{3}|\d{7})(?!,?\d)")
 _NAMES = re.compile(r"(?:\b(?:is|be|was|answer)|[:=])[\s*_`\"']*\Z", re.I)
 # What denies the number behind it: "not 18", "I first got 18".
 _INSTEAD_OF = re.compile(
-    r"(?i)(?:(?:\b(?:not|than|instead\sof)|,\s(?:no|non|nicht))[\s*_`\"'$]*"
+    r"(?i)(?:(?:\b(?:not|than|instead\sof|rul(?:e|ed|ing)\sout)|,\s(?:no|non|nicht))[\s*_`\"'$]*"
     r"|\b(?:initially|at\sfirst|first)\s(?:\w+\s)?(?:got|thought|found)\b[^.,;!?]*)\Z"
 )
 _BOX = re.compile(
@@ -97,7 +97,9 @@ _ADDED_UP = re.compile(
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _OPERATOR = re.compile(r"[ $]*(?:[-+*×]|\\cdot|\\times)[ $]*")
 _TOTAL = re.compile(rf"((?:\d{{1,9}}{_OPERATOR.pattern}){{1,9}}\d{{1,9}} *= *\d+)")
-_NEXT_BOX = re.compile(rf"[\s$.,\\()]*(?:\bor\b|\band\b|,)[\s$\\(]*|{_OPERATOR.pattern}")
+_NEXT_BOX = re.compile(
+    rf"[\s$.,\\()]*(?:text\{{\s*)?(?:\bor\b|\band\b|,)[\s$\\(}}]*|{_OPERATOR.pattern}"
+)
 _EMPHASIS = re.compile(
     r"\*\*([^*\n]{1,80})\*\*[^\d*\n]{0,80}[.!]\W*\Z|\*\*([^*\n]{1,80}[.!])\*\*\W*\Z"
     r"|(?:\A|=\s*)(?:\*\*|\\math(?:bf|rm)\{)(\d[^*{}\n]{0,80})(?:\*\*|\})\W*\Z"
@@ -122,7 +124,7 @@ _BESIDE = re.compile(
 # "So Kylar pays $64." as the last sentence, which does not only confirm what was stated.
 _CONCLUSION = re.compile(
     r"(?i)(?:\A|(?<=[.!?\n])\s*)(?!(?:[^.!?\n]|\.\d)*(?:\b(?:is|stays|remains)\s(?:indeed\s)?(?:right|correct|unchanged)"
-    r"|\b(?:confirms?|stands|holds|checks|(?:so|thus)\sfar|still|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*\b(?:so|thus|hence|therefore|altogether|in\s(?:total|all))\b,?"
+    r"|\b(?:confirms?|stands|holds|checks|(?:so|thus)\sfar|still|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*\b(?:so|thus|hence|therefore|altogether|conclude\sthat|in\s(?:total|all))\b,?"
     r"|\W*(?:the|our)\s(?:requested|desired|required|total|remainder|result|m(?:in|ax)imum\svalue)\b)((?:[^.!?\n]|\.\d)+))[.!][\W_]*(?:\\\w+\W*)?\Z"
 )
 _RELATIVE = re.compile(
@@ -137,7 +139,7 @@ _NUMBER = re.compile(
 # What makes a number an aside, where another one is stated: "in 1 day", "each of 7 days".
 _ASIDE = re.compile(
     r"(?i)\b(?:in|on|for|from|after|before|by|with|within|per|every|each"
-    r"|(?:each|half|quarter|third|all|any|out|\w*\d)\sof(?:\sthe(?:se|ir)?|\sthose)?)\W*\Z"
+    r"|(?:each|half|quarter|third|all|any|out|\w*\d)\sof(?:\s(?:the(?:se|ir)?|those|his|her))?)\W*\Z"
 )
 _ONLY_NUMBER = re.compile(r"[-+−]?\s*\\?[$€£¥]?\s*[-+−]?\d[\d,. ]*(?:\s*\\?%)?")
 _HEADED = re.compile(rf"(?m)^\W{{0,4}}?#{{1,6}}[\s*_$`]*({_ONLY_NUMBER.pattern})[\s*_$`.]*$")

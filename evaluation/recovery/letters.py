@@ -85,6 +85,9 @@ def final_letter(answer: str, letters: str) -> str | None:
         else len(last) <= _SHORT and not rules.more.search(last)
     )
     alone = rules.alone.fullmatch(last) or (rules.before_text.match(last) if introduced else None)
+    first, _, rest = text.partition("\n")
+    if len([*filter(rules.alone.fullmatch, text.split("\n"))]) == 1 and not _TAKEN_BACK.match(rest):
+        alone = alone or rules.alone.fullmatch(first)  # and the rest explains it
     if alone:
         return alone[1].upper()
     sentence = re.split(r"(?<=[.!?])\s+", last.strip())[-1]
@@ -171,4 +174,6 @@ class _OptionPatterns:
             rf"[\s*_#>-]*+{_HENCE}{_NOUN}{_MARKUP}([{letters}{letters.lower()}])[{_CLOSING}]*+"
             rf"(?:\\[)\]])?[\s$.*]*"
         )
-        self.before_text = re.compile(rf"{_MARKUP}({large})(?:[)\]]|\.\s|:\s)")
+        self.before_text = re.compile(
+            rf"{_MARKUP}({large})(?:[)\]]|\.\s|:\s|,\s(?:because|since)\b)"
+        )

@@ -41,7 +41,7 @@ from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {7: "009c98eb9a3d"}  # version of the rule -> digest of its modules
+RULE = {7: "79c6657e9f8c"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -108,11 +108,11 @@ def test_of_350_answers_that_version_6_had_not_seen_none_is_read_as_another_valu
     assert _misread(HELD_OUT_OF_6) == []
 
 
-def test_of_196_answers_that_version_7_had_not_seen_three_are_read_as_another_value() -> None:
-    """It read 4 of the first 108 so when it first saw them, and 7 of the other 88."""
+def test_of_263_answers_that_version_7_had_not_seen_three_are_read_as_another_value() -> None:
+    """It read 4 of the first 108 so when it first saw them, 7 of the next 88 and 2 of the other 67."""
     marks = right(ours, HELD_OUT_OF_7)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (73, 79), "svamp": (7, 7), "aime25": (58, 61), "gpqa_diamond": (45, 49),
+        "gsm8k": (98, 105), "svamp": (7, 7), "aime25": (76, 80), "gpqa_diamond": (65, 71),
     }  # fmt: skip
     assert _misread(HELD_OUT_OF_7) == [
         "#### Ben: 12\n#### Ann: 15",
@@ -196,6 +196,7 @@ def test_operations_in_boxes_are_computed_or_hide_the_number(text: str, value: s
         ("**Final Answer**\n\nSara spends \\$24.", "24"), ("**Answer.** 70", "70"),
         ("So she has 5, so in total 12 eggs.", "12"), ("36 eggs\n\nHope this helps!", "36"),
         ("Hope has 12 apples", None), ("#### 5 of 7 days", "5"),
+        ("So he can give each of his 4 friends 9 cards.", "9"),
     ],
 )  # fmt: skip
 def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
@@ -209,6 +210,8 @@ def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
     ("text", "value"),
     [
         (r"\boxed{16} is right, and \boxed{18} is not.", "16"), (r"\boxed{16} is not.", None),
+        (r"\boxed{72} \text{ or } \boxed{144}", None), (r"We conclude that $n = 72$.", "72"),
+        (r"It is \boxed{72}, though I cannot rule out \boxed{73}.", "72"),
         (r"\boxed{16} is not only the minimum but the answer.", "16"),
         (r"The answer is \boxed{16} rather than \boxed{18}.", "16"),
         (r"I first got \boxed{18}, but no. So the sum is $3+13 = 16$.", "16"),
@@ -250,7 +253,10 @@ def test_of_several_boxes_the_one_that_the_text_stands_by_counts(
         ("(C) it is not.", None), ("That leaves (B) and (D).", None), ("By elimination, (C).", "C"),
         ("The false statement is (B).", "B"), ("(B) is more precise than (A).", None),
         ("This excludes (A), leaving (D).", "D"), ("La respuesta es la opci\u00f3n (B).", "B"),
-        ("So E = 4 eV \u2192 Option (B)", "B"), ("I answer (C).", "C"), ("C.\n\nConfidence: B+", "C"),
+        ("So E = 4 eV \u2192 Option (B)", "B"), ("I answer (C).", "C"),
+        ("(D)\n\nThe units of (A) and (B) are wrong.", "D"), ("(A)\n3 eV\n(B)\n4 eV", None),
+        ("(A)\n\nHmm, that is wrong.", None), ("(A)\n\nWait, no. It is (B).", "B"),
+        ("D, because it has the right units.", "D"), ("C.\n\nConfidence: B+", "C"),
     ],
 )  # fmt: skip
 def test_letters_that_a_sentence_ends_with_or_leaves_are_chosen(
