@@ -22,12 +22,13 @@ import torch
 
 from experiments.reuse import Reusing, rule_named
 from experiments.rounding import differing
+from experiments.routing import prompt_of
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sample, Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.generate import generate
 from quantize.runtime.engine.interface import complete
-from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.chat import load_tokenizer
 from quantize.runtime.weights.load import TextWeights, load_packed
 
 NEVER = 1e-30
@@ -75,10 +76,7 @@ def main(problems: int, checkpoint: Path, rows: tuple[str, ...], answers: Path |
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer, stated = load_tokenizer(checkpoint), Sampler.from_checkpoint(checkpoint)
     heldout = [json.loads(line) for line in HELDOUT.read_text().splitlines()[:problems]]
-    prompts = [
-        encode_chat(tokenizer, [{"role": "user", "content": problem["question"]}], thinking=False)
-        for problem in heldout
-    ]
+    prompts = [prompt_of(problem, False, checkpoint) for problem in heldout]
     numbers = [str(problem["answer_number"]) for problem in heldout]
     weights = load_packed(checkpoint, device)
     rules = {row: rule_named(row, weights) for row in rows if row not in ROWS}

@@ -18,8 +18,10 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import Any
 from unittest import mock
 
 import click
@@ -84,25 +86,29 @@ def held_choice(x: Tensor, router: Tensor, scale: Tensor, choice: Choice, held: 
     return experts, weights
 
 
+tokenizer_of = cache(load_tokenizer)
+
+
+def prompt_of(row: dict[str, Any], thinking: bool, checkpoint: Path = CHECKPOINT) -> list[int]:
+    """Tokenize a problem as a chat."""
+    chat = [{"role": "user", "content": row["question"]}]
+    return encode_chat(tokenizer_of(checkpoint), chat, thinking=thinking)
+
+
 def heldout(count: int, seed: int = 0, checkpoint: Path = CHECKPOINT) -> list[Prompt]:
     """Return `count` held-out problems, others for another seed; every second one turns thinking on.
 
     Raises:
         click.ClickException: there are too few for this seed.
     """
-    tokenizer, first = load_tokenizer(checkpoint), FIRST + seed * count
+    first = FIRST + seed * count
     lines = HELDOUT.read_text("utf-8").splitlines()[first : first + count]
     if len(lines) < count:
         raise click.ClickException(
             f"seed {seed}: {len(lines)} of {count} held-out problems are there"
         )
-    prompts: list[Prompt] = []
-    for index, line in enumerate(lines):
-        chat = [{"role": "user", "content": json.loads(line)["question"]}]
-        thinking = index % 2 == 1
-        ids = encode_chat(tokenizer, chat, thinking=thinking)
-        prompts.append(Prompt(tuple(ids), thinking))
-    return prompts
+    rows = [(json.loads(line), index % 2 == 1) for index, line in enumerate(lines)]
+    return [Prompt(tuple(prompt_of(row, odd, checkpoint)), odd) for row, odd in rows]
 
 
 def recorded(

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
 from experiments.rounding import VARIANTS, recipe_of
-from experiments.routing import BATCH, kl_of
+from experiments.routing import BATCH, kl_of, prompt_of
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
@@ -45,7 +45,7 @@ from quantize.host.progress import say
 from quantize.recipe.sections import Calibration
 from quantize.runtime import Sampler, open
 from quantize.runtime.engine.interface import Engine
-from quantize.runtime.prompt.chat import encode_chat, load_tokenizer
+from quantize.runtime.prompt.chat import load_tokenizer
 from quantize.runtime.record.ranges import Ranges
 from quantize.runtime.record.trajectory import Prompt, record_all
 from quantize.schemes.hessians import Hessians
@@ -69,12 +69,6 @@ COMPARISONS = len(MADE) * (len(SOURCES) - 1)
 RECIPE = recipe_of(VARIANTS["w4a4-gptq"], 1)
 SAMPLER = Sampler.from_checkpoint(CHECKPOINT)
 TOKENIZER = load_tokenizer(CHECKPOINT)
-
-
-def prompt_of(row: dict[str, Any], thinking: bool) -> list[int]:
-    """Tokenize a problem as a chat."""
-    chat = [{"role": "user", "content": row["question"]}]
-    return encode_chat(TOKENIZER, chat, thinking=thinking)
 
 
 def shuffled(seed: int) -> list[dict[str, Any]]:
