@@ -1,12 +1,12 @@
 r"""Reads the option that an answer chooses: "The answer is (B).", "_B_", "Option (B) is correct.".
 
 A sentence that names the answer and a box come before a sentence that calls an option right, and
-both before the only option that is marked as right ("(B) Correct: ..."). Then come a last line that
-is nothing but a letter, and a last sentence that concludes with an option ("Hence (B)."). Of several
-the last counts. An option that is denied, doubted or conditional ("not (B)", "if (B) is right") is
-not chosen, and neither are two, nor "(A) if ..., (B) otherwise". Behind a retraction ("Wait, no: it
-is (B)") the last option that it names is chosen, and none where the very next sentence takes the
-option back ("No, that cannot be.") and names no other.
+both before the only option that is marked as right ("(B) Correct: ..."). Then come a last line, or
+else a first one, that is nothing but a letter, and a last sentence that concludes with an option
+("Hence (B)."). Of several the last counts. An option that is denied, doubted or conditional ("not
+(B)", "if (B) is right") is not chosen, and neither are two, nor "(A) if ..., (B) otherwise". Behind
+a retraction ("Wait, no: it is (B)") the last option that it names is chosen, and none where the very
+next sentence takes the option back ("No, that cannot be.") and names no other.
 """
 
 import re

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from quantize.recipe.reading import load_recipe
-from quantize.stages.plan import chances
+from quantize.stages.plan import chances, show
 from quantize.stages.plan.chances import SOLVED, outlook
+from quantize.stages.plan.estimate import known_plans
 from tests.support.worlds import SHIPPED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
@@ -67,6 +68,17 @@ def test_more_answers_decide_more_often_and_twice_the_margin_fails() -> None:
     assert passing == 0
     assert failing > 0.99
     assert tokens < 0.1
+
+
+def test_nothing_is_said_where_the_size_of_a_task_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other tasks alone would pass too often."""
+    assert show.outlook_table(NVFP4, 3600).row_count == 3
+    monkeypatch.setattr(show, "known_plans", lambda _: known_plans(NVFP4.asking(["gsm8k"], None)))
+    table = show.outlook_table(NVFP4, 3600)
+    assert table.row_count == 0
+    assert "not known" in str(table.caption)
 
 
 def test_the_shares_that_bf16_solves_are_those_of_the_simulated_worlds() -> None:

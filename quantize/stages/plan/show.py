@@ -191,7 +191,10 @@ def outlook_table(recipe: Recipe, seconds: float | None) -> Table:
     """Return a table of how runs end by the true loss; `seconds` is the time of all tokens."""
     numbers, time = ("PASS", "FAIL", "tokens asked"), ["time"] if seconds else []
     table = narrow_table(None, ("true loss in each task", *numbers, *time), numbers)
-    for name, lost in LOSSES.items() if known_plans(recipe) else ():
+    table.caption = "not known: nor is the number of a task's questions, before its data is read"
+    if known_plans(recipe).keys() != {*recipe.evaluation.tasks}:
+        return table
+    for name, lost in LOSSES.items():
         shares = outlook(recipe, lost)
         times = [rounded(TYPICAL * shares[-1] * seconds)] if seconds else []
         table.add_row(name, *(f"{share:.0%}" for share in shares), *times)
