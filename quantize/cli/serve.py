@@ -42,7 +42,9 @@ Honoured: max_tokens, stop, seed, n, stream with stream_options.include_usage,
 Ignored: temperature, top_p, top_k, min_p and penalties, which steer sampling token by token;
   verbosity, service_tier, store; a message's name, a picture's detail. The header
   X-Ignored-Parameters names those that a request has; --strict refuses them.
-  usage.ignored_parameters repeats them. A max_tokens above what there is room for gives what there
+  usage.ignored_parameters repeats them. Without max_tokens an answer has at most as many as the
+  checkpoint's generation_config.json says (128 with the bundled model); /v1/models lists them as
+  default_max_tokens. A max_tokens above what there is room for gives what there
   is, and the header X-Max-Tokens says how much.
   temperature 0 without a seed takes a fixed seed. Any other field is refused with 400, by name.
 A stream sends finished canvases; with stream_options.include_drafts also every denoising step.

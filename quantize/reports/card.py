@@ -96,10 +96,15 @@ def _flags(canvas: int, steps: int | None) -> list[str]:
     ]
 
 
+def _served(checkpoint: Path) -> dict[str, Any]:
+    """Return the settings that a checkpoint states for generation, {} if it has no such file."""
+    path = checkpoint / GENERATION
+    return read_json(path) if path.is_file() else {}
+
+
 def _steps_served(checkpoint: Path) -> int | None:
     """Return the most steps that a checkpoint states, None if they are the usual ones."""
-    path = checkpoint / GENERATION
-    stated = read_json(path).get("max_denoising_steps") if path.is_file() else None
+    stated = _served(checkpoint).get("max_denoising_steps")
     return None if stated == CONTROLS["max_denoising_steps"].default else stated
 
 
@@ -145,6 +150,7 @@ def card(
         groups=_groups(run.targets_csv),
         override=override,
         serving=SERVING,
+        new_tokens=str(_served(run.checkpoint).get("max_new_tokens", "how many")),
         serve=serve_command(repo, canvas, steps),
         docker=docker_command(repo, canvas, steps),
         attributions=sorted(

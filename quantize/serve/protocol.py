@@ -50,6 +50,8 @@ MOST_NAMES = 128  # of ignored fields of one request, in a header
 INT64 = 2**63
 FIXED_SEED = 0  # for temperature 0: clients that send it want the same answer each time
 
+BY_DEFAULT = "generation_config.json's max_new_tokens by default: default_max_tokens of /v1/models."
+MostTokens = Annotated[int | None, Field(ge=1, le=INT64 - 1, description=BY_DEFAULT)]
 Ignored = Field(None, description=IGNORED)
 Refused = Field(None, description="Refused, except for the value that changes nothing.")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -113,7 +115,7 @@ class Asked(create_model("Foreign", __base__=Strict, **_FOREIGN)):
 class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS)):
     """The fields that chats and plain completions share."""
 
-    max_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    max_tokens: MostTokens = None
     stop: String | Items[String] = Field(default_factory=list[str])
     seed: int | None = Field(None, ge=-INT64, le=INT64 - 1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -239,7 +241,7 @@ class ChatRequest(_Generation):
     """The body of POST /v1/chat/completions."""
 
     messages: Items[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    max_completion_tokens: MostTokens = None
     chat_template_kwargs: TemplateOptions = Field(default_factory=TemplateOptions)
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = Field(

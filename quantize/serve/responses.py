@@ -33,7 +33,7 @@ from quantize.serve.messages import (
     Function,
     RefusalPart,
 )
-from quantize.serve.protocol import INT64, Asked, ChatRequest
+from quantize.serve.protocol import Asked, ChatRequest, MostTokens
 
 STORED = "nothing is stored here; send the items of earlier answers themselves (store: false)"
 Text = Annotated[String, Tag("text")]
@@ -170,7 +170,7 @@ class ResponsesRequest(Asked):
         Text | Annotated[Items[Item], Field(max_length=MAX_MESSAGES), Tag("items")], ByShape
     ]
     instructions: String | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=INT64 - 1)
+    max_output_tokens: MostTokens = None
     tools: Items[FunctionTool] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("text")]

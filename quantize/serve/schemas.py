@@ -86,6 +86,7 @@ TextCompletion = _shape(
 Model = _shape(
     "Model", "The one model that is served.",
     id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int,
+    default_max_tokens=int,
     fingerprint=str | None, activations=str, judged_activations=list[str] | None,
 )  # fmt: skip
 Models = _shape("Models", "Answer to GET /v1/models.", object=Literal["list"], data=list[Model])

@@ -173,6 +173,7 @@ class Service:
         model = {"id": self.options.model_name, "object": "model", "created": 0}
         facts = {"fingerprint": self.options.fingerprint, "activations": self.options.activations}
         facts |= {"judged_activations": self.options.judged_activations}
+        facts |= {"default_max_tokens": self.sampler.max_new_tokens}
         return model | {"owned_by": "quantize", "max_model_len": self.max_length} | facts
 
     def check_model(self, name: str) -> None:

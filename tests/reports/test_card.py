@@ -271,6 +271,17 @@ def test_serving_commands_are_those_of_the_data_file(run: RunDir) -> None:
     assert commands(f"```\n{serve_command(REPO, 64)}\n```", "vllm")[0][:3] == vllm[:3]
 
 
+def test_the_card_says_how_many_tokens_its_checkpoint_states(run: RunDir) -> None:
+    """The number is that of the file beside the card; without the file it names none."""
+    path = run.checkpoint / "generation_config.json"
+    write_json(path, {"max_new_tokens": 77})
+    assert "| generation_config.json says 77 new tokens, which would cap" in card_of(run)
+    path.unlink()
+    text = card_of(run)
+    assert "| generation_config.json says how many new tokens, which would cap" in text
+    assert "new_tokens}" not in text
+
+
 def test_the_tutorial_serves_with_the_same_command() -> None:
     page = Path(__file__).parents[2] / "docs/tutorials/serve-with-vllm.md"
     readme = page.read_text()

@@ -351,6 +351,23 @@ def test_more_tokens_than_there_is_room_for_are_told(server: Running) -> None:
     assert int(told.headers["X-Max-Tokens"]) == server.service.max_length // 64 * 64 - 64
 
 
+TOKEN_LIMITS = {
+    "ChatRequest": ["max_tokens", "max_completion_tokens"],
+    "CompletionRequest": ["max_tokens"],
+    "ResponsesRequest": ["max_output_tokens"],
+}
+
+
+def test_the_default_of_max_tokens_is_listed_and_described(server: Running) -> None:
+    model = server.openai.models.list().data[0]
+    stated = json.loads((CHECKPOINT / "generation_config.json").read_text())["max_new_tokens"]
+    assert model.default_max_tokens == stated  # type: ignore[attr-defined]
+    shapes = server.http.get("/openapi.json").json()["components"]["schemas"]
+    for shape, fields in TOKEN_LIMITS.items():
+        for field in fields:
+            assert "default_max_tokens" in shapes[shape]["properties"][field]["description"]
+
+
 def test_a_prompt_that_is_too_long_is_refused_with_a_way_out(server: Running) -> None:
     message = post(server, messages=[USER | {"content": "x " * 5000}]).json()["error"]["message"]
     assert "at most 4032 are taken, because prompt and answer share 4096: shorten it" in message
