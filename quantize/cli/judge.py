@@ -50,7 +50,9 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     """Compare the quantized models of two runs, question by question.
 
     Lists the questions that only one run got right, or that both got wrong with different answers.
-    A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable.
+    A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable:
+    both runs must have the same tasks, as many questions and repeats, the same seed, prompts and
+    sampler. If a run has fewer questions, judge or run it again with the other's --limit.
     """
     from quantize.api import compare as compare_runs
     from quantize.host.progress import say, screen

@@ -12,6 +12,7 @@ from typing import Any
 from quantize.checkpoints.reader import GENERATION, Checkpoint
 from quantize.errors import GateError, InputError
 from quantize.host.files import read_json, write_bytes, write_json
+from quantize.host.progress import say
 from quantize.pipeline.run import advance, opened
 from quantize.pipeline.stages import STAGES, Run, stage
 from quantize.pipeline.staleness import change_for, check_fresh
@@ -34,12 +35,18 @@ def adopt(path: Path, name: str | None, *, restores: bool) -> int:
     """
     with opened(path) as run:
         check_fresh(run.folder, run.recipe, STAGES)
-        settings = {} if restores else _settings(run, name)
-        _write(run, settings)
+        point = None if restores else _point(run, name)
+        _write(run, point["settings"] if point else {})
+        whose = f"operating point {point['name']}" if point else "the BF16 model"
+        say(
+            f"adopt: {GENERATION} in {run.folder.checkpoint} has the settings of {whose} now; the "
+            f"weights are as they were. verify compares all of them again, and report is written again"
+        )
         return advance(run)
 
 
-def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
+def _point(run: Run, name: str | None) -> Mapping[str, Any]:
+    """Return the operating point that is adopted, as the report has it; errors as in `adopt`."""
     report = read_json(run.folder.report_json, "operating_points", "tasks", "speeds")
     points = report["operating_points"]
     if not points:
@@ -66,7 +73,7 @@ def _settings(run: Run, name: str | None) -> Mapping[str, Any]:
             f"operating point {chosen[0]['name']} rounds activations {chosen[0]['activations']}, which "
             f"{GENERATION} cannot state; serve it with --activations {chosen[0]['activations']}"
         )
-    return chosen[0]["settings"]
+    return chosen[0]
 
 
 def _made_with(report: Mapping[str, Any], point: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,6 +31,10 @@ from quantize.runs.models import CANDIDATE
 from quantize.runs.weights import Weights
 
 CONFIDENCE = 0.95
+SAME_QUESTIONS = (
+    "runs are compared on the same questions, asked in the same way: run or judge one of them again "
+    "with the other's --task, --limit and `evaluation` of the recipe"
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
     facts = {name: (figures[0].get(name), figures[1].get(name)) for name in names}
     if tasks_of[0] != tasks_of[1]:
         lists = " and ".join(", ".join(tasks) for tasks in tasks_of)
-        return RunComparison({}, {}, facts, f"tasks differ: {lists}")
+        return RunComparison({}, {}, facts, f"tasks differ: {lists}; {SAME_QUESTIONS}")
     entries: dict[str, dict[str, Any]] = {}
     questions: dict[str, list[dict[str, Any]]] = {}
     for task in tasks_of[0]:
@@ -67,7 +71,11 @@ def compare_runs(a: RunDir, b: RunDir) -> RunComparison:
         terms = Terms(estimand="such_questions", margin_pp=100, confidence=1 - level)
         entries[task], _ = pair(ours, theirs, terms)
         questions[task] = [] if entries[task]["not_comparable"] else differing(ours, theirs)
-    reasons = (f"{t}: {e['not_comparable']}" for t, e in entries.items() if e["not_comparable"])
+    reasons = (
+        f"{t}: {e['not_comparable']}; {SAME_QUESTIONS}"
+        for t, e in entries.items()
+        if e["not_comparable"]
+    )
     return RunComparison(entries, questions, facts, next(reasons, None))
 
 

@@ -47,6 +47,9 @@ def test_a_point_that_passes_is_served_verified_and_published(quick: Quick) -> N
     run, before = quick.folder, fingerprint(Checkpoint.open(quick.folder.checkpoint))
     done = quick("adopt", run.path, "t10")
     assert (done.code, done.redone()) == (0, ["verify", "report"])
+    said = " ".join(done.err.split())
+    assert "has the settings of operating point t10 now; the weights are as they were." in said
+    assert said.index("adopt: generation_config.json in ") < said.index("verify: ")
     assert Sampler.from_checkpoint(run.checkpoint).max_denoising_steps == 10
     report = read_json(run.report_json)
     assert report["served_at"] == "t10"

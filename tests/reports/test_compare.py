@@ -18,11 +18,11 @@ from tests.support.quick_run import TASK, rows
 PLAN = Plan("such_questions", 100, 1, 0)
 
 
-def scored(folder: Path, right: int, looks: int) -> tuple[RunDir, Scoring]:
+def scored(folder: Path, right: int, looks: int, plan: Plan = PLAN) -> tuple[RunDir, Scoring]:
     """Return a run that ended after so many looks, whose model has so many more answers right."""
     everything = rows([float(i % 2 or i < right) for i in range(100)])
-    asked = PLAN.first(PLAN.looks[looks - 1]).answers
-    made_with = {"planned": asdict(PLAN)}
+    asked = plan.first(plan.looks[looks - 1]).answers
+    made_with = {"planned": asdict(plan)}
     scoring = Scoring(TASK, everything, {}, made_with).only(asked)
     run = RunDir(folder)
     write_scoring(run.evaluation / "quantized", scoring)
@@ -52,3 +52,14 @@ def test_an_interval_holds_at_any_look(
     interval, plain = entry["difference_interval"], alone.difference_interval
     ratio = (interval["high"] - interval["low"]) / ((plain.high or 0) - (plain.low or 0))
     assert wider[0] < ratio < wider[1]
+
+
+def test_runs_of_differing_limits_are_told_how_they_become_comparable(tmp_path: Path) -> None:
+    a, _ = scored(tmp_path / "a", 20, 5)
+    b, _ = scored(tmp_path / "b", 20, 5, replace(PLAN, questions=60))
+    reason = compare_runs(a, b).not_comparable
+    assert reason is not None
+    assert reason.startswith(f"{TASK}: documents differ: 100 against 60; ")
+    assert "judge one of them again with the other's --task, --limit" in reason
+    write_json(b.evaluation / "done.json", {"tasks": []})
+    assert "; runs are compared on the same questions" in str(compare_runs(a, b).not_comparable)
