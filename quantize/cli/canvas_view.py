@@ -80,8 +80,9 @@ def watch(
             sample = answer(_Drawing(tokenizer, sampler.eos_token_ids, live))
     output.add(sample, ended=True)
     taken, seconds = ", ".join(map(str, sample.steps_per_canvas)), time.monotonic() - started
+    of = "canvas" if sample.canvases == 1 else "canvases"
     say(
-        f"{sample.new_tokens} tokens in {sample.canvases} canvases of {taken} steps: "
+        f"{sample.new_tokens} tokens in {sample.canvases} {of} of {taken} steps: "
         f"{sample.tokens_per_forward:.1f} tokens a forward, {seconds:.1f} s, ended by "
         f"{'EOS' if sample.finish == 'eos' else 'its budget'}"
     )

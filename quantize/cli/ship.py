@@ -58,7 +58,11 @@ def adopt(run: Path, point: str | None, restores: bool) -> int:
 
 @click.command()
 @with_options("run")
-@click.option("--out", type=click.Path(path_type=Path), help="File to write; RUN.zip by default.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="File to write; by default NAME.zip here, NAME being the run's folder.",
+)
 def bundle(run: Path, out: Path | None) -> None:
     """Pack what a run found into one file: versions, times, memory, checks, scores and verdict.
 

@@ -83,7 +83,8 @@ def with_template(tokenizer: Any, template: str | None) -> Any:
         check_prompt(tokenizer)
     except (OSError, UnicodeDecodeError, InputError) as error:
         reason = str(error).removeprefix("messages: ")
-        raise InputError(f"--chat-template {template}: {reason}; name a Jinja file") from error
+        fix = "name a Jinja file, or `tools`, which ships"
+        raise InputError(f"--chat-template {template}: {reason}; {fix}") from error
     return tokenizer
 
 

@@ -39,7 +39,8 @@ def test_the_answer_is_the_one_of_the_runtime() -> None:
     (sample,) = generate(engine, [ids], [3], max_new_tokens=sampler.max_new_tokens, sampler=sampler)
     assert done.stdout == tokenizer.decode(sample.tokens, skip_special_tokens=True) + "\n"
     assert "#### 8" in done.stdout
-    assert f"{sample.new_tokens} tokens in {sample.canvases} canvases" in done.stderr
+    assert sample.canvases == 1
+    assert f"{sample.new_tokens} tokens in 1 canvas of " in done.stderr
 
 
 def test_the_drawing_shows_every_token_and_marks_the_accepted() -> None:

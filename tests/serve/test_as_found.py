@@ -439,7 +439,9 @@ def test_tools_can_be_tried_with_the_template_that_ships(tmp_path: Path) -> None
     assert with_template(loaded, str(own)).chat_template == own.read_text()
     own.write_text("{% for %}")
     for wrong in (str(own), str(tmp_path / "none.jinja")):
-        with pytest.raises(InputError, match=r"--chat-template .*name a Jinja file"):
+        with pytest.raises(
+            InputError, match=r"--chat-template .*; name a Jinja file, or `tools`, which"
+        ):
             with_template(loaded, wrong)
     own.write_text("<|im_start|>{{ messages[0].content }}")
     with pytest.raises(InputError, match=r"writes <\|im_start\|>, which is no token of"):
