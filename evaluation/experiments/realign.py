@@ -3,8 +3,8 @@
     PYTHONPATH=evaluation python -m experiments.realign OUT   (the table of docs/rounding-log.md)
 
 BF16's trajectories on calibration problems go through BF16 and through the quantized model, layer by
-layer: every layer reads what the realigned layers before it made. Rows are tokens; a quarter of the
-sequences only chooses the ridge, which draws towards the old values. Results are rounded to BF16.
+layer: every layer reads what the realigned layers before it made. A quarter of the sequences only
+chooses the ridge, which draws towards the old values. Results are rounded to BF16.
 
     router   projection: BF16's logits, rows by how near the last chosen expert is to the next one;
              scales of experts: BF16's routing weights
@@ -12,15 +12,15 @@ sequences only chooses the ridge, which draws towards the old values. Results ar
     after    norms of what attention, MLP and experts add to the rows, and both layer scalars
     all      these three
 
-Models are compared by their KL from BF16 on held-out trajectories, each with its own routers, and by
-the steps that they take by themselves. Every seed has problems and noise of its own. A realigned model
-is a folder like any other, OUT/VARIANT-ARM-SEED/checkpoint. What is measured is not measured again.
+Models are compared by their KL from BF16 on held-out trajectories, and by the steps that they take by
+themselves. A realigned model is a folder like any other, OUT/VARIANT-ARM-SEED/checkpoint. What is
+measured is not measured again.
 """
 
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -44,62 +44,47 @@ from quantize.runtime import open
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
-from quantize.runtime.record.trajectory import Trajectory, record
+from quantize.runtime.record.trajectory import Trajectory, record_all
 from quantize.runtime.sampler.sampler import Sampler
 from quantize.runtime.weights.packing import BF16, NORMS, LayerWeights
 from quantize.schemes.modes import ActivationMode
 from quantize.stages.fidelity.replay import Compared, remember, replay
 from quantize.stages.prompts import load_prompts
 
-ARMS: dict[str, frozenset[str]] = {
-    "router": frozenset({"router"}),
-    "before": frozenset({"before"}),
-    "after": frozenset({"after"}),
-    "all": frozenset({"router", "before", "after"}),
-}
+ARMS = {name: {name} for name in ("router", "before", "after")}
+ARMS["all"] = set(ARMS)
 SHIPPED = ("w4a4", "a16dense-gptq", "allfp8", "int8")  # `nvfp4_w4a4`, `nvfp4`, FP8 and INT8 recipes
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)  # of the mean square of a channel
 HELD = 4  # every so many sequences, one only chooses the ridge
-Change = dict[str, Tensor]  # a tensor's name on disk -> its new value
-
-
-@dataclass
-class Seen:
-    """What the passes of one layer read and added, bf16 [M, H] each; `out` leaves the layer."""
-
-    h: list[Tensor] = field(default_factory=list)
-    o: list[Tensor] = field(default_factory=list)
-    middle: list[Tensor] = field(default_factory=list)  # h after attention
-    dense: list[Tensor] = field(default_factory=list)
-    sparse: list[Tensor] = field(default_factory=list)
-    out: list[Tensor] = field(default_factory=list)
+Seen = dict[str, list[Tensor]]  # h, o, middle, dense, sparse, out -> of each pass bf16 [M, H]
 
 
 @contextmanager
 def showing(seen: Seen) -> Generator[None]:
-    """Note in `seen` what the layers add to their rows."""
+    """Note in `seen` the rows that layers read (h; after attention `middle`), and what they add."""
     after_attention, after_experts = fused.after_attention, fused.after_experts
 
     def attended(h: Tensor, o: Tensor, *more: Any) -> Any:
-        seen.h.append(h)
-        seen.o.append(o)
+        seen["h"].append(h)
+        seen["o"].append(o)
         return after_attention(h, o, *more)
 
     def routed(h: Tensor, dense: Tensor, outputs: Tensor, *more: Any) -> Any:
-        seen.middle.append(h)
-        seen.dense.append(dense)
-        seen.sparse.append(outputs.float().sum(1).to(h.dtype))
+        sparse = outputs.float().sum(1).to(h.dtype)
+        for name, rows in (("middle", h), ("dense", dense), ("sparse", sparse)):
+            seen[name].append(rows)
         return after_experts(h, dense, outputs, *more)
 
     with mock.patch.multiple(fused, after_attention=attended, after_experts=routed):
         yield
 
 
-def recorded_passes(engine: FusedEngine, trajectories: Sequence[Trajectory]) -> list[Pass]:
+def recorded_passes(
+    engine: FusedEngine, trajectories: Sequence[Trajectory], sampler: Sampler
+) -> list[Pass]:
     """Return BF16's passes over `trajectories`, as they entered the first layer."""
     passes: list[Pass] = []
     engine.model.on_pass = lambda p: passes.append(replace(p, h=p.h.clone(), whole=True))
-    sampler = Sampler.from_checkpoint(CHECKPOINT)
     remember(engine, trajectories, sampler, batch_size=engine.capacity)
     engine.model.on_pass = lambda _: None
     return passes
@@ -118,40 +103,37 @@ def through(
     model: FusedModel, index: int, layer: LayerWeights, passes: Sequence[Pass], h: Sequence[Tensor]
 ) -> Seen:
     """Take passes, whose rows are now `h`, through a layer; return what it read and added."""
-    seen, cells = Seen(), (model.cache.keys[index], model.cache.values[index])
-    for recorded, rows in zip(passes, h, strict=True):
+    seen: Seen = {name: [] for name in ("h", "o", "middle", "dense", "sparse", "out")}
+    cells = model.cache.keys[index], model.cache.values[index]
+    for of_pass, rows in zip(passes, h, strict=True):
         x = entered(model, index, layer, rows)
-        entering = replace(recorded, h=rows, x=x, inputs=model.inputs, routed=None, cells=cells)
+        entering = replace(of_pass, h=rows, x=x, inputs=model.inputs, routed=None, cells=cells)
         with showing(seen):
             model.compute.one(partial(model.through, index, layer, entering))
-        seen.out.append(entering.h)
+        seen["out"].append(entering.h)
     return seen
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of all passes count, int64 [m], and of these: who chooses the ridge, who decodes."""
+    """Which rows of all passes count, int64 [m]; of these, bool [m]: who chooses the ridge, decodes."""
 
     index: Tensor
-    held: Tensor  # bool [m]
-    decoded: Tensor  # bool [m]
+    held: Tensor
+    decoded: Tensor
 
     @classmethod
     def of(cls, passes: Sequence[Pass], *, last: bool) -> "Rows":
         """Return the rows that are no padding; in the `last` layer nothing reads the encoder's."""
-        index: list[Tensor] = []
-        held: list[Tensor] = []
+        of_pass: list[tuple[Tensor, Tensor, Tensor]] = []
         start = 0
         for p in passes:
             real = torch.arange(len(p.h), device=p.h.device) if p.real is None else p.real
             real = real[real < p.decoded] if last else real
             slots = p.rows.slots.repeat_interleave(p.rows.rows_each)[real]
-            index.append(start + real)
-            held.append(slots % HELD == HELD - 1)
+            of_pass.append((start + real, slots % HELD == HELD - 1, real < p.decoded))
             start += len(p.h)
-        decodes = torch.cat([torch.arange(len(p.h), device=p.h.device) < p.decoded for p in passes])
-        rows = torch.cat(index)
-        return cls(rows, torch.cat(held), decodes[rows])
+        return cls(*map(torch.cat, zip(*of_pass, strict=True)))
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return these rows of all passes' tensors, in float32."""
@@ -160,12 +142,11 @@ class Rows:
 
 def fitted_vector(x: Tensor, y: Tensor, old: Tensor, held: Tensor) -> Tensor:
     """Return w, bf16 as `old` [C], with which x * w is nearest y; x and y are [m, C]."""
-
-    def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-        x_rows, y_rows = x[rows], y[rows] - x[rows] * old.float()
-        return tuple((x_rows * t).sum(0, dtype=torch.float64) for t in (x_rows, y_rows))
-
-    (square, cross), (square_held, cross_held) = moments(~held), moments(held)
+    away = y - x * old.float()
+    (square, cross), (square_held, cross_held) = (
+        [(x[rows] * t[rows]).sum(0, dtype=torch.float64) for t in (x, away)]
+        for rows in (~held, held)
+    )
 
     def loss(new: Tensor) -> float:
         step = new.double() - old.double()
@@ -185,12 +166,10 @@ def fitted_router(x: Tensor, logits: Tensor, old: Tensor, held: Tensor, topk: in
     near = 1 / (1 + (margin / margin.median()).square())
     away = logits - x @ old.float().T
     away = away - away.mean(-1, keepdim=True)
-
-    def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-        weighted = x[rows].double() * near[rows, None]
-        return weighted.T @ x[rows].double(), weighted.T @ away[rows].double()
-
-    (square, cross), (square_held, cross_held) = moments(~held), moments(held)
+    (square, cross), (square_held, cross_held) = (
+        [(x[rows] * near[rows, None]).double().T @ t[rows].double() for t in (x, away)]
+        for rows in (~held, held)
+    )
 
     def loss(new: Tensor) -> float:
         step = new.double() - old.double()
@@ -204,48 +183,57 @@ def fitted_router(x: Tensor, logits: Tensor, old: Tensor, held: Tensor, topk: in
 
 def realigned_layer(
     index: int, models: tuple[FusedModel, FusedModel], passes: Sequence[Pass], seen: Seen,
-    h: Sequence[Tensor], parts: frozenset[str],
+    h: Sequence[Tensor], parts: set[str],
 ) -> tuple[LayerWeights, Seen]:  # fmt: skip
     """Fit the `parts` of the quantized layer that rows `h` enter; return it and what it added.
 
     `models` are BF16 and the quantized model; `seen` is what BF16's layer read and added.
     """
-    bf16, model = models
-    ours, layer = bf16.weights.layers[index], model.weights.layers[index]
+    ours, model = models[0].weights.layers[index], models[1]
     rows = Rows.of(passes, last=index + 1 == len(model.weights.layers))
+    layer = model.weights.layers[index]
+    norms = dict(layer.norms)
+    layer = replace(layer, norms=norms)  # which are changed in place
     normed = partial(rms_norm, weight=None, eps=model.eps)
-    fitted = partial(fitted_vector, held=rows.held)
 
-    def with_norms(layer: LayerWeights, **changed: Tensor) -> LayerWeights:
-        return replace(layer, norms=layer.norms | changed)
+    def fit_norm(name: str, x: Tensor, target: Tensor) -> Tensor:
+        norms[name] = fitted_vector(x, target, norms[name], rows.held)
+        return x * norms[name].float()
 
     if "before" in parts:
-        read = normed(rows(seen.h)) * ours.norms["input"].float()
-        layer = with_norms(layer, input=fitted(normed(rows(h)), read, layer.norms["input"]))
+        fit_norm("input", normed(rows(h)), normed(rows(seen["h"])) * ours.norms["input"])
     theirs = through(model, index, layer, passes, h)
-    middle, target = rows(theirs.middle), rows(seen.middle)
+    middle, target = rows(theirs["middle"]), rows(seen["middle"])
     if "after" in parts:
-        added, start = normed(rows(theirs.o)), rows(h)
-        post = fitted(added, target - start, layer.norms["post_attention"])
-        layer = with_norms(layer, post_attention=post)
-        middle = start + added * post.float()
+        added = fit_norm("post_attention", normed(rows(theirs["o"])), target - rows(h))
+        middle = rows(h) + added
     x, read = normed(middle), normed(target)
     if "before" in parts:
         for name in ("dense", "experts"):
-            old = layer.norms[name]
-            layer = with_norms(layer, **{name: fitted(x, read * old.float(), old)})
-        scale = fitted(x, read * layer.router_scale.float(), layer.router_scale)
+            fit_norm(name, x, read * ours.norms[name])
+        scale = fitted_vector(x, read * ours.router_scale, layer.router_scale, rows.held)
         layer = replace(layer, router_scale=scale)
     if "router" in parts:
-        layer = _with_router(layer, ours, x, read, rows.held, model.topk)
+        layer = with_router(layer, ours, x, read, rows.held, model.topk)
     theirs = through(model, index, layer, passes, h)
-    if "after" in parts:
-        layer = _with_sums(layer, ours, theirs, seen, rows, normed)
-        theirs = through(model, index, layer, passes, h)
-    return layer, theirs
+    if "after" not in parts:
+        return layer, theirs
+    both, out = torch.zeros_like(x), rows(seen["out"])
+    for name, of in (("post_dense", "dense"), ("post_experts", "sparse")):
+        both += fit_norm(name, normed(rows(theirs[of])), normed(rows(seen[of])) * ours.norms[name])
+    scalar = torch.where(rows.decoded, ours.decoder_scalar, ours.encoder_scalar).float()[:, None]
+    middle = rows(theirs["middle"])
+    before = middle + fit_norm("post", normed(both), out / scalar - middle)
+    for name, of in (("decoder_scalar", rows.decoded), ("encoder_scalar", ~rows.decoded)):
+        if of.any():
+            held = rows.held[of].repeat_interleave(out.shape[1])
+            pair = (t[of].flatten()[:, None] for t in (before, out))
+            fitted = fitted_vector(*pair, getattr(layer, name), held)
+            layer = replace(layer, **{name: fitted})
+    return layer, through(model, index, layer, passes, h)
 
 
-def _with_router(
+def with_router(
     layer: LayerWeights, ours: LayerWeights, x: Tensor, read: Tensor, held: Tensor, topk: int
 ) -> LayerWeights:
     """Fit the projection and the scales of experts; x and `read` are the two models' normed rows."""
@@ -260,74 +248,49 @@ def _with_router(
         ids, chosen = fused.choose_experts(rows.bfloat16(), projection, one, topk)
         return rows.new_zeros(len(rows), len(one)).scatter(1, ids.long(), chosen)
 
-    target = weights(read, ours.router) * ours.per_expert_scale.float()
+    target = weights(read, ours.router) * ours.per_expert_scale
     scale = fitted_vector(weights(x, router), target, layer.per_expert_scale, held)
     return replace(layer, router=router, per_expert_scale=scale)
 
 
-def _with_sums(
-    layer: LayerWeights, ours: LayerWeights, theirs: Seen, seen: Seen, rows: Rows,
-    normed: Callable[[Tensor], Tensor],
-) -> LayerWeights:  # fmt: skip
-    """Fit the norms of what MLP and experts add, the norm of their sum, and the two scalars."""
-    norms, sums = dict(layer.norms), torch.zeros(())
-    for name, of in (("post_dense", "dense"), ("post_experts", "sparse")):
-        x, target = (normed(rows(getattr(side, of))) for side in (theirs, seen))
-        norms[name] = fitted_vector(x, target * ours.norms[name].float(), norms[name], rows.held)
-        sums = x * norms[name].float() + sums.to(x.device)
-    middle, out, x = rows(theirs.middle), rows(seen.out), normed(sums)
-    scalar = torch.where(rows.decoded, ours.decoder_scalar, ours.encoder_scalar).float()[:, None]
-    norms["post"] = fitted_vector(x, out / scalar - middle, norms["post"], rows.held)
-    before = middle + x * norms["post"].float()
-    scalars: dict[str, Tensor] = {}
-    for name, of in (("decoder_scalar", rows.decoded), ("encoder_scalar", ~rows.decoded)):
-        held = rows.held[of].repeat_interleave(out.shape[1])
-        pair = (t[of].flatten()[:, None] for t in (before, out))
-        scalars[name] = fitted_vector(*pair, getattr(layer, name), held) if of.any() else scalar[0]
-    return replace(layer, norms=norms, **scalars)
-
-
 def changes_of(
-    reference: FusedEngine, quantized: FusedEngine, passes: Sequence[Pass]
-) -> dict[str, Change]:
-    """Return for each arm what it changes: a tensor's name on disk -> its new value."""
-    models = reference.model, quantized.model
-    changes: dict[str, Change] = {arm: {} for arm in ARMS}
+    models: tuple[FusedModel, FusedModel], passes: Sequence[Pass]
+) -> dict[str, dict[str, Tensor]]:
+    """Return each arm's changes to the second of `models`, name on disk -> new value; BF16 is first."""
+    bf16, quantized = models
+    changes: dict[str, dict[str, Tensor]] = {arm: {} for arm in ARMS}
     h, h_of = [p.h for p in passes], {arm: [p.h for p in passes] for arm in ARMS}
-    for index, ours in enumerate(reference.model.weights.layers):
-        seen = through(reference.model, index, ours, passes, h)
+    for index, ours in enumerate(bf16.weights.layers):
+        seen = through(bf16, index, ours, passes, h)
         for arm, parts in ARMS.items():
             layer, theirs = realigned_layer(index, models, passes, seen, h_of[arm], parts)
-            changes[arm] |= tensors_of(index, layer, quantized.model.weights.layers[index])
-            h_of[arm] = theirs.out
-        h = seen.out
-    rows = Rows.of(passes, last=True)
-    old = quantized.model.weights.norm
+            changes[arm] |= changed_tensors(index, layer, quantized.weights.layers[index])
+            h_of[arm] = theirs["out"]
+        h = seen["out"]
+    rows, old = Rows.of(passes, last=True), quantized.weights.norm
     for arm in ("before", "all"):
-        x, target = (rms_norm(rows(t), None, models[1].eps) for t in (h_of[arm], h))
-        norm = fitted_vector(x, target * old.float(), old, rows.held)
-        changes[arm]["model.decoder.norm.weight"] = norm
+        x, target = (rms_norm(rows(t), None, bf16.eps) for t in (h_of[arm], h))
+        norm = fitted_vector(x, target * old, old, rows.held)
+        changes[arm] |= {} if torch.equal(norm, old) else {"model.decoder.norm.weight": norm}
     return changes
 
 
-def tensors_of(index: int, layer: LayerWeights, old: LayerWeights) -> Change:
+def changed_tensors(index: int, layer: LayerWeights, old: LayerWeights) -> dict[str, Tensor]:
     """Return the tensors in which a layer differs from `old`, by their names on disk."""
     prefix = f"model.decoder.layers.{index}."
-    pairs = {f"{prefix}{NORMS[k]}.weight": (layer.norms[k], old.norms[k]) for k in NORMS}
-    pairs |= {
-        f"{prefix}router.proj.weight": (layer.router, old.router),
-        f"{prefix}router.scale": (layer.router_scale, old.router_scale),
-        f"{prefix}router.per_expert_scale": (layer.per_expert_scale, old.per_expert_scale),
-        f"{prefix}layer_scalar": (layer.decoder_scalar, old.decoder_scalar),
-        f"model.encoder.language_model.layers.{index}.layer_scalar": (
-            layer.encoder_scalar, old.encoder_scalar,
-        ),
+    names = {
+        "router": f"{prefix}router.proj.weight", "router_scale": f"{prefix}router.scale",
+        "per_expert_scale": f"{prefix}router.per_expert_scale",
+        "decoder_scalar": f"{prefix}layer_scalar",
+        "encoder_scalar": f"model.encoder.language_model.layers.{index}.layer_scalar",
     }  # fmt: skip
+    pairs = {name: (getattr(layer, k), getattr(old, k)) for k, name in names.items()}
+    pairs |= {f"{prefix}{NORMS[k]}.weight": (layer.norms[k], old.norms[k]) for k in NORMS}
     return {name: new for name, (new, before) in pairs.items() if not torch.equal(new, before)}
 
 
-def write_changed(source: Path, out: Path, changes: Change) -> None:
-    """Copy the checkpoint `source` to `out`, with other values for some tensors of the same shape."""
+def write_changed(source: Path, out: Path, changes: dict[str, Tensor]) -> None:
+    """Copy the checkpoint `source` to `out`, with other values of some tensors."""
     shutil.copytree(source, out)
     tensors = load_file(source / "model.safetensors")
     for name, new in changes.items():
@@ -341,29 +304,30 @@ def opened(folder: Path, mode: ActivationMode, device: str) -> FusedEngine:
 
 
 def fit(out: Path, name: str, seed: int, count: int, device: str) -> None:
-    """Write OUT/NAME-ARM-SEED/checkpoint for every arm that is not there, fitted on `count` prompts."""
+    """Write each arm's OUT/NAME-ARM-SEED/checkpoint, fitted on `count` prompts, unless it is there."""
     folders = {arm: out / f"{name}-{arm}-{seed}" / "checkpoint" for arm in ARMS}
     if all(folder.exists() for folder in folders.values()):
         return
     reference = opened(CHECKPOINT, "none", device)
-    quantized = opened(out / name / "checkpoint", "per_layer", device)
-    given = {"datasets": ["bundled"], "prompts": count, "canvases": CANVASES, "thinking": 0.5}
-    settings = Calibration.model_validate(given | {"seed": seed, "batch_size": BATCH})
-    prompts, sampler = load_prompts(CHECKPOINT, settings, count), Sampler.from_checkpoint(CHECKPOINT)
-    made: list[Trajectory] = []
-    for at in range(0, count, BATCH):
-        some = prompts[at : at + BATCH]
-        seeds = [(seed + 1 << 40) + at + row for row in range(len(some))]
-        made += record(reference, some, seeds, sampler=sampler, canvases=CANVASES, held_out=False)
+    models = reference.model, opened(out / name / "checkpoint", "per_layer", device).model
+    settings = Calibration(
+        datasets=["bundled"], prompts=count, canvases=CANVASES, thinking=0.5, seed=seed,
+        batch_size=BATCH,
+    )  # fmt: skip
+    prompts, sampler = (
+        load_prompts(CHECKPOINT, settings, count),
+        Sampler.from_checkpoint(CHECKPOINT),
+    )
+    made = record_all(reference, prompts, settings, sampler, title="recording")
     with torch.no_grad():
-        changes = changes_of(reference, quantized, recorded_passes(reference, made))
+        changes = changes_of(models, recorded_passes(reference, made, sampler))
     for arm, folder in folders.items():
         shutil.rmtree(folder, ignore_errors=True)
         write_changed(out / name / "checkpoint", folder, changes[arm])
 
 
 def measure(out: Path, name: str, seed: int, count: int, device: str) -> None:
-    """Write OUT/realigned/NAME-ARM-SEED.json for the unmended checkpoint (arm `none`) and the arms."""
+    """Write OUT/realigned/NAME-ARM-SEED.json for the arms and `none`, the checkpoint as it was."""
     models = {"none": out / name} | {arm: out / f"{name}-{arm}-{seed}" for arm in ARMS}
     paths = {arm: out / "realigned" / f"{name}-{arm}-{seed}.json" for arm in models}
     if all(path.exists() for path in paths.values()):
@@ -371,45 +335,43 @@ def measure(out: Path, name: str, seed: int, count: int, device: str) -> None:
     paths["none"].parent.mkdir(exist_ok=True)
     reference = opened(CHECKPOINT, "none", device)
     engines = [opened(folder / "checkpoint", "per_layer", device) for folder in models.values()]
-    sampler, trajectories = Sampler.from_checkpoint(CHECKPOINT), recorded(reference, count, seed)
-    compared = [Compared(engine) for engine in engines]
-    measured = replay(reference, compared, trajectories, sampler, batch_size=BATCH)
-    own = [trajectories, *(recorded(engine, count, seed) for engine in engines)]
-    steps = [[mean(map(len, made.steps)) for made in of_model] for of_model in own]
-    for arm, distances, taken in zip(models, measured, steps[1:], strict=True):
+    sampler, ours = Sampler.from_checkpoint(CHECKPOINT), recorded(reference, count, seed)
+    measured = replay(reference, list(map(Compared, engines)), ours, sampler, batch_size=BATCH)
+    for arm, engine, distances in zip(models, engines, measured, strict=True):
+        theirs = recorded(engine, count, seed)
+        steps, bf16 = (
+            [mean(map(len, made.steps)) for made in of_model] for of_model in (theirs, ours)
+        )
         overlap = torch.stack([d.routing.overlap for d in distances]).mean(0).tolist()
         flips = 1 - mean(d.agrees.float().mean().item() for d in distances)
-        kl = kl_by_trajectory(distances)
-        facts = {"kl": kl, "flips": flips, "overlap": overlap, "steps": taken, "bf16": steps[0]}
-        write_json(paths[arm], facts)
+        facts = {"kl": kl_by_trajectory(distances), "flips": flips, "overlap": overlap}
+        write_json(paths[arm], facts | {"steps": steps, "bf16": bf16})
 
 
 def realigned_table(out: Path, names: Sequence[str], seeds: Sequence[int]) -> list[str]:
     """Return Markdown with a row for each checkpoint and arm, over all trajectories of all seeds."""
     lines = [
-        "| checkpoint | realigned | KL x 1000 | of w4a4 | minus none | flips, % | overlap by layer | steps |",
-        "|---|---|---:|---|---|---:|---|---:|",
+        "| checkpoint | realigned | KL x 1000 | of w4a4 | minus none | flips, % | overlap | steps |",
+        "|---|---|---:|---:|---|---:|---|---:|",
     ]
 
-    def read(name: str, arm: str) -> dict[str, Any]:
+    def read(name: str, arm: str) -> dict[str, list[Any]]:
         facts = [read_json(out / "realigned" / f"{name}-{arm}-{seed}.json") for seed in seeds]
         joined = {key: [v for f in facts for v in f[key]] for key in ("kl", "steps", "bf16")}
         layers = zip(*(f["overlap"] for f in facts), strict=True)
-        return joined | {
-            "flips": mean(f["flips"] for f in facts),
-            "overlap": list(map(mean, layers)),
-        }
+        return joined | {"flips": [f["flips"] for f in facts], "overlap": list(map(mean, layers))}
 
-    plain = read("w4a4", "none")["kl"]
+    plain = mean(read("w4a4", "none")["kl"])
     for name in names:
         base = read(name, "none")["kl"]
         for arm in ("none", *ARMS):
             facts = read(name, arm)
-            overlap = ", ".join(f"{share:.4f}" for share in facts["overlap"])
+            kl, overlap = facts["kl"], ", ".join(f"{share:.4f}" for share in facts["overlap"])
             steps = mean(facts["steps"]) / mean(facts["bf16"]) - 1
             lines.append(
-                f"| {name} | {arm} | {1000 * mean(facts['kl']):.2f} | {mean(facts['kl']) / mean(plain):.3f} | "
-                f"{differing(facts['kl'], base, 1000)} | {100 * facts['flips']:.2f} | {overlap} | {steps:+.1%} |"
+                f"| {name} | {arm} | {1000 * mean(kl):.2f} | {mean(kl) / plain:.3f} | "
+                f"{differing(kl, base, 1000)} | {100 * mean(facts['flips']):.2f} | {overlap} | "
+                f"{steps:+.1%} |"
             )
     return lines
 
@@ -421,7 +383,7 @@ def realigned_table(out: Path, names: Sequence[str], seeds: Sequence[int]) -> li
 @click.option("--prompts", default=256, show_default=True, help="Of the recipes' calibration.")
 @click.option("--fit", "fitted_on", default=256, show_default=True, help="Trajectories a seed.")
 @click.option("--trajectories", default=320, show_default=True, help="Held out, a seed.")
-@click.option("--answers", multiple=True, help="BF16, or a folder of OUT, that answers 2,000 x 4.")
+@click.option("--answers", multiple=True, help="bf16, or a folder of OUT, that answers 2,000 x 4.")
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 def main(
     out: Path, names: tuple[str, ...], seeds: tuple[int, ...], prompts: int, fitted_on: int,
@@ -437,8 +399,7 @@ def main(
     print("\n".join(realigned_table(out, names, seeds)), flush=True)
     for name in answers:
         answer(out, name, "none" if name == "bf16" else "per_layer", 2000, 4, device)
-    if answers:
-        print("\n".join(table(out)))
+    print("\n".join(table(out)) if answers else "")
 
 
 if __name__ == "__main__":
