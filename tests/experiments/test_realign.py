@@ -48,7 +48,7 @@ def test_a_router_is_fitted_to_logits_up_to_what_all_experts_share() -> None:
     assert torch.equal(fitted_router(clean, logits + clean[:, :1], old, held, 2), old)
     mixed = torch.eye(16) + 0.2 * torch.randn(16, 16, generator=generator)
     x = clean @ mixed
-    fitted = fitted_router(x, logits, old, held, 2)
+    fitted = fitted_router(x, logits + 1000 * clean[:, :1], old, held, 2)
 
     def chosen(projection: torch.Tensor) -> torch.Tensor:
         return (x @ projection.float().T).topk(2, -1).indices.sort(-1).values
