@@ -42,8 +42,11 @@ def hours(said: str) -> list[float]:
     return [float(low), float(rest.partition(" h,")[0])]
 
 
-def test_fewer_steps_take_as_much_less_time(tmp_path: Path) -> None:
-    path = measured(tmp_path, 12.5, 128)
+def test_fewer_steps_take_as_much_less_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = measured(Path(), 12.5, 128)  # a long path would be broken between lines
     said, before = plan("--recipe", "nvfp4", "--measured", path), plan("--recipe", "nvfp4")
     assert f"as measured ({path}): 12.5 steps a canvas, each of which hits 112.0 of 128" in said
     assert "as measured" not in before
