@@ -50,6 +50,8 @@ KNOWN = {
     ("quantize/cli/__init__.py", "import_module"): CONSTANT,
     ("quantize/checkpoints/from_transformers.py", "import_module"): CONSTANT,
     ("quantize/hub/signing.py", "import_module"): CONSTANT,
+    ("quantize/serve/patterns.py", "import_module"): CONSTANT,
+    ("quantize/serve/patterns.py", "re.match"): CONSTANT,
     ("kernels/fused_dequant/operations.py", "import_module"): CONSTANT,
     ("kernels/fused_dequant/weights/weight.py", "import_module"): CONSTANT,
     ("quantize/serve/app.py", "Environment"): OURS,
