@@ -29,8 +29,10 @@ Echoed = Field(None, exclude=True, description=ECHOED)
 
 
 def _utf8(text: str) -> str:
-    if not text.isascii():
-        text.encode()  # half a surrogate pair is valid JSON and no text; the error is a ValueError
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # it is valid JSON
+        raise ValueError("holds half of a surrogate pair, which is no text") from None
     return text
 
 

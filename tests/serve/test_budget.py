@@ -180,7 +180,11 @@ def test_a_form_that_would_take_all_memory_or_time_is_refused_in_time(
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ({"uniqueItems": True}, "held to the keywords"),
+        ({"uniqueItems": True}, 'held to "uniqueItems"; leave it out$'),
+        ({"type": "string", "pattern": "x" * 400 + ": (A(?!b)"}, "a pattern's look-around: "),
+        ({"type": "string", "pattern": r"a\b error: c"}, "a pattern's look-around: "),
+        ({"type": "string", "pattern": r"(a)\1"}, "a pattern's back reference to a group; write"),
+        ({"patternProperties": {"*a": {}}}, "a pattern cannot be read: repetition operator missing"),
         ({"allOf": [alternatives(12, name) for name in "abcd"]}, "too large|takes more than"),
         ({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnop"]},
          "cannot be compiled"),
@@ -191,8 +195,22 @@ def test_no_message_tells_of_the_library(
 ) -> None:
     with pytest.raises(InputError, match=says) as caught:
         grammars.matcher("json", schema)
-    for word in ("panic", "backtrace", "verbose", "<unknown>", "(And", "SearchRegex"):
-        assert word not in str(caught.value)
+    messages = [str(caught.value)]
+    if "pattern" in schema:
+        with pytest.raises(InputError, match=says) as caught:
+            grammars.matcher("regex", schema["pattern"])
+        messages.append(str(caught.value))
+    for word in (
+        "panic",
+        "backtrace",
+        "verbose",
+        "<unknown>",
+        "(And",
+        "SearchRegex",
+        "^^",
+        "parse",
+    ):
+        assert not any(word in message for message in messages)
 
 
 def canvas(seed: int) -> torch.Tensor:

@@ -457,7 +457,10 @@ def test_a_responses_stream_options_and_reasoning_that_is_off(
         (CHAT, {"messages": [USER], "response_format": {"type": "json_object", "schema": {"a": 1}}},
          "response_format.schema", "of the type json_schema, as json_schema.schema"),
         (CHAT, {"messages": [USER], "guided_json": {"contains": {}}}, "guided_json",
-         'no answer can be held to the keywords ["contains"]'),
+         'no answer can be held to "contains"; leave it out'),
+        (CHAT, {"messages": [USER], "guided_json": {"properties": {"a": {"anyOf": [
+            {"type": "number"}, {"type": "string", "pattern": "^(?!^[-+.]*$)[0-9]*$"}]}}}},
+         "guided_json.properties.a.anyOf[1]", "held to a pattern's look-around: (?=...), (?!...)"),
     ],
 )  # fmt: skip
 def test_messages_say_nothing_of_the_inside(

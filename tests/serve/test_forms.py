@@ -333,7 +333,7 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
     ("options", "param", "says"),
     [
         ({"response_format": schema_format({"type": "frog"})}, SCHEMA, "cannot be compiled"),
-        ({"response_format": schema_format({"uniqueItems": True})}, SCHEMA, "held to the keywords"),
+        ({"response_format": schema_format({"uniqueItems": True})}, SCHEMA, 'held to "uniqueItems"'),
         ({"extra_body": {"guided_regex": "<eos>"}}, "guided_regex", "the text '<eos>', which ends"),
         ({"response_format": schema_format(NESTED), "max_tokens": 4}, "max_tokens", "into 4 tokens"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
@@ -461,7 +461,7 @@ LOOP = fields(next={"$ref": "#"})
         (NAMED | {"minProperties": 3}, "minProperties", "at most 2"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance", "not taken"),
         ({"properties": {"b": {"items": {"anyOf": [{}, {"not": {}}]}}}},
-         "properties.b.items.anyOf[1]", 'held to the keywords ."not"'),
+         "properties.b.items.anyOf[1]", 'held to "not"; leave it out'),
         ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
          "properties.a", r"oneOf constraints are not supported\.$"),
         ({"properties": {"a": {"pattern": "(a"}}}, "properties.a", "unclosed group$"),
