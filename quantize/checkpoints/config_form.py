@@ -73,7 +73,7 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
     quantization = config.get("quantization_config")
     if quantization not in (None, {}):  # transformers reads both as: not quantized
         form["quantization_config"] = _object(quantization, where, "quantization_config")
-    text = dict(_object(config.get("text_config"), where, "text_config"))
+    text = dict(_object(_at(config, "text_config"), where, "text_config"))
     if config.get("vision_config") is None:
         raise InputError(
             f"{where}: vision_config is missing, as in a text-only export: DiffusionGemma has a vision "
@@ -97,7 +97,7 @@ def google_form(config: Mapping[str, Any], where: str = "config.json") -> dict[s
         wanted = f"less than text_config.max_position_embeddings, {most:,},"
         _refuse(where, "canvas_length", form["canvas_length"], wanted)
     _check_vision(vision, where)
-    if type(tied := form.get("tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
+    if type(tied := _at(form, "tie_word_embeddings")) is not bool:  # `layout` looks at the tensors
         _refuse(where, "tie_word_embeddings", tied, "true or false")
     for section in ("", "text_config", "vision_config"):
         _check_plain(form[section] if section else form, where, section)
@@ -112,8 +112,7 @@ def _object(value: Any, where: str, key: str) -> Mapping[str, Any]:
 
 
 def _refuse(where: str, key: str, value: Any, wanted: str) -> NoReturn:
-    what = "is missing" if value is None else f"is {str(value)[:60]!r}"
-    raise InputError(f"{where}: {key} {what}, and {wanted} is needed; {FIX}")
+    raise InputError(f"{where}: {key} {_said(value)}, and {wanted} is needed; {FIX}")
 
 
 def _check_inert(section: Mapping[str, Any], where: str, name: str) -> None:
@@ -146,14 +145,14 @@ def _check_plain(section: Mapping[str, Any], where: str, name: str) -> None:
 def _check_sizes(section: Mapping[str, Any], keys: Iterable[str], where: str, name: str) -> None:
     most = {"num_hidden_layers": MAX_LAYERS, "num_experts": MAX_EXPERTS}
     for key in keys:
-        largest, value = most.get(key, LARGEST), section.get(key)
+        largest, value = most.get(key, LARGEST), _at(section, key)
         if type(value) is not int or not 0 < value <= largest:
             wanted = f"a whole number from 1 to {largest:,}"
             _refuse(where, f"{name}.{key}".lstrip("."), value, wanted)
 
 
 def _check_text(text: Mapping[str, Any], where: str) -> None:
-    kinds = text.get("layer_types")
+    kinds = _at(text, "layer_types")
     if not isinstance(kinds, list) or len(kinds) != text["num_hidden_layers"]:
         _refuse(
             where, "text_config.layer_types", kinds, "the kind of each of num_hidden_layers layers"
@@ -170,40 +169,45 @@ def _check_text(text: Mapping[str, Any], where: str) -> None:
     pad = text.get("pad_token_id", 0)  # in place of pictures' tokens, so null ends every forward
     if type(pad) is not int or not 0 <= pad < text["vocab_size"]:
         wanted = f"an id of the vocabulary, 0 to {text['vocab_size'] - 1:,},"
-        _refuse(where, "text_config.pad_token_id", "null" if pad is None else pad, wanted)
-    _object(text.get("rope_parameters"), where, "text_config.rope_parameters")
+        _refuse(where, "text_config.pad_token_id", pad, wanted)
+    _object(_at(text, "rope_parameters"), where, "text_config.rope_parameters")
     for key in (*NUMBERS, *ROPES):
         if type(value := _at(text, key)) not in (int, float) or not 0 < value < float("inf"):
             _refuse(where, f"text_config.{key}", value, "a number above 0")
     for key, computed in COMPUTED.items():
         value = _at(text, key)
         if value != computed or type(value) is not type(computed):
-            what = "is missing" if value is None else f"is {str(value)[:60]!r}"
             raise InputError(
-                f"{where}: text_config.{key} {what}; only {computed!r} is computed here"
+                f"{where}: text_config.{key} {_said(value)}; only {computed!r} is computed here"
             )
 
 
 def _at(section: Any, path: str) -> Any:
+    """Return what stands at a path of keys, `...` if nothing does."""
     for key in path.split("."):
-        section = section.get(key) if isinstance(section, Mapping) else None
+        section = section.get(key, ...) if isinstance(section, Mapping) else ...
     return section
+
+
+def _said(value: Any) -> str:
+    if value is ...:
+        return "is missing"
+    return "is null" if value is None else f"is {str(value)[:60]!r}"
 
 
 def _check_vision(vision: dict[str, Any], where: str) -> None:
     """Check the tower's config, and call its rotary embedding as Google does."""
-    if (kind := vision.get("model_type")) != "gemma4_vision":
+    if (kind := _at(vision, "model_type")) != "gemma4_vision":
         _refuse(where, "vision_config.model_type", kind, "'gemma4_vision'")
     for key in ("standardize", "use_clipped_linears"):
-        if type(value := vision.get(key)) is not bool:
+        if type(value := _at(vision, key)) is not bool:
             _refuse(where, f"vision_config.{key}", value, "true or false")
     rope = dict[str, Any](
-        _object(vision.get("rope_parameters"), where, "vision_config.rope_parameters")
+        _object(_at(vision, "rope_parameters"), where, "vision_config.rope_parameters")
     )
-    if rope.get("rope_type") not in ("default", "axial"):
-        kind = rope.get("rope_type")
+    if (kind := _at(rope, "rope_type")) not in ("default", "axial"):
         _refuse(where, "vision_config.rope_parameters.rope_type", kind, "'default' (or 'axial')")
-    theta: Any = rope.get("rope_theta")
+    theta: Any = _at(rope, "rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < float("inf"):
         _refuse(where, "vision_config.rope_parameters.rope_theta", theta, "a number above 0")
     vision["rope_parameters"] = {**rope, "rope_type": "default"}
@@ -218,7 +222,7 @@ def _name_full_layers(text: dict[str, Any], where: str) -> None:
         return
     key = "text_config.per_layer_config"
     stated: Mapping[Any, Any] = _object(overrides, where, key)
-    kinds = text.get("layer_types")
+    kinds = _at(text, "layer_types")
     if not isinstance(kinds, list):
         _refuse(where, "text_config.layer_types", kinds, "the kind of each layer")
     layers = dict[int, Mapping[str, Any]]()

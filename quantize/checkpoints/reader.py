@@ -31,6 +31,7 @@ from quantize.host.files import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+RESAVE = "convert the weights to safetensors with the tool that wrote them"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 FETCHED = ("json", "jinja", "safetensors")  # files that a clone without Git LFS holds as pointers
@@ -295,7 +296,10 @@ def _read_tensors(folder: Path) -> dict[str, TensorInfo]:
         )
     if not index.is_file():
         if not (folder / SINGLE).is_file():
-            raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {FIX}")
+            way = FIX
+            for pickled in sorted(folder.glob("pytorch_model*.bin"))[:1]:
+                way = f"pickles as {pickled.name} are not read: {RESAVE}"
+            raise InputError(f"{folder}: neither {SINGLE} nor {INDEX} is there; {way}")
         return read_header(_shard_path(folder, SINGLE))
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -356,6 +356,10 @@ def test_a_missing_key_is_named(key: str) -> None:
     without(key)(config)
     with pytest.raises(InputError, match=f"^config.json: {key} is missing"):
         google_form(config)
+    if key != "text_config.num_global_key_value_heads":  # of which null means num_key_value_heads
+        changed(key, None)(config)
+        with pytest.raises(InputError, match=f"^config.json: {key} is null"):
+            google_form(config)
     changed(key, "x")(config)
     with pytest.raises(InputError, match=f"^config.json: {key} is 'x'"):
         google_form(config)
@@ -381,7 +385,7 @@ FULL = {str(i): {"head_dim": 512, "num_key_value_heads": 2} for i in (5, 11, 17,
         (
             "text_config.pad_token_id",
             None,
-            "text_config.pad_token_id is 'null', and an id of the v",
+            "text_config.pad_token_id is null, and an id of the v",
         ),
         (
             "text_config.pad_token_id",

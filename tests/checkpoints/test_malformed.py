@@ -202,6 +202,10 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "pickle as shard": (replace(SINGLE, write_pickle), "not a safetensors file"),
     "torch zip as shard": (replace(SINGLE, write_torch_zip), "not a safetensors file"),
+    "a pickle alone": (
+        lambda p: (p / SINGLE).rename(p / "pytorch_model.bin"),
+        "pickles as pytorch_model.bin are not read: convert the weights to safetensors with the tool",
+    ),
     "folder as shard": (replace(SINGLE, Path.mkdir), "neither model.safetensors nor"),
     "pipe as shard": (replace(SINGLE, os.mkfifo), "neither model.safetensors nor"),
     "link to itself": (replace(SINGLE, lambda p: p.symlink_to(p)), "neither model.safetensors"),
