@@ -56,7 +56,7 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> tuple[Any, str | None]:
     fault = re.sub(r"^at \d+\(\d+\): | \(in regex\)", "", fault)  # places in its own grammar
     if "regex parse error: " in fault:  # and the whole pattern, however long
         fault = UNREAD + fault.rpartition(" error: ")[2]
-    fault = next((words for told, words in IN_OWN_WORDS.items() if told in fault), fault)
+    fault = next((words for construct, words in IN_OWN_WORDS.items() if construct in fault), fault)
     return matcher, re.split(INTERNALS, fault)[0][:300]
 
 
