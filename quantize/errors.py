@@ -15,9 +15,15 @@ LONGEST = 200  # characters of a foreign error's text in a message
 
 
 class QuantizeError(Exception):
-    """Base of every error that ends a command with one clear line instead of a traceback."""
+    """Base of every error that ends a command with one clear line instead of a traceback.
+
+    Line breaks that a foreign error's text brings into `message` become spaces.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
 
 
 class InputError(QuantizeError):

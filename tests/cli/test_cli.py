@@ -160,6 +160,7 @@ def test_sigterm_ends_as_ctrl_c_does() -> None:
 def test_an_interrupted_command_says_that_it_stops_and_a_second_signal_ends_it() -> None:
     program = (
         "import os, signal, sys, time, quantize.cli as cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job behind & ignores it
         "def work(**_):\n"
         "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(10)\n"
         "    finally: print('ending', flush=True); time.sleep(10)\n"
