@@ -6,6 +6,7 @@ from itertools import chain
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+import pydantic
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    Tag,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -22,6 +24,7 @@ from pydantic_core import PydanticCustomError
 from quantize.serve import unsupported
 
 MAX_DEPTH = 64
+MAX_BRACKETS = 1 << 16  # lists and objects of a JSON text: a million would stall all that is sent
 Unused = Field(None, description="Accepted, but neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; refused with --strict."
 ECHOED = f"What another server sent, echoed. {IGNORED}"
@@ -33,6 +36,13 @@ def _utf8(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:  # it is valid JSON
         raise ValueError("holds half of a surrogate pair, which is no text") from None
+    return text
+
+
+def _few_brackets(text: Any) -> Any:
+    """Return a JSON text that opens few lists and objects, as a body does; else raise a ValueError."""
+    if isinstance(text, str) and (n := text.count("[") + text.count("{")) > MAX_BRACKETS:
+        raise ValueError(f"the text has {n} brackets; at most {MAX_BRACKETS} are read")
     return text
 
 
@@ -102,6 +112,13 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
     return Discriminator(its_type)
 
 
+JsonOrText = Annotated[
+    Annotated[pydantic.Json[Json], BeforeValidator(_few_brackets), Tag("text of an object")]
+    | Annotated[Json, Tag("an object")],
+    by_type("an object", str="text of an object"),
+]
+
+
 class Strict(BaseModel):
     """A body in which unknown fields are errors, null means absent, and 5.0 is the integer 5.
 
@@ -114,7 +131,7 @@ class Strict(BaseModel):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The names of unknown fields that were left out because they change no answer."""
+        """The names of fields that were left out because they change no answer."""
         return self._unread
 
     @model_validator(mode="wrap")
@@ -133,7 +150,7 @@ class Strict(BaseModel):
             reason = f"this server knows no such parameter; did you mean {meant}?"
             raise misplaced(unknown[:1], reason, "unknown_parameter")
         body = handler(given)
-        body._unread = tuple(unread)  # noqa: SLF001
+        body._unread += tuple(unread)  # noqa: SLF001
         return body
 
 

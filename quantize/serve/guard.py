@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantize.serve.failures import RequestError
+from quantize.serve.fields import MAX_BRACKETS
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 
 BODY_SECONDS = 30.0
-MAX_BRACKETS = 1 << 16  # lists and objects of a body: a million would stall all that is sent
 DRAINED = 8  # a too large body is read up to this many times the limit, so the client hears why
 PUBLIC = ("/health", "/", "/page.js", "/page.css", "/icon.svg", "/docs")
 OUT = {

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import pydantic
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -21,6 +20,7 @@ from quantize.serve.fields import (
     Echoing,
     Items,
     Json,
+    JsonOrText,
     Strict,
     String,
     T,
@@ -130,13 +130,7 @@ class CalledFunction(Echoing):
 
     name: String = Field(pattern=NAME)
     arguments: Annotated[
-        Annotated[
-            pydantic.Json[Json],
-            BeforeValidator(lambda v: "{}" if v in ("", "null") else v),
-            Tag("text of arguments"),
-        ]
-        | Annotated[Json, Tag("arguments")],
-        by_type("text of arguments", dict="arguments"),
+        JsonOrText, BeforeValidator(lambda value: {} if value in ("", "null") else value)
     ] = Field(default_factory=dict[str, Any])
 
 

@@ -23,6 +23,7 @@ from quantize.serve.fields import (
     Echoed,
     Items,
     Json,
+    JsonOrText,
     Strict,
     String,
     Unused,
@@ -126,7 +127,9 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS)):
     )
     pinned: Items[PinnedText] = Field(default_factory=list[PinnedText], max_length=MAX_PINNED)
 
-    guided_json: Json | None = Field(None, description="JSON schema that the answer fits.")
+    guided_json: JsonOrText | None = Field(
+        None, description="JSON schema of the answer, or its text."
+    )
     guided_regex: String | None = Field(
         None, min_length=1, max_length=MAX_PATTERN, description="Must match the whole answer."
     )
@@ -155,14 +158,15 @@ class _Generation(create_model("Controlled", __base__=Asked, **_CONTROLS)):
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
+            self.stream_options = None
+            self._unread += ("stream_options",)
         if fault := next(self.faults(), None):
             raise ValueError(fault)
         return self
 
     def faults(self) -> Iterator[str]:
         """Yield contradictions between fields, each as a line `field: reason`."""
-        if self.stream_options not in (None, StreamOptions()) and not self.stream:
-            yield "stream_options: only with stream true"
         forms = [param for param, _, _ in self.forms]
         if len(forms) > 1:
             yield f"{forms[1]}: an answer has one form; give it or {forms[0]}"

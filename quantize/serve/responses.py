@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
 from quantize.serve.failures import RequestError, from_validation
 from quantize.serve.fields import (
@@ -163,6 +163,13 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = Unused
 
 
+Included = Literal[
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]  # fmt: skip
+
+
 class ResponsesRequest(Asked):
     """The body of POST /v1/responses."""
 
@@ -181,7 +188,10 @@ class ResponsesRequest(Asked):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     truncation: Literal["disabled"] | None = None
-    include: Items[Literal["reasoning.encrypted_content"]] | None = Unused
+    include: Annotated[
+        Items[Included] | None,
+        AfterValidator(lambda names: names if "_call" in str(names) else None),
+    ] = Echoed  # results of tools, which are not there
     background: Literal[False] | None = Unused
     stream_options: ResponseStreamOptions | None = Unused
     top_logprobs: Literal[0] | None = Unused

@@ -26,14 +26,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 SECONDS, MEGABYTES = 0.5, 128  # of the child's CPU time, and of memory, for one form
 INTERNALS = r": \((?=[A-Z])| \d+ \| \w+: | Enable '"  # trees, rules and options of the library
-AROUND = (
-    "no answer can be held to a pattern's look-around: (?=...), (?!...), (?<=...), (?<!...), the edge "
-    "of a word, or ^ and $ inside the pattern; write the texts out that it allows"
-)
-BACK = "no answer can be held to a pattern's back reference to a group; write its texts out"
-UNREAD = "a pattern cannot be read: "
+UNREAD, UNHELD = "a pattern cannot be read: ", "no answer can be held to"
+AROUND = f"{UNHELD} look-around: (?=a), (?!a), (?<=a), (?<!a), \\b, or ^ and $ inside a pattern"
 IN_OWN_WORDS = {"lookarounds not supported": AROUND, f"{UNREAD}look-around": AROUND,
-                f"{UNREAD}backreferences": BACK}  # fmt: skip
+                f"{UNREAD}backrefe": f"{UNHELD} a pattern's back reference to a group"}  # fmt: skip
 PATIENCE = 60.0  # seconds that a busy machine may take for these
 TOO_MUCH = (
     f"compiling it takes more than {SECONDS:g} s of a processor or {MEGABYTES} MB; make it smaller"
@@ -50,9 +46,7 @@ def compiled(tokenizer: LLTokenizer, grammar: str) -> tuple[Any, str | None]:
     fault = " ".join(matcher.get_error().split()).removesuffix("<non-verbose/>").strip()
     if fault.startswith("panic"):  # of the library, at a size that it does not check
         fault = "it is too large"
-    fault = re.sub(
-        r"Unimplemented keys: \[(.*)\]", r"no answer can be held to \1; leave it out", fault
-    )
+    fault = re.sub(r"Unimplemented keys: \[(.*)\]", rf"{UNHELD} \1; leave it out", fault)
     fault = re.sub(r"^at \d+\(\d+\): | \(in regex\)", "", fault)  # places in its own grammar
     if "regex parse error: " in fault:  # and the whole pattern, however long
         fault = UNREAD + fault.rpartition(" error: ")[2]

@@ -42,6 +42,11 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
     "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
+# known fields that are ignored with a value that asks for nothing
+IDLE: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1,)),
+    "stop": ("", [""]), "truncation": ("auto",),
+}  # fmt: skip
 ANY = object()  # stands for every value: what the field asks for has no part in an answer
 OFF = object()  # stands for false, for `nothing`, and for an object of these
 MOST_UNREAD = 32  # fields of one object that no table names and that are ignored
@@ -174,7 +179,7 @@ TO_BE_READ = (
     "tool_responses", "reasoning_content", "arguments", "args", "input", "parameters", "properties",
     "input_schema", "inputSchema", "description", "prefill",
 )  # fmt: skip
-ECHO = "the prompt has no place for it; leave it out"
+ECHO = "nothing is done with it here; leave it out"
 NAME = re.compile(r"[A-Za-z_][\w.\-]{0,63}", re.ASCII)  # what a header may name
 STRICT = (
     "this server runs with --strict; without it, the default, {} is ignored and named in a header"
@@ -232,15 +237,17 @@ def _same(value: Any, other: Any) -> bool:
 def unread(
     given: Mapping[str, Any], known: frozenset[str], to_be_read: Collection[str] | None
 ) -> list[str]:
-    """Return the names of the fields of `given` that nothing knows and that change no answer.
+    """Return the names of the fields of `given` that nothing reads and that change no answer.
 
-    Those ask for nothing. In what clients echo (`to_be_read` is not None), so do those that repeat a
-    known field's text, and all with a name that is neither `to_be_read` nor nearly a known one.
+    Those ask for nothing, as do IDLE ones, which are known. In what clients echo (`to_be_read` is not
+    None), so do those that repeat a known field's text, and all with a name that is neither
+    `to_be_read` nor nearly a known one.
     """
     unknown = islice((name for name in given if name not in known), MOST_UNREAD)
     taken = [name for name in unknown if name not in REFUSED and NAME.fullmatch(name)]
     if to_be_read is None:
-        return [name for name in taken if nothing(given[name])]
+        idle = [name for name in known & IDLE.keys() if given.get(name) in IDLE[name]]
+        return [name for name in taken if nothing(given[name])] + sorted(idle)
     texts = [value for name, value in given.items() if name in known and isinstance(value, str)]
     return [
         name

@@ -181,9 +181,9 @@ def test_a_form_that_would_take_all_memory_or_time_is_refused_in_time(
     ("schema", "says"),
     [
         ({"uniqueItems": True}, 'held to "uniqueItems"; leave it out$'),
-        ({"type": "string", "pattern": "x" * 400 + ": (A(?!b)"}, "a pattern's look-around: "),
-        ({"type": "string", "pattern": r"a\b error: c"}, "a pattern's look-around: "),
-        ({"type": "string", "pattern": r"(a)\1"}, "a pattern's back reference to a group; write"),
+        ({"type": "string", "pattern": "x" * 400 + ": (A(?!b)"}, "look-around: "),
+        ({"type": "string", "pattern": r"a\b error: c"}, "look-around: "),
+        ({"type": "string", "pattern": r"(a)\1"}, "a pattern's back reference to a group$"),
         ({"patternProperties": {"*a": {}}}, "a pattern cannot be read: repetition operator missing"),
         ({"allOf": [alternatives(12, name) for name in "abcd"]}, "too large|takes more than"),
         ({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnop"]},

@@ -327,6 +327,10 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
         extra_body={"guided_json": {"enum": [7]}} | FEW,
     )  # fmt: skip
     assert parsed.choices[0].message.content == "7"
+    as_text = ChatRequest.model_validate(
+        {"model": "m", "messages": ASKED, "guided_json": '{"enum": [7]}'}
+    )
+    assert as_text.forms == [("guided_json", "json", {"enum": [7]})]  # as vLLM takes it
 
 
 @pytest.mark.parametrize(
@@ -339,6 +343,11 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema",
          "required"),
         ({"extra_body": {"guided_regex": "[0-9"}}, "guided_regex", "cannot be compiled"),
+        ({"extra_body": {"guided_json": "{type: object}"}}, "guided_json", "Invalid JSON"),
+        ({"extra_body": {"guided_json": "[7]"}}, "guided_json", "a valid dictionary"),
+        ({"extra_body": {"guided_json": 7}}, "guided_json", "a valid dictionary"),
+        ({"extra_body": {"guided_json": '{"const": NaN}'}}, "guided_json", "no number of JSON"),
+        ({"extra_body": {"guided_json": '{"enum": [' + "[]," * 70_000}}, "guided_json", "are read"),
         ({"extra_body": {"guided_regex": "a{999}b{999}"}}, "max_tokens", "fits into 128 tokens"),
         ({"extra_body": {"guided_regex": r".*\p{Lu}\p{Ll}{3}q"}}, "guided_regex", "no text of the"),
         ({"extra_body": {"guided_regex": r"a[^\s\S]"}}, "guided_regex", "matches no text at all"),

@@ -180,6 +180,8 @@ def test_tools_that_are_refused(options: dict[str, Any], says: str | None) -> No
           "arguments": "[1]"}}]}], "arguments: Input should be a valid dictionary"),
         ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f",
           "arguments": "{" * 9999}}]}], "arguments: Invalid JSON"),
+        ([{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f",
+          "arguments": '{"a": [' + "[]," * 70_000 + "[]]}"}}]}], "70003 brackets; at most 65536 are"),
         ([{"role": "assistant"}], "content: missing"),
     ],
 )  # fmt: skip
