@@ -175,8 +175,7 @@ def _check_text(text: Mapping[str, Any], where: str) -> None:
         if type(value := _at(text, key)) not in (int, float) or not 0 < value < float("inf"):
             _refuse(where, f"text_config.{key}", value, "a number above 0")
     for key, computed in COMPUTED.items():
-        value = _at(text, key)
-        if value != computed or type(value) is not type(computed):
+        if (value := _at(text, key)) != computed or type(value) is not type(computed):
             raise InputError(
                 f"{where}: text_config.{key} {_said(value)}; only {computed!r} is computed here"
             )
@@ -202,13 +201,10 @@ def _check_vision(vision: dict[str, Any], where: str) -> None:
     for key in ("standardize", "use_clipped_linears"):
         if type(value := _at(vision, key)) is not bool:
             _refuse(where, f"vision_config.{key}", value, "true or false")
-    rope = dict[str, Any](
-        _object(_at(vision, "rope_parameters"), where, "vision_config.rope_parameters")
-    )
+    rope = _object(_at(vision, "rope_parameters"), where, "vision_config.rope_parameters")
     if (kind := _at(rope, "rope_type")) not in ("default", "axial"):
         _refuse(where, "vision_config.rope_parameters.rope_type", kind, "'default' (or 'axial')")
-    theta: Any = _at(rope, "rope_theta")
-    if type(theta) not in (int, float) or not 0 < theta < float("inf"):
+    if type(theta := _at(rope, "rope_theta")) not in (int, float) or not 0 < theta < float("inf"):
         _refuse(where, "vision_config.rope_parameters.rope_theta", theta, "a number above 0")
     vision["rope_parameters"] = {**rope, "rope_type": "default"}
 

@@ -27,7 +27,7 @@ MAX_DEPTH = 64
 MAX_BRACKETS = 1 << 16  # lists and objects of a JSON text: a million would stall all that is sent
 Unused = Field(None, description="Accepted, but neither used nor logged.")
 IGNORED = "Ignored, and named in the header X-Ignored-Parameters; refused with --strict."
-ECHOED = f"What another server sent, echoed. {IGNORED}"
+ECHOED = f"Nothing here reads it. {IGNORED}"
 Echoed = Field(None, exclude=True, description=ECHOED)
 
 
@@ -105,11 +105,7 @@ def by_type(otherwise: str, **tags: str) -> Discriminator:
     `tags` maps names of types to tags of members; `otherwise` is the tag for all other types. If a
     value is invalid, only the errors of the picked member are shown.
     """
-
-    def its_type(value: Any) -> str:
-        return tags.get(type(value).__name__, otherwise)
-
-    return Discriminator(its_type)
+    return Discriminator(lambda value: tags.get(type(value).__name__, otherwise))
 
 
 JsonOrText = Annotated[

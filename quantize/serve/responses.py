@@ -225,7 +225,7 @@ class ResponsesRequest(Asked):
             choice = {"type": "function", "function": {"name": choice.name}}
         body = {name: getattr(self, name) for name in (*Asked.model_fields, "parallel_tool_calls")}
         body |= {
-            "messages": list(_turns(self)),
+            "messages": [turn for _, turn in _placed_turns(self)],
             "max_completion_tokens": self.max_output_tokens,
             "verbosity": self.text.verbosity,
             "reasoning_effort": self.reasoning.effort,
@@ -272,8 +272,7 @@ def _renamed(param: str, body: ResponsesRequest) -> str:
     if (turn := re.match(r"messages(?:\[(\d+)\])?", param)) is not None:
         if turn[1] is None or isinstance(body.input, str):
             return "input"
-        places = [place for place, _ in _placed_turns(body)]
-        place = places[int(turn[1])]
+        place = [place for place, _ in _placed_turns(body)][int(turn[1])]
         if place is None:
             return "instructions"
         rest = param[turn.end() :].replace(".tool_call_id", ".call_id")
@@ -284,13 +283,11 @@ def _renamed(param: str, body: ResponsesRequest) -> str:
     return re.sub(r"^(tools\[\d+\])\.function", r"\1", param)
 
 
-def _turns(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    """Yield a chat's messages; calls, and the text and thoughts before them, are one turn."""
-    return (turn for _, turn in _placed_turns(body))
-
-
 def _placed_turns(body: ResponsesRequest) -> Iterator[tuple[int | None, dict[str, Any]]]:
-    """Yield (index of the first of its items, message) of a chat; None for the instructions."""
+    """Yield (index of the first of its items, message) of a chat; None for the instructions.
+
+    Calls, and the text and thoughts before them, are one turn.
+    """
     if body.instructions:
         yield None, {"role": "system", "content": body.instructions}
     if isinstance(body.input, str):

@@ -42,8 +42,7 @@ NEUTRAL_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "an answer holds no prompt; put it before the text yourself"),
     "modalities": ((["text"],), "the model writes text alone; leave it out"),
 }
-# known fields that are ignored with a value that asks for nothing
-IDLE: dict[str, tuple[Any, ...]] = {
+IDLE: dict[str, tuple[Any, ...]] = {  # known fields -> values that ask for nothing
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1,)),
     "stop": ("", [""]), "truncation": ("auto",),
 }  # fmt: skip
@@ -202,17 +201,14 @@ PARTS = {
 }
 
 
-def nothing(value: Any, levels: int = LEVELS) -> bool:
-    """Return whether a value asks for nothing: null, an empty text or list, an object of these."""
-    if isinstance(value, dict):
-        return levels > 0 and all(nothing(part, levels - 1) for part in value.values())
-    return value is None or value in ("", [])
+def nothing(value: Any, levels: int = LEVELS, *, off: bool = False) -> bool:
+    """Return whether a value asks for nothing: null, an empty text or list, an object of these.
 
-
-def _is_off(value: Any, levels: int = LEVELS) -> bool:
+    With `off`, false asks for nothing too.
+    """
     if isinstance(value, dict):
-        return levels > 0 and all(_is_off(part, levels - 1) for part in value.values())
-    return value is False or nothing(value)
+        return levels > 0 and all(nothing(part, levels - 1, off=off) for part in value.values())
+    return value is None or value in ("", []) or (off and value is False)
 
 
 def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -220,7 +216,7 @@ def asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
     if isinstance(value, dict):
         value = {name: part for name, part in value.items() if not nothing(part)}
     for one in neutral:
-        if one is ANY or (one is OFF and _is_off(value)):
+        if one is ANY or (one is OFF and nothing(value, off=True)):
             return True
         if isinstance(one, Fields):
             if isinstance(value, dict) and all(_same(value.get(k), v) for k, v in one.items()):
