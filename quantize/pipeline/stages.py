@@ -280,7 +280,23 @@ def _can_pass(run: Run) -> int:
     return 4 if cannot_pass(run.recipe) else 0
 
 
+def _changed_questions(run: Run) -> str | None:
+    """Return a task whose local file of questions is another one than was asked, None if none is."""
+    from quantize.stages.evaluate.tasks import data_file, questions_digest
+
+    for task in run.recipe.evaluation.tasks:
+        asked = run.folder.evaluation / CANDIDATE / f"{task}.conditions.json"
+        file = data_file(task, run.options.get("data_dir"), run.recipe.evaluation)
+        if asked.exists() and file is not None and file.exists():
+            was = read_json(asked, "made_with")["made_with"].get("data")
+            if was is not None and was != questions_digest(file):
+                return task
+    return None
+
+
 def _lacks_samples(run: Run) -> str | None:
+    if task := _changed_questions(run):
+        return f"the questions of {task} changed since they were asked"
     if not is_scored(run.folder, CANDIDATE):
         return "the scored weights or settings are not the checkpoint's"
     if run.options.get("noise_floor") and not is_scored(run.folder, BASELINE_AGAIN):

@@ -175,7 +175,8 @@ class Calibration(Section):
 class Verification(Section):
     """The largest relative error |W - W'| / |W| allowed for a quantized source tensor, by scheme.
 
-    `gptq` needs about 1.5 times the limits of `nearest`: its weights err more, its outputs less.
+    A single Linear of it, such as an expert's, may err twice as much. `gptq` needs about 1.5 times the
+    limits of `nearest`: its weights err more, its outputs less.
     """
 
     max_relative_error: dict[SchemeName, Limit]

@@ -33,7 +33,8 @@ from quantize.runs.weights import Weights
 CONFIDENCE = 0.95
 SAME_QUESTIONS = (
     "runs are compared on the same questions, asked in the same way: run or judge one of them again "
-    "with the other's --task, --limit and `evaluation` of the recipe"
+    "with the other's --task, --limit and `evaluation` of the recipe; a sampler's settings come from "
+    "the checkpoint's generation_config.json"
 )
 
 

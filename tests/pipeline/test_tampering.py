@@ -323,6 +323,19 @@ def test_resumed_with_other_settings(change: Callable[[Quick], list[object]], qu
     assert len(list(quick.out.glob("quick-*"))) == 2
 
 
+def test_questions_that_changed_are_asked_again(quick: Quick, tmp_path: Path) -> None:
+    """A file of questions is no result of a stage, and a corrected one kept its old verdict."""
+    (data := tmp_path / "data").mkdir()
+    (data / f"{TASK}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    assert quick("evaluate", quick.folder.path, "--data-dir", data).code == 0
+    assert quick.run("--resume", "--data-dir", data).redone() == ["report"]
+    assert quick.run("--resume", "--data-dir", data).redone() == []
+    (data / f"{TASK}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 3"}\n')
+    done = quick.run("--resume", "--data-dir", data)
+    assert done.redone() == ["evaluate", "report"]
+    assert f"evaluate: the questions of {TASK} changed since they were asked" in done.err
+
+
 # Files that are damaged although every digest agrees.
 
 READ_BY = {

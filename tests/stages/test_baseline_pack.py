@@ -146,8 +146,7 @@ def test_too_few_answers_are_refused_before_any_work(
     done = command(monkeypatch, *words, 200)
     assert done.code == 2
     assert (
-        "word_problems: it has 24 answers, and not all of the 60 that the first of 5 looks"
-        in done.last
+        "word_problems: its 24 answers lack some of the 60 that the first of 5 looks" in done.last
     )
     assert "`quantize evaluate RUN --all`" in done.last
     assert done.redone() == []

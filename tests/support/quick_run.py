@@ -29,6 +29,7 @@ from quantize.runs.models import AT_POINT
 from quantize.runtime import Sampler
 from quantize.schemes import gptq
 from quantize.stages.evaluate.compared_models import ModelOptions
+from quantize.stages.evaluate.tasks import questions_digest
 from tests.support.conversions import write_input_scales
 
 TASK = "word_problems"
@@ -62,6 +63,7 @@ def made_up_scores(
     options: ModelOptions | None = None,
     lost: int = 0,
     dtype: str = "torch.float32",
+    data_dir: Path | None = None,
     **_: Any,
 ) -> dict[str, Any]:
     """Stand in for evaluate: the quantized model, in `dtype`, loses the first `lost` of 60 problems."""
@@ -88,6 +90,7 @@ def made_up_scores(
             "versions": {"torch": "2"},
             "batch_size": 1,
             "seed": 0,
+            "data": data_dir and questions_digest(data_dir / f"{TASK}.jsonl"),
         }
         scoring = Scoring(TASK, rows(scores), conditions, made_with)
         write_scoring(run.evaluation / side, scoring)

@@ -82,6 +82,8 @@ def _bounds(metadata: Any) -> str:
             ):
                 if (bound := getattr(each, name, None)) is not None:
                     said.append(f"{sign} {bound}")
+            if pattern := getattr(each, "pattern", None):
+                said.append(f"matching `{pattern}`")
     return f" ({', '.join(said)})" if said else ""
 
 

@@ -121,9 +121,9 @@ class Pack:
         if plan.parts[0].answers <= self.answered(task):
             return None
         return (
-            f"{task}: it has {has:,} answers, and not all of the {look.questions * look.repeats:,} "
-            f"that the first of {len(plan.looks)} looks at {plan.questions:,} questions x "
-            f"{plan.repeats} asks"
+            f"{task}: its {has:,} answers lack some of the {look.questions * look.repeats:,} that the "
+            f"first of {len(plan.looks)} looks at {plan.questions:,} questions x {plan.repeats} asks "
+            f"(another --limit asks others)"
         )
 
 

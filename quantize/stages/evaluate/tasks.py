@@ -114,11 +114,16 @@ def data_file(task: str, data_dir: Path | None, settings: Evaluation) -> Path | 
     return local
 
 
+def questions_digest(file: Path) -> str:
+    """Return the digest by which scores know a task's local file of questions."""
+    return sha256_of(file)[:16]
+
+
 def conditions(backend: Mapping[str, Any], seed: int, task: Task) -> dict[str, Any]:
     """Return what a task's samples depend on: `backend`'s conditions, the seed, and the task's own."""
     stated = dict(backend) | {
         "task": task.name,
-        "data": sha256_of(task.data)[:16] if task.data else None,
+        "data": questions_digest(task.data) if task.data else None,
         "planned": asdict(task.plan),
         "seed": seed,
     }
