@@ -281,13 +281,19 @@ def _can_pass(run: Run) -> int:
 
 
 def _changed_questions(run: Run) -> str | None:
-    """Return a task whose local file of questions is another one than was asked, None if none is."""
+    """Return a task whose local file of questions is another one than was asked, None if none is.
+
+    Where no file is named, what the package bundles says nothing of a file that was named before.
+    """
+    from quantize.bundled import HELDOUT
     from quantize.stages.evaluate.tasks import data_file, questions_digest
 
     for task in run.recipe.evaluation.tasks:
         asked = run.folder.evaluation / CANDIDATE / f"{task}.conditions.json"
         file = data_file(task, run.options.get("data_dir"), run.recipe.evaluation)
-        if asked.exists() and file is not None and file.exists():
+        if file is None or file == HELDOUT:
+            continue
+        if file.exists() and asked.exists():
             was = read_json(asked, "made_with")["made_with"].get("data")
             if was is not None and was != questions_digest(file):
                 return task

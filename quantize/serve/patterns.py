@@ -24,6 +24,10 @@ CATEGORIES = {f"CATEGORY_{name}": escape for name, escape in NAMES.items()} | {
 }
 
 
+class UnknownTextError(Exception):
+    """A pattern is of a kind whose least text is not worked out here, or would be too long."""
+
+
 def least_text(pattern: str) -> str:
     """Return a short text that `pattern` matches, "" if none is known; InputError: none exists."""
     try:
@@ -31,7 +35,7 @@ def least_text(pattern: str) -> str:
             warnings.simplefilter("ignore")  # of sets that other dialects nest
             parsed = PARSER.parse(pattern)
         text = _least(parsed)
-    except (re.error, RecursionError, OverflowError, NotImplementedError):
+    except (re.error, RecursionError, OverflowError, UnknownTextError):
         return ""
     if text is None:
         raise InputError("the answer's form matches no text at all")
@@ -58,7 +62,7 @@ def _least(parsed: Iterable[tuple[Any, Any]]) -> str | None:
         return None
     text = "".join(part for part in parts if part)
     if len(text) > LONGEST:
-        raise OverflowError
+        raise UnknownTextError
     return text
 
 
@@ -82,10 +86,10 @@ def _least_of(operator: str, of: Any) -> str | None:
         case "MAX_REPEAT" | "MIN_REPEAT":
             once = _least(of[2]) if of[0] else ""
             if once and len(once) * of[0] > LONGEST:
-                raise OverflowError
+                raise UnknownTextError
             return None if once is None else once * of[0]
         case _:
-            raise NotImplementedError
+            raise UnknownTextError
 
 
 def _member(items: list[tuple[Any, Any]]) -> str | None:
@@ -100,7 +104,7 @@ def _member(items: list[tuple[Any, Any]]) -> str | None:
     names = {str(of) for kind, of in sets if kind == "CATEGORY"}
     if names & {name.replace("CATEGORY_", "CATEGORY_NOT_") for name in names}:
         return None
-    raise NotImplementedError
+    raise UnknownTextError
 
 
 def _holds(kind: str, of: Any, character: str) -> bool:

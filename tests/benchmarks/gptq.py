@@ -81,7 +81,7 @@ def parts(weight: Tensor, hessian: Tensor) -> dict[str, Times]:
     ranges = scheme.observe(weight, "memoryless_minmax")
     shared = global_scale([ranges])
     gptq.gptq(scheme, weight, hessian)
-    found = {"whole": timed(lambda: gptq.gptq(scheme, weight, hessian))}
+    timings = {"whole": timed(lambda: gptq.gptq(scheme, weight, hessian))}
     wide, one = weight.float(), shared[:, 0]
     scales, codes = block_scale(ranges, shared[..., None]), torch.empty_like(wide)
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
@@ -89,12 +89,12 @@ def parts(weight: Tensor, hessian: Tensor) -> dict[str, Times]:
     for _ in range(2):  # the first gets its memory
         diagonal.copy_(undamped)
         kept.clear()
-        found["factors"] = timed(lambda: kept.append(gptq._factored(hessian)[0]))
-    found["spread"] = timed(lambda: gptq._spread_errors(wide, kept[0], one, codes, scales, GRID))
+        timings["factors"] = timed(lambda: kept.append(gptq._factored(hessian)[0]))
+    timings["spread"] = timed(lambda: gptq._spread_errors(wide, kept[0], one, codes, scales, GRID))
     kept.clear()
-    found["descend"] = timed(lambda: gptq._descend(wide, codes, scales, hessian, one, GRID))
-    found["losses"] = timed(lambda: [gptq.energy(wide, hessian) for _ in range(2)])
-    return found
+    timings["descend"] = timed(lambda: gptq._descend(wide, codes, scales, hessian, one, GRID))
+    timings["losses"] = timed(lambda: [gptq.energy(wide, hessian) for _ in range(2)])
+    return timings
 
 
 def beside(weight: Tensor, hessian: Tensor, at_once: int) -> tuple[Times, float, float]:

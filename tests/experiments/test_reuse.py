@@ -1,6 +1,5 @@
 """Reuse between steps: no rule gives the exact bits, a rule reuses what it says, shares are counted."""
 
-from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,18 +19,10 @@ from quantize.runtime.weights.load import TextWeights, load_packed
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 from tests.support.tiny import CANVAS, LAYERS
 
+pytestmark = pytest.mark.usefixtures("one_core")
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)
 PROMPTS = [Prompt((5, 6, 7, 8), False), Prompt((9, 8, 7), False)]
 ALL_ROWS = ReuseRule(stable=0, frozen=1)  # every row is frozen at step 2, and at no other of 3
-
-
-@pytest.fixture(autouse=True)
-def one_core() -> Generator[None]:
-    """Compute on one thread, as the experiment does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

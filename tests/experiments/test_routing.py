@@ -1,6 +1,5 @@
 """Held routers: BF16's experts in another model, and an error where the passes differ."""
 
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,8 @@ from quantize.runtime.weights.load import load_packed
 from quantize.stages.fidelity.replay import Compared, StepDistance, replay
 from tests.support.tiny import CANVAS
 
+pytestmark = pytest.mark.usefixtures("one_core")
 SAMPLER = Sampler(max_new_tokens=2 * CANVAS, max_denoising_steps=3)
-
-
-@pytest.fixture(autouse=True)
-def one_core() -> Generator[None]:
-    """Compute on one thread, as the experiment does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def distances(bf16: Path, quantized: Path, held: str) -> list[StepDistance]:

@@ -330,6 +330,7 @@ def test_questions_that_changed_are_asked_again(quick: Quick, tmp_path: Path) ->
     assert quick("evaluate", quick.folder.path, "--data-dir", data).code == 0
     assert quick.run("--resume", "--data-dir", data).redone() == ["report"]
     assert quick.run("--resume", "--data-dir", data).redone() == []
+    assert quick.run("--resume").redone() == []  # `adopt` names no file either
     (data / f"{TASK}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 3"}\n')
     done = quick.run("--resume", "--data-dir", data)
     assert done.redone() == ["evaluate", "report"]

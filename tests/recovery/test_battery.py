@@ -202,8 +202,8 @@ def test_operations_in_boxes_are_computed_or_hide_the_number(text: str, value: s
 def test_a_last_line_or_sentence_states_a_number_where_it_is_whole(
     text: str, value: str | None
 ) -> None:
-    found = final_number(text)
-    assert (found and rational(found)) == (value and rational(value))
+    number = final_number(text)
+    assert (number and rational(number)) == (value and rational(value))
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,12 @@ def test_a_loss_of_nothing_is_never_needed() -> None:
 
 
 def test_sentences_of_one_task() -> None:
-    told = {
+    outcomes = {
         "PASS": (2, "0.5", "the loss is below 1.6 points"),
         "FAIL": (60, "15.0", "the loss is above 11.6 points"),
         "INCONCLUSIVE": (16, "4.0", "a loss of 6.0 points is not excluded"),
     }
-    for outcome, (lost, fewer, loss) in told.items():
+    for outcome, (lost, fewer, loss) in outcomes.items():
         verdict = judge_task("t", one_answer(lost, 0, 400 - lost))
         assert (verdict.outcome, verdict.estimand) == (outcome, "these_questions")
         seen = (

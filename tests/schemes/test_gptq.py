@@ -61,11 +61,11 @@ def oracle(scheme: str, weight: Tensor, hessian: Tensor) -> Tensor:
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC"])
 def test_the_loss_is_not_above_llm_compressors(scheme: str) -> None:
     weight, hessian = layer()
-    found = gptq(SCHEMES[scheme], weight, hessian)
+    rounded = gptq(SCHEMES[scheme], weight, hessian)
     own = weight[:1].float()
     theirs = energy(own - oracle(scheme, weight, hessian), hessian[:1]) / energy(own, hessian[:1])
-    assert theirs < found.nearest[0]  # the oracle is GPTQ, not rounding to nearest
-    assert found.loss[0] <= theirs
+    assert theirs < rounded.nearest[0]  # the oracle is GPTQ, not rounding to nearest
+    assert rounded.loss[0] <= theirs
 
 
 def test_gptq_halves_the_loss_of_rounding_to_nearest() -> None:
@@ -83,9 +83,9 @@ def test_the_reported_losses_are_those_of_the_bytes(scheme: str) -> None:
     """
     weight, hessian = layer(inputs=592)
     ranges = SCHEMES[scheme].observe(weight, "memoryless_minmax")
-    found = gptq(SCHEMES[scheme], weight, hessian)
+    rounded = gptq(SCHEMES[scheme], weight, hessian)
     plain = SCHEMES[scheme].quantize(weight, ranges, None, None)
-    for tensors, loss in ((found.tensors, found.loss), (plain, found.nearest)):
+    for tensors, loss in ((rounded.tensors, rounded.loss), (plain, rounded.nearest)):
         lost, whole = (
             torch.einsum("eoi,eij,eoj->e", x, hessian.double(), x)
             for x in (weight.double() - in_float32(tensors).double(), weight.double())

@@ -23,9 +23,9 @@ def test_a_task_decides_as_often_as_its_simulated_answers_do(task: str) -> None:
     simulated = re.findall(r"([\d.]+) / ([\d.]+), \d+ %", row[1])
     assert len(simulated) == 4
     for lost, (passing, failing) in zip((0, 0.5, 1, 2), simulated, strict=True):
-        found = outlook(NVFP4.asking([task], None), lost)
-        assert 100 * found[0] == pytest.approx(float(passing), abs=4.5), lost
-        assert 100 * found[1] == pytest.approx(float(failing), abs=8 if lost == 2 else 3), lost
+        outcome = outlook(NVFP4.asking([task], None), lost)
+        assert 100 * outcome[0] == pytest.approx(float(passing), abs=4.5), lost
+        assert 100 * outcome[1] == pytest.approx(float(failing), abs=8 if lost == 2 else 3), lost
 
 
 def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -> None:
@@ -40,10 +40,10 @@ def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -
         )
         assert row is not None
         passing, failing, tokens = map(float, row.groups())
-        found = [100 * share for share in outlook(NVFP4, lost)]
-        assert found[2] == pytest.approx(tokens, abs=2)
-        assert found[0] == pytest.approx(passing, abs=5)
-        assert found[1] == pytest.approx(failing, abs=4)
+        outcome = [100 * share for share in outlook(NVFP4, lost)]
+        assert outcome[2] == pytest.approx(tokens, abs=2)
+        assert outcome[0] == pytest.approx(passing, abs=5)
+        assert outcome[1] == pytest.approx(failing, abs=4)
 
 
 def test_giving_up_saves_tokens_and_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
