@@ -20,9 +20,9 @@ from statistics import mean
 import click
 import torch
 
+from experiments.held_out import prompt_of
 from experiments.reuse import Reusing, rule_named
 from experiments.rounding import differing
-from experiments.routing import prompt_of
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.runtime import Sample, Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine

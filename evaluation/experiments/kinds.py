@@ -16,7 +16,7 @@ import click
 import torch
 from PIL import Image
 
-from experiments.routing import FIRST
+from experiments.held_out import FIRST
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.recipe.sections import Calibration

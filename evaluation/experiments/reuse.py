@@ -28,12 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.routing import Choice, held_choice, kl_by_trajectory, recorded
+from experiments.held_out import kl_by_trajectory, recorded
 from quantize.bundled import CHECKPOINT
 from quantize.runtime import open
 from quantize.runtime.engine.batch import FusedPasses
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.engine.interface import BatchEngine, Decoded
+from quantize.runtime.model.choices import Choice
 from quantize.runtime.model.passes import Pass
 from quantize.runtime.model.text_stack import FusedModel
 from quantize.runtime.prompt.images import Images
@@ -127,8 +128,9 @@ def voted(x: Tensor, router: Tensor, scale: Tensor, topk: int, *, length: int, m
     winners = votes.unflatten(0, (-1, length)).sum(1).topk(most).indices
     lost = torch.ones(len(winners), len(router), dtype=torch.bool, device=x.device)
     lost = lost.scatter_(1, winners, False).repeat_interleave(length, 0)
-    experts = chances.masked_fill(lost, -1).topk(topk).indices.sort(-1).values.int()
-    return held_choice(x, router, scale, (experts, best), "chosen")
+    experts = chances.masked_fill(lost, -1).topk(topk).indices.sort(-1).values
+    kept = chances.gather(1, experts)
+    return experts.int(), kept / kept.sum(-1, keepdim=True) * scale.float()[experts]
 
 
 class Reusing(FusedEngine):

@@ -22,7 +22,7 @@ import click
 import torch
 
 from experiments.bundled.score import FINAL_ANSWER
-from experiments.routing import BATCH, kl_of
+from experiments.held_out import BATCH, kl_of
 from quantize.bundled import CHECKPOINT, HELDOUT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets

@@ -35,8 +35,8 @@ from safetensors.torch import save_file
 
 from experiments.bundled.problems import Problem
 from experiments.bundled.tokenizer import response
+from experiments.held_out import BATCH, kl_of, prompt_of
 from experiments.rounding import VARIANTS, recipe_of
-from experiments.routing import BATCH, kl_of, prompt_of
 from quantize.bundled import CALIBRATION, CHECKPOINT
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import plan_targets
