@@ -19,16 +19,17 @@ have the model's exact shapes, but their answers are noise.
     unexplained                       ms/step minus its parts: gaps between kernels, minus overlaps
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Column, Table
+from torch import Tensor
 
 from quantize.bench.adaptive import NEVER, AdaptiveRow, adaptive_rows, random_prompts, read_stops
 from quantize.bench.one_token import Continuation
@@ -132,15 +133,17 @@ def bench(
     autoregressive: bool = False,
     hourly_price: float | None = None,
     stops: Path | None = None,
+    hit_by: Callable[[int], float] = lambda _: 1.0,
 ) -> Bench:
     """Measure a checkpoint, or random weights, at every batch size and number of steps.
 
     If `checkpoint` is None, the model has the shapes of `config`, and random weights in the schemes of
-    MIXES[`random`]. Each of `steps` is a fixed number or "adaptive". Adaptive canvases take the numbers
-    of steps in the JSON file `stops`, in turn; without `stops` they stop by themselves. A row times
-    at least `canvases` canvases after `context` tokens. `autoregressive` adds rows of one token per
-    forward, `hourly_price` adds a price per million tokens. Raise ResourceError if there is no GPU or
-    it has too little memory. Raise InputError if a mix or number of steps is unknown, or loading fails.
+    MIXES[`random`]; a batch reaches the share of a layer's experts that `hit_by` gives it. Each of
+    `steps` is a fixed number or "adaptive". Adaptive canvases take the numbers of steps in the JSON
+    file `stops`, in turn; without `stops` they stop by themselves. A row times at least `canvases`
+    canvases after `context` tokens. `autoregressive` adds rows of one token per forward, `hourly_price`
+    adds a price per million tokens. Raise ResourceError if there is no GPU or it has too little memory.
+    Raise InputError if a mix or number of steps is unknown, or loading fails.
     """
     if not torch.cuda.is_available():
         raise ResourceError("bench needs an NVIDIA GPU: the kernels' speed on a CPU says nothing")
@@ -158,7 +161,8 @@ def bench(
     loaded, weights = time.monotonic() - started, engine.model.weights
     say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
     prompts = random_prompts(weights, context, max(batches))
-    hit = _experts_hit(engine, prompts[0])
+    routers = [] if checkpoint else [layer.router.cpu() for layer in weights.layers]
+    hit = _reach(engine, routers, hit_by(1), prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -171,15 +175,17 @@ def bench(
     if (adaptive := samplers.pop(ADAPTIVE, None)) is not None:
         for batch in batches:
             say(f"batch {batch}, adaptive steps")
+            _reach(engine, routers, hit_by(batch), prompts[0])
             result.adaptive.extend(adaptive_rows(engine, prompts[:batch], adaptive, stopping))
     for batch in batches:
         batch_prompts = prompts[:batch]
+        reached = statistics.mean(_reach(engine, routers, hit_by(batch), prompts[0]))
         if autoregressive:
             say(f"batch {batch}, one token a forward")
             times, own_hit = _measure_tokens(engine, batch_prompts, canvases)
             floor = pass_floor(weights, rates, (batch, 1), context, own_hit)
             result.rows.append(_row(batch, ONE_TOKEN, own_hit, floor, times, hourly_price))
-        shape = batch, context, statistics.mean(hit)
+        shape = batch, context, reached
         for name, sampler in samplers.items():
             say(f"batch {batch}, {name} steps")
             times = _measure(engine, batch_prompts, sampler, canvases)
@@ -189,7 +195,7 @@ def bench(
             ):  # the gauge was the slower one: read it again, now that it is hot
                 rates = rates.or_faster(measure_rates(torch.device("cuda")))
                 floor = decoder_floor(weights, rates, *shape)
-            result.rows.append(_row(batch, name, statistics.mean(hit), floor, times, hourly_price))
+            result.rows.append(_row(batch, name, reached, floor, times, hourly_price))
     return replace(result, peak_bytes=torch.cuda.max_memory_allocated(), rates=rates)
 
 
@@ -207,6 +213,19 @@ def _random(mix: str | None, config: dict[str, Any] | None) -> RandomModel:
         raise InputError(f"random weights {mix!r}: one of {', '.join(MIXES)}")
     kinds = ("experts", "attention", "mlp")
     return RandomModel(config, dict(zip(kinds, MIXES[mix], strict=True)))
+
+
+def _reach(
+    engine: FusedEngine, routers: Sequence[Tensor], share: float, prompt: list[int]
+) -> list[int]:
+    """Let random `routers` choose among the first `share` of experts; return how many a canvas hits.
+
+    Experts beyond it score 0, less than the best 8 of many random scores.
+    """
+    for layer, router in zip(engine.model.weights.layers, routers, strict=False):
+        layer.router.copy_(router)
+        layer.router[math.ceil(share * len(router)) :] = 0
+    return _experts_hit(engine, prompt)
 
 
 def _experts_hit(engine: FusedEngine, prompt: list[int]) -> list[int]:
@@ -319,7 +338,7 @@ def _below(floor: dict[str, float], times: dict[str, Any]) -> list[str]:
     return [
         name
         for name, seconds in floor.items()
-        if seconds * 1e3 >= CACHED_MS and taken.get(name, inf) < (1 - BELOW) * seconds * 1e3
+        if seconds * 1e3 >= CACHED_MS and taken.get(name, math.inf) < (1 - BELOW) * seconds * 1e3
     ]
 
 

@@ -3,14 +3,17 @@
 Every engine prefers these configurations to the tables that ship (`gpus.check_gpu`).
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from fused_dequant.launch.targets import TARGETS, capability, name_of
 from fused_dequant.tune.candidates import Product, candidates, products
+from fused_dequant.tune.cases import EXPERTS
 from fused_dequant.weights import tuning
 from rich.table import Table
 
@@ -21,15 +24,18 @@ from quantize.runtime.gpu.gpus import TUNED, check_gpu
 if TYPE_CHECKING:
     from fused_dequant.tune.search import Timed, TunedProduct
 
+CANVAS = 256  # tokens of the 26B model's
 SAVED_EVERY = 8  # choices between two saves: the most that an interruption loses
 
 
 def tune_gpu(
-    only: str = "", *, folder: Path = TUNED, timer: "Callable[[Product], Timed] | None" = None
-) -> list["TunedProduct"]:
+    only: str = "", hit_by: Callable[[int], float] = lambda _: 1.0, *, folder: Path = TUNED,
+    timer: "Callable[[Product], Timed] | None" = None,
+) -> list["TunedProduct"]:  # fmt: skip
     """Write each matrix product's fastest configuration to this device's table; return the choices.
 
-    The regular expression `only` is searched in "KEY M=TOKENS" of each product. `folder` has one table
+    The regular expression `only` is searched in "KEY M=TOKENS" of each product. Tokens choose among the
+    share of experts that `hit_by` gives their number of canvases. `folder` has one table
     per device. `timer` times a product's candidates; None compiles and times them on this GPU. Raise
     InputError if `only` is no regular expression, finds no product, or finds one of the experts' two
     products (up, down) without the other. Raise ResourceError if no GPU here can be tuned, or if all
@@ -42,7 +48,11 @@ def tune_gpu(
         known = ", ".join(map(name_of, TARGETS))
         raise ResourceError(f"{name} is {name_of(target)}, and what can be tuned is {known}")
     try:
-        chosen = [p for p in products(target) if re.search(only, f"{p.key} M={p.M}")]
+        chosen = [
+            replace(p, used=math.ceil(EXPERTS * hit_by(math.ceil(p.M / CANVAS))))
+            for p in products(target)
+            if re.search(only, f"{p.key} M={p.M}")
+        ]
     except re.error as error:
         raise InputError(f"--only {only}: no regular expression ({error})") from error
     halves = [p.verb for p in chosen if p.verb.startswith("experts")]

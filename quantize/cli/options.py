@@ -74,6 +74,11 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "--hourly-price", type=click.FloatRange(min=0),
         help="Price of an hour of the machine; the output then states the cost.",
     ),
+    "measured": click.option(
+        "--measured", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
+        help="measured.json of `quantize measure MODEL`: the experts that a canvas hit, and in a plan "
+        "its denoising steps, replace what is assumed.",
+    ),
     "full": click.option(
         "--full", is_flag=True,
         help="Compare all values with BF16 again, including those that convert compared.",

@@ -27,11 +27,7 @@ from quantize.pipeline.stages import STAGES, Stage
     "--clients", type=click.IntRange(1, 64), default=4, show_default=True,
     help="With --serve: requests at once.",
 )  # fmt: skip
-@click.option(
-    "--measured", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
-    help="measured.json of `quantize measure MODEL`: its denoising steps and the experts that it hit "
-    "replace what times here assume.",
-)  # fmt: skip
+@with_options("measured")
 def plan(
     recipe: str, model: str | None, out: Path, serve: bool,
     context: int | None, clients: int, **options: Any,

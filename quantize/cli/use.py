@@ -83,7 +83,7 @@ def generate(
     "--autoregressive", is_flag=True,
     help="Also measure the same weights without canvases, writing one token per forward.",
 )  # fmt: skip
-@with_options("hourly-price")
+@with_options("hourly-price", "measured")
 @click.option(
     "--stops", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
     help="JSON list of the numbers of steps that canvases of adaptive rows take, in turn.",
@@ -92,14 +92,15 @@ def generate(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def bench(
     checkpoint: str | None, activations: ActivationMode | None, gpu_memory: float | None,
-    as_json: bool, **options: Any,
+    measured: Path | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure how fast a checkpoint denoises on this GPU, against the least time that is possible.
 
-    CHECKPOINT is a folder or a Hub id; leave it out with --random-weights. Shows ms per forward and
-    per canvas, tokens/s, time to the first canvas, memory, and where a step's time goes. If the
-    driver reports energy, each row is measured for 10 s or more, and also shows mean W, J per
-    forward, tokens per joule, MHz, and how often the power limit held the clock down.
+    CHECKPOINT is a folder or a Hub id; leave it out with --random-weights, which hit every expert or as
+    many as --measured says. Shows ms per forward and per canvas, tokens/s, time to the first canvas,
+    memory, and where a step's time goes. If the driver reports energy, each row is measured for 10 s or
+    more, and also shows mean W, J per forward, tokens per joule, MHz, and how often the power limit
+    held the clock down.
 
     \b
       quantize bench outputs/nvfp4-3f2a91c/checkpoint --steps 10 --steps adaptive --batch 1 --batch 4
@@ -110,12 +111,17 @@ def bench(
     from quantize.checkpoints.reader import known_config, resolve
     from quantize.host.progress import screen
     from quantize.runtime import Placement
+    from quantize.stages.plan.measured import measured_denoising
 
     if (checkpoint is None) == (options["random"] is None):
         raise click.UsageError("name a CHECKPOINT, or a mix of --random-weights")
+    if checkpoint is not None and measured is not None:
+        raise click.UsageError("--measured needs --random-weights: a checkpoint's routers choose")
     folder = None if checkpoint is None else resolve(checkpoint)
     place = Placement("cuda", gpu_memory, activations)
-    result = measure(folder, config=known_config(REAL_MODEL), place=place, **options)
+    config = known_config(REAL_MODEL) or {}
+    hit_by = measured_denoising(measured, config).hit_by
+    result = measure(folder, config=config, place=place, hit_by=hit_by, **options)
     if as_json:
         click.echo(json.dumps(asdict(result), indent=1))
     else:
@@ -127,7 +133,8 @@ def bench(
     "--only", default="", metavar="REGEX",
     help="Tune only products whose key matches, such as linear/fp8/4096x2816 M=256.",
 )  # fmt: skip
-def tune(only: str) -> None:
+@with_options("measured")
+def tune(only: str, measured: Path | None) -> None:
     """Measure the kernels' launch configurations on this GPU and keep the fastest.
 
     Every matrix product of the 26B model is timed in every configuration, at 64 to 8,192 tokens.
@@ -136,9 +143,12 @@ def tune(only: str) -> None:
     generate, bench, serve and all stages take it. Prints how much each product gained.
     """
     from quantize.bench.tune import gains_table, tune_gpu
+    from quantize.checkpoints.reader import known_config
     from quantize.host.progress import screen
+    from quantize.stages.plan.measured import measured_denoising
 
-    screen().print(gains_table(tune_gpu(only)))
+    hit_by = measured_denoising(measured, known_config(REAL_MODEL) or {}).hit_by
+    screen().print(gains_table(tune_gpu(only, hit_by)))
 
 
 @click.command()

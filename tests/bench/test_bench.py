@@ -14,6 +14,8 @@ import torch
 
 from quantize.bench import speed as bench
 from quantize.bench.one_token import Continuation
+from quantize.bundled import CHECKPOINT
+from quantize.checkpoints.reader import Checkpoint
 from quantize.errors import ResourceError
 from quantize.host import gauge, progress
 from quantize.host.gauge import Clock, Gauge
@@ -21,6 +23,7 @@ from quantize.runtime import Sampler
 from quantize.runtime.engine.fused_engine import FusedEngine
 from quantize.runtime.gpu.rates import Rates, settled
 from quantize.runtime.weights.load import load_packed
+from quantize.runtime.weights.random_weights import random_weights
 
 
 @pytest.mark.parametrize("context", [100, 7])
@@ -86,6 +89,22 @@ def test_tokens_one_by_one_stand_around_the_context(
     topk = engine.model.topk
     assert topk <= hit <= 2 * topk
     assert not engine.sequences
+
+
+def test_random_routers_reach_as_many_experts_as_were_measured() -> None:
+    config = Checkpoint.open(CHECKPOINT).config
+    config["text_config"] |= {"num_experts": 128, "top_k_experts": 8}
+    kinds = dict.fromkeys(("experts", "attention", "mlp"), "bf16")
+    weights = random_weights(config, kinds, "cpu")
+    engine = FusedEngine(weights, capacity=1, max_context=128)
+    routers = [layer.router.clone() for layer in weights.layers]
+    hits = [bench._reach(engine, routers, share, [9, 8, 7]) for share in (1.0, 0.4, 1.0)]
+    assert all(48 <= hit <= 52 for hit in hits[1])
+    assert hits[0] == hits[2]
+    assert min(hits[0]) > 100
+    bench._reach(engine, [], 0.1, [9, 8, 7])  # a checkpoint's routers stay
+    layers = zip(weights.layers, routers, strict=True)
+    assert all(torch.equal(layer.router, router) for layer, router in layers)
 
 
 def test_a_cold_gpu_is_warmed_up_until_two_readings_agree(capsys: pytest.CaptureFixture) -> None:

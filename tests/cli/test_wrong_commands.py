@@ -46,6 +46,11 @@ WRONG = {
             "`max_step_inflation: null`",
         ],
     ),
+    "experts of a checkpoint": (
+        ["bench", "bundled", "--measured", __file__],
+        2,
+        ["a checkpoint's routers choose"],
+    ),
     "no GPU": (["bench", "--random-weights", "nvfp4"], 3, ["bench needs an NVIDIA GPU"]),
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from fused_dequant.launch.targets import TARGETS, Capability
+from fused_dequant.tune import launches
 from fused_dequant.tune.candidates import Product, candidates
 from fused_dequant.weights import tuning
 from fused_dequant.weights.tuning import Config
@@ -209,7 +210,9 @@ def test_what_was_tuned_is_what_is_launched(
     table = json.loads(next(folder.glob("*.json")).read_text())
     assert (table["device"], table["capability"]) == ("NVIDIA GeForce RTX 4090", "sm_89")
     assert not list(folder.glob("*.tmp"))
-    pairs = tune_gpu("experts/int8", folder=folder, timer=MadeUp())
+    pairs = tune_gpu("experts/int8", lambda n: 1 - 0.5**n, folder=folder, timer=MadeUp())
+    used = {c.product.M: launches._chosen(c.product, "cpu").max() + 1 for c in pairs}
+    assert used == {64: 64, 256: 64, 512: 96, 1024: 120, 2048: 128, 8192: 128}
     by_tokens = {(c.product.verb, c.product.M): tuning.block_rows(c.config) for c in pairs}
     assert all(
         rows == by_tokens["experts_down", M]

@@ -31,6 +31,7 @@ class Product:
     M: int
     N: int
     K: int
+    used: int | None = None  # experts that tokens choose among; None: all
 
     @property
     def table_verb(self) -> str:

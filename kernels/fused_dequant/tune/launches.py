@@ -67,7 +67,8 @@ def _blocks(product: Product, device: str, configs: Iterable[Config]) -> dict[in
 def _chosen(product: Product, device: str) -> torch.Tensor:
     """Return the experts int32 [M, topk] that tokens choose, as unevenly as a model's."""
     spread = cases.SPREAD.get(product.M, min(cases.SPREAD.values()))
-    ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device, spread=spread)
+    how = {"used": product.used, "spread": spread}
+    ids, _ = cases.random_routing(product.M, cases.EXPERTS, cases.TOPK, device, **how)
     return ids
 
 

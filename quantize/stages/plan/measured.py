@@ -1,4 +1,4 @@
-"""Reads what measured.json knows of a model and a plan would else assume: steps, and experts hit."""
+"""Reads what measured.json knows of a model and is else assumed: steps a canvas, and experts hit."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,16 +7,19 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.host.files import read_json
-from quantize.stages.plan.gpu_support import CanvasWork
+from quantize.stages.plan.gpu_support import AS_ASSUMED, CanvasWork
 
 REMEDY = "make it again with `quantize measure`"
 
 
-def measured_denoising(path: Path, config: Mapping[str, Any]) -> CanvasWork:
+def measured_denoising(path: Path | None, config: Mapping[str, Any]) -> CanvasWork:
     """Return what `quantize measure` found of the model with this `config`, all prompts together.
 
-    Raise InputError if the file is damaged, or is of a model with other layers or experts.
+    Without a file (None), return what is assumed. Raise InputError if the file is damaged, or is of a
+    model with other layers or experts.
     """
+    if path is None:
+        return AS_ASSUMED
     keys = ("by_step", "kinds.all.steps_per_canvas", "schema_version")
     content = read_json(path, *keys, remedy=REMEDY)
     text, hits = config["text_config"], [step["experts_hit"] for step in content["by_step"]]

@@ -60,7 +60,7 @@ def show_serving(
     limit = config["text_config"]["max_position_embeddings"]
     length = min(context or DEFAULT_CONTEXT, limit)
     plans = plans_of(tensors)
-    denoising = AS_ASSUMED if measured is None else measured_denoising(measured, config)
+    denoising = measured_denoising(measured, config)
     screen().print(serving_table(config, tensors, plans, chosen, length, clients, denoising))
 
 
