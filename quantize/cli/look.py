@@ -146,7 +146,8 @@ def measure(model: str, **options: Any) -> None:
     MODEL is a folder or a Hub id; `bundled` is the model that ships. It answers the prompts of four
     kinds that ship: structured, code, chat and prose. Writes measured.json and measured.html, which
     hold no prompt and no answer: by denoising step experts hit, load and entropy, by Linear the range
-    of inputs, by kind of prompt steps and ends, and on a GPU ms per forward.
+    of inputs, by kind of prompt steps and ends, and on a GPU ms per forward. Interrupted? The same
+    command goes on behind the parts that are finished: prompts, speed, routing.
     """
     from quantize.host.progress import say
     from quantize.pipeline.measure import measure as measured

@@ -7,13 +7,14 @@
     speed      milliseconds a forward, on a GPU (bench's code)
 
 The prompts ship with the package (`bundled.KINDS`). measured.json and measured.html hold neither them
-nor answers; both appear when all is measured, so an interrupted try leaves none of them.
+nor answers; both appear when all is measured. Until then the folder `parts` has what an interrupted
+try finished (prompts denoised, speed, routing), for the next try of the same model and settings.
 """
 
 import json
-import tempfile
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from quantize.bundled import KINDS
 from quantize.checkpoints.layout import check_mode
 from quantize.checkpoints.reader import Checkpoint, hub_commit, resolve
 from quantize.errors import InputError, ResourceError
-from quantize.host.files import read_json, write_json, write_text
+from quantize.host.files import folder_when_complete, read_json, write_json, write_text
 from quantize.host.processes import best_device
 from quantize.host.progress import metered, say
 from quantize.host.resources import now
@@ -33,7 +34,8 @@ from quantize.pipeline.run import check_source
 from quantize.recovery.rows import Row
 from quantize.reports.measured import measured_page
 from quantize.reports.scores import by_kind, counts
-from quantize.runs.manifest import fingerprint, hardware, package_versions, tool
+from quantize.runs.digests import sha256_of
+from quantize.runs.manifest import code_digest, fingerprint, hardware, package_versions, tool
 from quantize.runtime import Placement, Sampler, open
 from quantize.runtime.engine.interface import BatchEngine
 from quantize.runtime.gpu.placement import free_unused
@@ -52,7 +54,7 @@ from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.fidelity.fidelity import fidelity
 from quantize.stages.memory_needs import HELD_OUT
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION, PARTS = 1, "parts"
 BATCH = 16  # samples that are denoised together
 OUTLIER = 8.0  # times the median channel
 FIXED_STEPS, CONTEXT = "16", 512  # of the canvases that are timed
@@ -85,16 +87,24 @@ def measure(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a folder with --out")
     place = Placement(best_device(), gpu_memory)
-    started = time.monotonic()
-    content, trajectories, sampler = _denoised(source, place, prompts, canvases)
-    content |= {"ms_a_forward": _speed(source.folder, place), "routing": None}
+    settings = [prompts, canvases, gpu_memory]
+    made_of = [digest, sha256_of(KINDS), *settings, code_digest(), hardware()]
+    denoised = folder / PARTS / "denoised"
+    measured = [
+        _part(denoised, made_of, partial(_denoised, source, place, prompts, canvases)),
+        _part(folder / PARTS / "speed", made_of, partial(_speed, source.folder, place)),
+    ]
     if quantized is not None:
-        held = [replace(item, held_out=True) for item in trajectories[:HELD_OUT]]
-        content["routing"] = _routing(source.folder, quantized, activations, held, sampler, place)
+        replays = partial(_routing, source.folder, quantized, activations, denoised, place)
+        made_of = [*made_of, fingerprint(Checkpoint.open(quantized)), activations]
+        measured.append(_part(folder / PARTS / "routing", made_of, replays))
+    content: dict[str, Any] = {"routing": None}
+    for part in measured:
+        content |= part["content"]
     about = {
         "schema_version": SCHEMA_VERSION,
         "ended": now(),
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(sum(part["seconds"] for part in measured), 1),
         "tool": tool(),
         "versions": package_versions(),
         "hardware": hardware(),
@@ -108,7 +118,27 @@ def measure(
     }
     write_json(folder / "measured.json", about | content)
     write_text(folder / "measured.html", measured_page(about | content))
+    shutil.rmtree(folder / PARTS)
     return folder
+
+
+def _part(folder: Path, made_of: list[Any], make: Callable[[Path], dict[str, Any]]) -> Any:
+    """Return the seconds and content of what `make` measures; an earlier try may have left them.
+
+    `made_of` is all that they depend on. `make` may put other files into the folder that it is given.
+    """
+    path = folder / "part.json"
+    keys, remedy = ("made_of", "seconds", "content"), f"remove {folder}"
+    if path.exists() and read_json(path, *keys, remedy=remedy)["made_of"] == made_of:
+        say(f"{folder.name}: measured before ({folder})")
+    else:
+        started = time.monotonic()
+        with folder_when_complete(folder) as unfinished:
+            content = make(unfinished)
+            seconds = time.monotonic() - started
+            part = dict(zip(keys, (made_of, seconds, content), strict=True))
+            write_json(unfinished / path.name, part)
+    return read_json(path)
 
 
 def _candidate(name: str, source: Checkpoint, activations: ActivationMode) -> Path:
@@ -149,9 +179,9 @@ def message(row: dict[str, str]) -> dict[str, str]:
 
 
 def _denoised(
-    source: Checkpoint, place: Placement, count: int, canvases: int
-) -> tuple[dict[str, Any], list[Trajectory], Sampler]:
-    """Denoise the prompts; return what was seen, the trajectories and their sampler."""
+    source: Checkpoint, place: Placement, count: int, canvases: int, folder: Path
+) -> dict[str, Any]:
+    """Denoise the prompts; return what was seen, and leave trajectories to be replayed in `folder`."""
     prompts, kinds, tokenizer = _prompts(source.folder, count)
     sampler = Sampler.from_checkpoint(source.folder)
     experts = int(source.config["text_config"]["num_experts"])
@@ -185,14 +215,15 @@ def _denoised(
         whole.add(figures)
     trajectories = [item for made, _ in seen for item in made]
     rows = [_row(*pair, sampler, tokenizer) for pair in zip(trajectories, kinds, strict=True)]
-    content = {
+    held = [replace(item, held_out=True) for item in trajectories[:HELD_OUT]]
+    save_trajectories(folder, held, sampler)
+    return {
         "by_step": whole.by_step(),
         "tokens_per_expert": coverage.tokens,
         "inputs": _inputs(ranges, channels),
         "kinds": {"all": _steps(counts(rows))}
         | {kind: _steps(of) for kind, of in by_kind(rows)["by_kind"].items()},
     }
-    return content, trajectories, sampler
 
 
 def _row(made: Trajectory, kind: str, sampler: Sampler, tokenizer: Any) -> Row:
@@ -223,11 +254,12 @@ def _inputs(ranges: Ranges, channels: Channels) -> list[dict[str, Any]]:
     return entries
 
 
-def _speed(source: Path, place: Placement) -> dict[str, float] | None:
+def _speed(source: Path, place: Placement, _: Path) -> dict[str, dict[str, float] | None]:
     """Return batch size -> ms a forward of canvases of FIXED_STEPS steps; None without a GPU."""
+    unknown = {"ms_a_forward": None}
     if place.device == "cpu":
         say("ms a forward: not measured, there is no GPU")
-        return None
+        return unknown
     try:
         rows = bench(
             source, random=None, config=None, steps=[FIXED_STEPS], batches=[1, BATCH],
@@ -235,26 +267,21 @@ def _speed(source: Path, place: Placement) -> dict[str, float] | None:
         ).rows  # fmt: skip
     except ResourceError as error:
         say(f"ms a forward: not measured ({error})")
-        return None
+        return unknown
     free_unused(place.device)
-    return {str(row.batch): digits(row.ms_a_forward) for row in rows}
+    return {"ms_a_forward": {str(row.batch): digits(row.ms_a_forward) for row in rows}}
 
 
 def _routing(
-    source: Path, quantized: Path, activations: ActivationMode,
-    trajectories: Sequence[Trajectory], sampler: Sampler, place: Placement,
+    source: Path, quantized: Path, activations: ActivationMode, denoised: Path, place: Placement,
+    folder: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Replay trajectories through both models; return what `fidelity` says of the routing."""
-    say(f"replaying {len(trajectories)} trajectories through {quantized.name}")
-    with tempfile.TemporaryDirectory() as name:
-        save_trajectories(Path(name), trajectories, sampler)
-        out = Path(name, "fidelity.json")
-        fidelity(
-            source, quantized, Path(name), out, activations=activations, limits={}, place=place
-        )
-        replayed = read_json(out, "activations", "routing_cost")
+    """Replay trajectories of `denoised` through both models; return what `fidelity` says of routing."""
+    say(f"replaying BF16's trajectories through {quantized.name}")
+    out = folder / "fidelity.json"
+    fidelity(source, quantized, denoised, out, activations=activations, limits={}, place=place)
+    replayed = read_json(out, "activations", "routing_cost")
     figures = replayed["activations"][activations]
     kept = ("kl_nats", "routing_overlap", "routing", "by_step")
-    return {"activations": activations, "cost": replayed["routing_cost"]} | {
-        key: figures[key] for key in kept
-    }
+    routing = {"activations": activations, "cost": replayed["routing_cost"]}
+    return {"routing": routing | {key: figures[key] for key in kept}}

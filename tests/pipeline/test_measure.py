@@ -35,6 +35,10 @@ def test_prompts_of_four_kinds_ship() -> None:
     assert all(text[:1].isupper() for text in texts)  # no line of another prompt
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_few_steps(monkeypatch, steps=2)
     monkeypatch.chdir(tmp_path)
@@ -42,6 +46,15 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(measure, "best_device", lambda: "cpu")
     quantize.convert(None, "fp8", "fp8_dynamic")
     words = ("--prompts", 1, "--canvases", 1, "--checkpoint", "fp8", "--out", "m")
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "fidelity", interrupted)
+        for canvases in (2, 1):  # the first try's parts are of other settings
+            done = command(monkeypatch, "measure", "bundled", *words, "--canvases", canvases)
+            assert done.code == 130
+            names = sorted(path.name for path in Path("m/parts").iterdir())
+            assert names == ["denoised", "routing.partial", "speed"]
+        assert [path.name for path in Path("m").iterdir()] == ["parts"]
+    monkeypatch.setattr(measure, "record", interrupted)  # what was denoised is kept
     done = command(monkeypatch, "measure", "bundled", *words)
     assert done.code == 0, done.err
     measured = read_json(Path("m/measured.json"))
@@ -64,6 +77,7 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured["ms_a_forward"] is None
     assert 0.5 < measured["routing"]["routing_overlap"][-1] < 1
 
+    assert sorted(path.name for path in Path("m").iterdir()) == ["measured.html", "measured.json"]
     page = Path("m/measured.html").read_text("utf-8")
     assert "4 answers of at most 1 canvas, 1 to each kind" in page
     assert page.count("<svg") == 6
