@@ -48,8 +48,8 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     words = ("--prompts", 1, "--canvases", 1, "--checkpoint", "fp8", "--out", "m")
     with monkeypatch.context() as patch:
         patch.setattr(measure, "fidelity", interrupted)
-        for canvases in (2, 1):  # the first try's parts are of other settings
-            done = command(monkeypatch, "measure", "bundled", *words, "--canvases", canvases)
+        for prompts in (2, 1):  # the first try's parts are of other settings
+            done = command(monkeypatch, "measure", "bundled", *words, "--prompts", prompts)
             assert done.code == 130
             names = sorted(path.name for path in Path("m/parts").iterdir())
             assert names == ["denoised", "routing.partial", "speed"]
