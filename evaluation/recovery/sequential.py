@@ -310,12 +310,14 @@ def until_decided(
     plans: Mapping[str, Plan],
     ask: Callable[[str, int], tuple[int, Comparison | None]],
     least_chance: float = LEAST_CHANCE,
+    affordable: Callable[[str], bool] = lambda _: True,
 ) -> tuple[dict[str, int], dict[str, Comparison | None]]:
     """Ask one task after the other, look by look, until the verdict is certain, or nearly.
 
     `ask(task, n)` lets both models answer the task's first n looks. It returns a pair: the number
     of complete looks, an earlier run's included, and the comparison over these looks or None. A
-    task whose `chance` to decide is below `least_chance` is given up.
+    task whose `chance` to decide is below `least_chance` is given up; of one that is not `affordable`
+    no further look is asked. Neither gives PASS or FAIL, whatever it depends on.
 
     Returns:
         Two mappings: task -> number of complete looks, and task -> comparison, None without one.
@@ -327,7 +329,7 @@ def until_decided(
     may_pass = True
     for task, plan in plans.items():
         while taken[task] < len(plan.looks) and task in still_open(shown):
-            if chance(task, plan, shown, passing=may_pass) < least_chance:
+            if chance(task, plan, shown, passing=may_pass) < least_chance or not affordable(task):
                 break
             taken[task], shown[task] = ask(task, taken[task] + 1)
         may_pass = may_pass and task not in still_open(shown)

@@ -282,18 +282,21 @@ class Evaluation(Section):
 
     `tasks` are names that `quantize tasks` lists, or keys of `own_tasks`. `limit` maps a task to the
     number of its first questions that are asked (at least two). `repeats` maps a task to the number of
-    answers per question. At most `batch_size` samples are answered together (16 by default).
-    `activations` is the activation mode in which a quantized model is scored. `none` keeps activations
-    in BF16. With NVFP4 weights, `per_expert` and `per_layer` round activations to NVFP4, with one input
-    scale per expert or per layer. `fp8` rounds to FP8 (W4A8), which vLLM does not do. With 8-bit
-    weights, all three modes round to 8 bits. With --operating-points, `operating_points` are scored
-    too. The report names the fastest point whose loss by quantization and settings fits the margin.
+    answers per question. No look begins once BF16's and the candidate's answers to all tasks have
+    `token_budget` tokens; what is undecided then stays so. At most `batch_size` samples are answered
+    together (16 by default). `activations` is the activation mode in which a quantized model is scored.
+    `none` keeps activations in BF16. With NVFP4 weights, `per_expert` and `per_layer` round activations
+    to NVFP4, with one input scale per expert or per layer. `fp8` rounds to FP8 (W4A8), which vLLM does
+    not do. With 8-bit weights, all three modes round to 8 bits. With --operating-points,
+    `operating_points` are scored too. The report names the fastest point whose loss by quantization and
+    settings fits the margin.
     """
 
     tasks: list[str] = Field(min_length=1)
     own_tasks: dict[TaskName, OwnTask] = {}
     limit: dict[str, Annotated[int, Field(ge=LEAST)]] = {}
     repeats: dict[str, Annotated[int, Field(gt=0, le=MOST_REPEATS)]] = {}
+    token_budget: int | None = Field(default=None, gt=0)
     seed: int = 0
     batch_size: int | None = Field(default=None, gt=0, le=MOST_AT_ONCE)
     activations: ActivationMode = "per_layer"

@@ -38,7 +38,7 @@ def junit(content: dict[str, Any]) -> str:
             f"{cell(task, 'difference_pp', '+.2f', ' pp')}, margin {task['margin_pp']:g} pp"
         )
         cases.append((f"task {task['task']}", outcome, [text]))
-    certain = not_reached or "not asked: the verdict was certain before"
+    certain = not_reached or "not asked: the verdict was certain, or the budget spent"
     cases += [(f"task {task}", "INCONCLUSIVE", [certain]) for task in content["not_asked"]]
     cases.append(("gate", verdict["outcome"], [verdict["reason"]]))
     # The time of a single check is not known: a stage makes several.

@@ -177,6 +177,19 @@ def unread_rows(content: Content) -> list[list[str]]:
     return rows
 
 
+def _early_end(look: Mapping[str, int], *, given_up: bool) -> str:
+    """Return a sentence on a task of which not all looks were taken; `look` is its entry in `looks`."""
+    at = f"after look {look['taken']} of {look['of']}"
+    if "budget" in look:
+        return f"ended {at}: the budget of {look['budget']:,} tokens was spent."
+    if given_up:
+        return (
+            f"given up {at}: the chance that the rest, which `--all` asks, would decide the verdict "
+            f"was below {LEAST_CHANCE:.0%}."
+        )
+    return f"the verdict was certain {at}; the rest was not asked."
+
+
 def looks_lines(content: Content) -> list[str]:
     """Return sentences on tasks that ended early or were not asked, and on unjudged steps."""
     undecided = content["verdict"]["outcome"] == "INCONCLUSIVE"
@@ -186,21 +199,13 @@ def looks_lines(content: Content) -> list[str]:
         if undecided and task["gated"] and task["outcome"] != "PASS"
     }
     lines = [
-        f"{task}: "
-        + (
-            f"given up after look {look['taken']} of {look['of']}: the chance that the rest, which "
-            f"`--all` asks, would decide the verdict was below {LEAST_CHANCE:.0%}."
-            if task in given_up
-            else f"the verdict was certain after look {look['taken']} of {look['of']}; the rest was "
-            f"not asked."
-        )
-        + " Its intervals are of what was asked, not widened for the looks."
+        f"{task}: {_early_end(look, given_up=task in given_up)} Its intervals are of what was asked, "
+        f"not widened for the looks."
         for task, look in content["looks"].items()
         if look["taken"] < look["of"]
     ]
-    lines += [
-        f"{task}: not asked; the run's verdict was certain before." for task in content["not_asked"]
-    ]
+    why = "budget was spent" if undecided else "verdict was certain"  # else all are looked at once
+    lines += [f"{task}: not asked; the run's {why} before." for task in content["not_asked"]]
     lines += [f"{sentence}." for sentence in content.get("not_read", [])]
     gated = [task for task in content["tasks"] if task["gated"] and not task["not_comparable"]]
     if gated:

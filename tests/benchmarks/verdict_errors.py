@@ -1,6 +1,6 @@
 """How often verdicts err in worlds drawn at random: the table of docs/evaluation.md.
 
-    python -m tests.benchmarks.verdict_errors [--worlds 500] [--rounds 2000] [--first 0] --out FILE
+    python -m tests.benchmarks.verdict_errors [--worlds 500] [--rounds 2000] [--budget 0.8] --out FILE
 
 Appends a JSON line to FILE for every world as soon as it is simulated (a second run goes on behind the
 last), then prints the table. `tests/support/random_worlds.py` says what a world is; its seed is its
@@ -31,7 +31,7 @@ KINDS = (
 )  # fmt: skip
 
 
-def rates(world: RandomWorld, rounds: int) -> list[tuple[str, int]]:
+def rates(world: RandomWorld, rounds: int, budget: float) -> list[tuple[str, int]]:
     """Return (kind, number of rounds that err) of everything that a world judges."""
     events: dict[tuple[str, str], int] = {}
 
@@ -39,7 +39,7 @@ def rates(world: RandomWorld, rounds: int) -> list[tuple[str, int]]:
         events[kind, str(which)] = events.get((kind, str(which)), 0) + int(errs.sum())
 
     for block in range(rounds // BLOCK):
-        seen = many_verdicts(world, BLOCK, block)
+        seen = many_verdicts(world, BLOCK, block, budget=budget)
         count("run PASS", "", seen["PASS"])
         count("run FAIL", "", seen["FAIL"])
         if len(seen["adopted"]):
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--budget", type=float, default=math.inf, help="in answers of a whole task")
     parser.add_argument("--largest", type=int, default=1500)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -96,7 +97,7 @@ def main() -> None:
         if seed in done:
             continue
         world = RandomWorld.drawn(seed, options.largest)
-        errors = rates(world, options.rounds)
+        errors = rates(world, options.rounds, options.budget)
         lines.append({"seed": seed, "rounds": options.rounds, "errors": errors})
         worst = max(errors, key=lambda pair: pair[1])
         with options.out.open("a") as file:

@@ -4,6 +4,7 @@
 `python -m tests.benchmarks.verdict_errors` makes the table of docs/evaluation.md from 500 of them.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_every_damage_and_estimand_is_drawn() -> None:
 def test_no_verdict_errs_more_often_than_stated(seed: int) -> None:
     """In eight worlds; the whole table is made by the benchmark."""
     world = RandomWorld.drawn(seed, largest=600)
-    seen = many_verdicts(world, ROUNDS)
+    seen = many_verdicts(world, ROUNDS, budget=0.8 if seed % 2 else math.inf)
     rates = {"PASS": seen["PASS"], "FAIL": seen["FAIL"], "adopted": seen["adopted"].any(0)}
     for key, (passes, fails) in seen["quantities"].items():
         rates |= {f"{key} PASS": passes, f"{key} FAIL": fails}
@@ -120,27 +121,32 @@ def small_world(estimand: Estimand, parts: tuple[float, float, float]) -> Random
 @pytest.mark.parametrize("estimand", ESTIMANDS)
 def test_the_product_says_the_same_of_every_round(estimand: Estimand) -> None:
     """And the rounds compared have every outcome, for the run and for points."""
-    verdicts, named = list[str](), list[bool]()
+    verdicts, in_budget, named = list[str](), list[str](), list[bool]()
     for parts in ((0.0, 0.0, 0.5), (2.5, 1.0, 0.0), (0.5, 0.5, 0.0)):
         world, rounds = small_world(estimand, parts), 2
         tables, costs = drawn_answers(world, rounds, 0)
-        together = many_verdicts(world, rounds)
+        together, within = many_verdicts(world, rounds), many_verdicts(world, rounds, budget=0.5)
         for round_ in range(rounds):
-            verdict, _ = one_verdict(world, tables, costs, 0, round_)
-            expected = [bool(together[name][round_]) for name in ("PASS", "FAIL")]
-            assert [verdict == "PASS", verdict == "FAIL"] == expected
+            for budget, of_all in ((0.5, within), (math.inf, together)):
+                verdict, _ = one_verdict(world, tables, costs, 0, round_, budget)
+                expected = [bool(of_all[name][round_]) for name in ("PASS", "FAIL")]
+                assert [verdict == "PASS", verdict == "FAIL"] == expected
+                in_budget += [verdict] * (budget < 1)
             seen = [one_verdict(world, tables, costs, n, round_)[1] for n in (1, 2)]
             assert adopted(seen) == together["adopted"][:, round_].tolist()
             verdicts, named = [*verdicts, verdict], [*named, *adopted(seen)]
-    assert {"PASS", "FAIL"} <= {*verdicts}
+    assert {"PASS", "FAIL"} <= {*verdicts} != {*in_budget}
     assert {*named} == {True, False}
 
 
 @pytest.mark.parametrize("estimand", ESTIMANDS)
-def test_giving_up_makes_no_error_more_frequent_and_asks_less(estimand: Estimand) -> None:
+@pytest.mark.parametrize("ending", [{"least_chance": LEAST_CHANCE}, {"budget": 1.0}])
+def test_early_ends_make_no_error_more_frequent_and_ask_less(
+    ending: dict[str, float], estimand: Estimand
+) -> None:
     """Round by round: who passes or fails does so without it too, and no task is asked further."""
     world = small_world(estimand, (1.0, 0.0, 0.0))
-    early, late = (many_verdicts(world, 400, least_chance=least) for least in (LEAST_CHANCE, 0.0))
+    early, late = (many_verdicts(world, 400, **{"least_chance": 0.0} | how) for how in (ending, {}))
     for outcome in ("PASS", "FAIL"):
         assert not (early[outcome] & ~late[outcome]).any()
     assert (early["adopted"] == late["adopted"]).all()

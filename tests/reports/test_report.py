@@ -661,5 +661,9 @@ def test_what_was_not_asked_is_said(full: RunDir) -> None:
     content["tasks"] = [task | {"outcome": "INCONCLUSIVE"} for task in content["tasks"]]
     told = "the chance that the rest, which `--all` asks, would decide the verdict was below 2%."
     assert f"gsm8k: given up after look 2 of 5: {told} Its intervals" in markdown(content)
+    assert "aime25: not asked; the run's budget was spent before." in markdown(content)
+    content["looks"]["gsm8k"]["budget"] = 40_000_000
+    told = "gsm8k: ended after look 2 of 5: the budget of 40,000,000 tokens was spent. Its"
+    assert told in markdown(content)
     case = ElementTree.fromstring(junit(content)).find("testcase[@name='task aime25']/skipped")
     assert case is not None

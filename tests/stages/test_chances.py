@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from quantize.recipe.reading import load_recipe
+from quantize.recipe.sections import Recipe
 from quantize.stages.plan import chances, show
 from quantize.stages.plan.chances import SOLVED, outlook
-from quantize.stages.plan.estimate import known_plans
+from quantize.stages.plan.estimate import TYPICAL, known_plans, tokens_by_task
 from tests.support.worlds import SHIPPED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
@@ -52,6 +53,25 @@ def test_giving_up_saves_tokens_and_takes_no_pass(monkeypatch: pytest.MonkeyPatc
     without = outlook(NVFP4, 0.5)
     assert without[2] > 1.5 * with_it[2]
     assert without[0] == pytest.approx(with_it[0], abs=0.01)
+
+
+def test_a_budget_ends_runs_undecided_and_is_told() -> None:
+    """One that no run spends changes nothing; half of what a run asks takes PASS and FAIL away."""
+    for lost in (0.0, 2.0):
+        every = outlook(NVFP4, lost)
+        spent = 2 * TYPICAL * every[2] * sum(tokens_by_task(NVFP4).values())
+        ample, scarce = (outlook(within(int(part * spent)), lost) for part in (50, 0.5))
+        assert ample == every
+        assert all(few <= whole for few, whole in zip(scarce, every, strict=True))
+        assert scarce[2] < every[2] - 0.01
+    assert "no look begins after 40,000,000 tokens" in str(
+        show.outlook_table(within(40_000_000), None).caption
+    )
+
+
+def within(budget: int) -> Recipe:
+    evaluation = NVFP4.evaluation.model_copy(update={"token_budget": budget})
+    return NVFP4.model_copy(update={"evaluation": evaluation})
 
 
 def test_too_few_questions_never_pass_whatever_their_answers_are() -> None:

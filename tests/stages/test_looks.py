@@ -111,6 +111,7 @@ class Bench:
         margin_pp: float = 10,
         batch_size: int = 8,
         own: Any = None,
+        budget: int | None = None,
         **more: Any,
     ) -> Verdict:
         """Evaluate and judge."""
@@ -119,6 +120,7 @@ class Bench:
             repeats=dict.fromkeys(tasks, repeats),
             batch_size=batch_size,
             own_tasks=own or {},
+            token_budget=budget,
         )
         gate = Gate(estimand=estimand, margin_pp=dict.fromkeys(tasks, margin_pp))
         evaluate.evaluate(
@@ -240,6 +242,20 @@ def test_a_run_that_cannot_pass_asks_for_no_more_than_a_fail(bench: Bench) -> No
     asked = len(bench.asked)
     assert bench.score((GSM, WORDS), repeats=10).outcome == "INCONCLUSIVE"
     assert len(bench.asked) == asked == 2 * COUNT * (7 + 3)  # what was given up stays so
+
+
+def test_no_look_begins_once_the_budget_is_spent(bench: Bench) -> None:
+    """Tasks share it: the cheaper passes with 400 answers of 5 tokens, then 1 token is left or none."""
+    assert bench.score((GSM, WORDS), budget=2000).outcome == "INCONCLUSIVE"
+    assert (bench.done["tasks"], bench.done["not_asked"]) == ([WORDS], [GSM])
+    bench.lost = lambda question, seed: seed % 11 == 5
+    for _ in range(2):  # what it ended stays so
+        assert bench.score((GSM, WORDS), budget=2001).outcome == "INCONCLUSIVE"
+        assert bench.done["looks"][GSM] == {"taken": 1, "of": 3, "budget": 2001}
+        assert bench.done["looks"][WORDS] == {"taken": 1, "of": 3}
+    assert len(bench.asked) == 2 * COUNT * (2 + 2)
+    bench.score((GSM, WORDS), budget=10**6)
+    assert bench.done["looks"][GSM] == {"taken": 3, "of": 3}
 
 
 def test_questions_are_asked_in_a_random_order(bench: Bench) -> None:

@@ -40,6 +40,7 @@ from quantize.recovery.estimands import (
 from quantize.recovery.estimands import limits as limits_at
 from quantize.recovery.gate import judge, passing
 from quantize.recovery.health import MORE, compare_sign, limits_of, sign_p_values
+from quantize.recovery.limits import limits_on
 from quantize.recovery.sequential import (
     LEAST_CHANCE,
     Look,
@@ -292,6 +293,14 @@ def _crossed(p_values: Floats, fractions: tuple[float, ...], alpha: float) -> np
     return np.logical_or.accumulate(p_values <= levels, 0)
 
 
+def cost_of(fractions: Sequence[float], look: int, inside: Any) -> Any:
+    """Return a look's tokens in those of a whole task: twice as many if it seems to lose the margin.
+
+    `inside` are the standard errors by which the estimate keeps the margin.
+    """
+    return (fractions[look] - (fractions[look - 1] if look else 0)) * (1 + (inside < 0))
+
+
 @dataclass
 class _Asked:
     """One candidate's run: which rounds passed each task, failed, and how many looks they took."""
@@ -303,9 +312,10 @@ class _Asked:
 
 def _ask(
     world: RandomWorld, values: Sequence[Mapping[str, Floats]], steps: Sequence[Floats | None],
-    alpha: float, least_chance: float,
+    alpha: float, least_chance: float, budget: float,
 ) -> _Asked:  # fmt: skip
     """Ask task after task, look by look, as `until_decided` does, in all rounds at once."""
+    spent = np.zeros(values[0][ACCURACY].shape[-1])
     rounds = values[0][ACCURACY].shape[-1]
     with_steps, with_signs = any(s is not None for s in steps), any(len(v) > 1 for v in values)
     signs = {name for v in values for name in v if name != ACCURACY}
@@ -322,8 +332,10 @@ def _ask(
         passed, last = np.zeros(rounds, bool), np.full(rounds, -1)
         asked_on = np.ones(rounds, bool)
         for look, now in enumerate(fractions):
+            asked_on &= spent < budget
             active = ~state.failed & ~passed & asked_on
             last[active] = look
+            spent += active * cost_of(fractions, look, value[ACCURACY][look, 2])
             state.failed |= active & some[look]
             passed |= active & passes[look] & ~some[look]
             inside = value[ACCURACY][look, 2]
@@ -378,8 +390,9 @@ def drawn_answers(
 
 
 def many_verdicts(
-    world: RandomWorld, rounds: int, block: int = 0, least_chance: float = LEAST_CHANCE
-) -> dict[str, Any]:
+    world: RandomWorld, rounds: int, block: int = 0, least_chance: float = LEAST_CHANCE,
+    budget: float = math.inf,
+) -> dict[str, Any]:  # fmt: skip
     """Return of each round: false PASS and FAIL of the run, points adopted, and each quantity alone.
 
     "quantities" maps (candidate, task, quantity) at its limit to [passes alone, fails alone] over all
@@ -406,7 +419,7 @@ def many_verdicts(
                 pair = [_crossed(values[index][name][:, s], fractions, ALPHA)[-1] for s in (0, 1)]
                 alone[number, index, name] = np.array(pair)
         judged = steps if number == 0 else [None] * len(steps)
-        spending = (ALPHA / points, 0.0) if number else (ALPHA, least_chance)
+        spending = (ALPHA / points, 0.0, math.inf) if number else (ALPHA, least_chance, budget)
         found.append(_ask(world, values, judged, *spending))
         if number:
             least.append(_thresholds(world, values, found[-1], points))
@@ -427,7 +440,7 @@ def many_verdicts(
 
 def one_verdict(
     world: RandomWorld, tables: Sequence[Sequence[Mapping[str, Floats]]],
-    costs: Sequence[Floats | None], number: int, round_: int,
+    costs: Sequence[Floats | None], number: int, round_: int, budget: float = math.inf,
 ) -> tuple[str, dict[str, Comparison | None]]:  # fmt: skip
     """Return the product's own verdict on one round of a candidate, and its comparisons."""
     points = 0 if number == 0 else len(world.damages) - 1
@@ -460,10 +473,17 @@ def one_verdict(
         )
 
     def ask(name: str, many: int) -> tuple[int, Comparison | None]:
+        nonlocal spent
         looks = plans[name].looks[:many]
-        return many, at_looks([at(int(name), look) for look in looks], looks) if looks else None
+        if not looks:
+            return many, None
+        seen = at_looks([at(int(name), look) for look in looks], looks)
+        shares = [look.fraction for look in looks]
+        spent += cost_of(shares, many - 1, limits_on(seen)["margin"].inside)
+        return many, seen
 
-    seen = until_decided(plans, ask, LEAST_CHANCE if number == 0 else 0.0)[1]
+    spent, least = 0.0, LEAST_CHANCE if number == 0 else 0.0
+    seen = until_decided(plans, ask, least, lambda _: spent < budget)[1]
     return judge(seen).outcome, seen
 
 

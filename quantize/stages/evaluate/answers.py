@@ -48,6 +48,7 @@ class Answers:
         self._run, self._processes, self._rates = run, processes, rates
         self._loaded: Backend | None = None
         self._whole: list[SampleStore] = []
+        self._over: dict[str, int] = {}  # task that the budget ended -> the budget
         self.folder = run.evaluation
         if processes.rank == 0 and (run.evaluation / DONE).exists():
             self.folder = run.path / f"evaluation{TEMPORARY_SUFFIX}"
@@ -61,6 +62,8 @@ class Answers:
         Sample files are removed once they are complete, except BF16's.
         """
         looks = {task.name: {"taken": n, "of": len(task.plan.looks)} for task, n in done.items()}
+        for task in looks.keys() & self._over.keys():
+            looks[task]["budget"] = self._over[task]
         not_asked = [task.name for task in tasks if task not in done]
         content = {"tasks": list(looks), "not_asked": not_asked, "looks": looks}
         write_json(self.folder / DONE, content)
@@ -121,6 +124,20 @@ class Answers:
             outcome = paired(ours, theirs, terms, other_settings=free)
         comparison = outcome if isinstance(outcome, Comparison) else None
         return self._processes.of_first((looks, comparison))
+
+    def affordable(
+        self, judged: Sequence[ComparedModel], tasks: Sequence[Task], budget: int | None, name: str
+    ) -> bool:
+        """Return whether the `judged` models' answers have fewer tokens than `budget` (None: any)."""
+        if budget is None:
+            return True
+        scorings = (self.scored(model, task) for model, task in product(judged, tasks))
+        spent = sum(row.tokens for scoring in scorings if scoring for row in scoring.rows)
+        if (spent := self._processes.of_first(spent)) < budget:
+            return True
+        say(f"{name}: not asked further: {spent:,} tokens are spent, token_budget is {budget:,}")
+        self._over[name] = budget
+        return False
 
     def ask(
         self, models: Sequence[ComparedModel], looks: Mapping[Task, int], title: str = ""

@@ -1,10 +1,10 @@
 """Scores baseline and candidate alike (harness, prompts, seeds, sampler) until a verdict is certain.
 
-Tasks are asked one after the other, the cheapest first. Each task is asked in at most five parts,
-and after each part the two models are compared (`recovery.sequential`). A task that passes is not
-asked further, nor is one that hardly decides, and a run that fails ends. The plan is fixed before
-the first answer and stored with every score. Models that the gate does not judge answer the same
-questions.
+Tasks are asked one after the other, the cheapest first. Each task is asked in at most five parts, and
+after each part the two models are compared (`recovery.sequential`). A task that passes is not asked
+further, nor is one that hardly decides, and a run that fails, or has spent its budget of tokens, ends.
+The plan is fixed before the first answer and stored with every score. Models that the gate does not
+judge answer the same questions.
 
 A model skips a part whose answers it has already given under this run's conditions. If the run has
 a finished evaluation, new scores go to a copy, which replaces evaluation/ once complete. Scores
@@ -102,7 +102,8 @@ def evaluate(
             _announce(tasks, models, gate)
             answers.tell_what_differs(models, tasks)
             points = [model for model in models[2:] if model.name.startswith(AT_POINT)]
-            taken = _ask_until_decided(answers, models[:2], tasks, gate, go_on=go_on)
+            how = {"go_on": go_on, "budget": settings.token_budget}
+            taken = _ask_until_decided(answers, models[:2], tasks, gate, **how)
             done = {task: taken[task.name] for task in tasks if task.name in taken}
             answers.ask([model for model in models[2:] if model not in points], done)
             _ask_points(answers, models[0], points, tasks, gate, go_on=go_on)
@@ -169,6 +170,7 @@ def _ask_until_decided(
     *,
     go_on: bool,
     least_chance: float = LEAST_CHANCE,
+    budget: int | None = None,
 ) -> dict[str, int]:
     """Ask baseline and candidate, look by look; return task -> number of looks taken, if any."""
     if go_on:  # no look ends the run, so each model is loaded only once
@@ -184,7 +186,8 @@ def _ask_until_decided(
         return taken, comparison
 
     plans = {task.name: task.plan for task in tasks}
-    taken, seen = until_decided(plans, ask, least_chance)
+    affordable = partial(answers.affordable, judged, tasks, budget)
+    taken, seen = until_decided(plans, ask, least_chance, affordable)
     answers.tell(tasks, taken, judge(seen).outcome)
     return {name: looks for name, looks in taken.items() if looks}
 

@@ -1,7 +1,8 @@
 """Says what a recipe's looks decide for a known loss: chances of PASS and FAIL, and tokens asked.
 
-Whole runs are drawn as `sequential` takes them: task after task, the cheapest first, with its bounds
-and its giving up. Only accuracy is judged. It is arithmetic: an estimate moves like a normal sum.
+Whole runs are drawn as `sequential` takes them: task after task, the cheapest first, with its bounds,
+its giving up and its budget (both models' answers of typical length). Only accuracy is judged. It is
+arithmetic: an estimate moves like a normal sum.
 """
 
 import math
@@ -12,7 +13,7 @@ from scipy.special import ndtri
 from quantize.recipe.sections import Recipe
 from quantize.recovery.estimands import unseen_p
 from quantize.recovery.sequential import LEAST_CHANCE, crossing, nominal_levels
-from quantize.stages.plan.estimate import known_plans, tokens_by_task
+from quantize.stages.plan.estimate import TYPICAL, known_plans, tokens_by_task
 
 # Shares that BF16 may solve, those of tests/support/worlds.py; of another task half, the least certain.
 SOLVED = {
@@ -43,6 +44,7 @@ def outlook(recipe: Recipe, lost: float) -> tuple[float, float, float]:
         levels = [nominal_levels(fractions, level) for level in (alpha, alpha / len(plans))]
         going, passed = ~failed, np.zeros(RUNS, bool)
         for now, step, at, level, holm in zip(fractions, steps, motion, *levels, strict=True):
+            going &= 2 * TYPICAL * asked < (recipe.evaluation.token_budget or math.inf)
             asked += going * step * most[task]
             inside = at / math.sqrt(now)  # standard errors by which the estimate keeps the margin
             shown = unseen_p(math.ceil(plan.units * now), 100 * margin) <= level

@@ -199,6 +199,8 @@ def outlook_table(recipe: Recipe, seconds: float | None) -> Table:
         times = [rounded(TYPICAL * shares[-1] * seconds)] if seconds else []
         table.add_row(name, *(f"{share:.0%}" for share in shares), *times)
     table.caption = "by arithmetic, of accuracy alone; answers of typical length"
+    if budget := recipe.evaluation.token_budget:
+        table.caption += f"; no look begins after {budget:,} tokens"
     return table
 
 
