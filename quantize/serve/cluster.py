@@ -34,6 +34,8 @@ ENVIRONMENT = {  # of Ray's processes: those of a Ray of our own inherit it
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "quantize.serve.relay.middlewares",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # one that hangs would not end by itself
     "RAY_USAGE_STATS_ENABLED": "0",
+    # of open requests; Serve prefers a busy replica to one whose count is older, which may be idle
+    "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1e9",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # what is left ends soon after this process
 }
 SHARED_MEMORY = 80 << 20  # bytes; Ray takes 30 % of the memory by default, and requests need little

@@ -15,14 +15,21 @@ class LeastLoaded(RequestRouter):
 
     def initialize_state(self, batch: int = 0) -> None:
         """Take `request_router_kwargs`."""
-        self.batch = batch
+        self.batch, self.turn = batch, 0
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas, the preferred first; Serve takes a group's least loaded."""
+        """Return groups of replicas, the preferred first; Serve takes a group's least loaded.
+
+        Of equal ones it takes the first. They come in turn, as it counts a request of a burst only
+        after it has chosen for the next ones.
+        """
+        self.turn += 1
+        first = self.turn % max(len(candidate_replicas), 1)
+        candidate_replicas = [*candidate_replicas[first:], *candidate_replicas[:first]]
         chat = pending_request and pending_request.metadata.session_id
         if not chat or not candidate_replicas:
             return [candidate_replicas]

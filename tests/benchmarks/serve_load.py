@@ -14,8 +14,9 @@ and of a whole answer (median and 95th percentile), tokens a second of all. Mean
     --plan-check MODEL  a server at 22 GB: its slots and memory, beside what `plan --serve` says of
                         MODEL; the same is asked of the loaded server, held to 141 GB
 
-Then two workers get 64 clients, and one is killed in the middle of eight requests: how many fail, and
-when it serves again. With --gpus 1 there are no two workers, and one part follows the other.
+Then two workers get the same clients. In the middle of eight requests one is killed, then one is
+stopped (SIGSTOP): how many fail, and when there are two again. At last the server itself is killed:
+when the GPUs are free. With --gpus 1 there are no two workers, and one part follows the other.
 """
 
 import json
@@ -30,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -133,17 +134,21 @@ def loaded(server: Served, clients: int, length: int) -> dict[str, Any]:
 
 def replicas(server: Served) -> set[int]:
     """Return the ids of the processes that serve."""
-    every = server.process.children(recursive=True)
-    return {child.pid for child in every if "ServeReplica" in "".join(child.cmdline())}
+    ids: set[int] = set()
+    for child in server.process.children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if "ServeReplica" in "".join(child.cmdline()):
+                ids.add(child.pid)
+    return ids
 
 
-def killed(server: Served, length: int) -> dict[str, Any]:
-    """Kill one worker in the middle of eight requests; tell what failed, and when it was back."""
+def lost(server: Served, length: int, cause: signal.Signals) -> dict[str, Any]:
+    """Signal one worker in the middle of eight requests; tell what failed, and when it was back."""
     workers = replicas(server)
     with server.client() as client, ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, client, 9000 + i, length) for i in range(8)]
         time.sleep(0.5)
-        os.kill(min(workers), signal.SIGKILL)
+        os.kill(min(workers), cause)
         begun = time.perf_counter()
         answers = [one.result() for one in asked]
         time.sleep(1)
@@ -153,8 +158,18 @@ def killed(server: Served, length: int) -> dict[str, Any]:
         ):
             time.sleep(0.2)
         back = time.perf_counter() - begun
-    lost, more = (sum(answer is None for answer in some) for some in (answers, after))
-    return {"of_8_lost": lost, "of_4_after_lost": more, "back_s": back}
+    at_once, more = (sum(answer is None for answer in some) for some in (answers, after))
+    return {"of_8_lost": at_once, "of_4_after_lost": more, "back_s": back}
+
+
+def seconds_to_free_gpus(server: Served) -> float:
+    """Kill the server itself; return when no GPU has 2 GB or more in use."""
+    used = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    server.process.kill()
+    begun = time.perf_counter()
+    while max(map(int, subprocess.check_output(used, text=True).split())) >= 2048:
+        time.sleep(0.2)
+    return time.perf_counter() - begun
 
 
 def one_token(checkpoint: Path, gpu: str, batches: Sequence[int], length: int) -> list[Any]:
@@ -246,8 +261,12 @@ def main(
             options = ("--max-num-seqs", str(slots), "--max-context", str(length + 1024))
             with served(folder, "0,1", *options, "--data-parallel", "2") as server:
                 keep("two_workers_start", server.said)
-                keep("two_workers", [loaded(server, clients[-1], length)])
-                keep("killed", killed(server, length))
+                for number in clients:
+                    rows = facts.get("two_workers", [])
+                    keep("two_workers", [*rows, loaded(server, number, length)])
+                keep("killed", lost(server, length, signal.SIGKILL))
+                keep("stopped", lost(server, length, signal.SIGSTOP))
+                keep("gpus_free_s", seconds_to_free_gpus(server))
     also.result()
     print(json.dumps(facts))
 

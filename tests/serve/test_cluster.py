@@ -61,9 +61,13 @@ def test_a_chat_stays_where_its_beginning_is_kept_until_others_have_a_batch_less
 
     def chosen(session: str | None, *, among: Any = replicas) -> Any:
         asked: Any = session and SimpleNamespace(metadata=SimpleNamespace(session_id=session))
-        return asyncio.run(router.choose_replicas(among, asked))
+        groups = asyncio.run(router.choose_replicas(among, asked))
+        first = groups[0] and groups[0][0]
+        return first if session is None else [sorted(g, key=replicas.index) for g in groups]
 
-    assert chosen(None) == chosen("") == [replicas]  # of a group, Serve takes the least loaded
+    assert chosen("") == [replicas]  # of a group, Serve takes the least loaded
+    in_turn = [chosen(None) for _ in range(6)]  # of equal ones the first
+    assert sorted(in_turn, key=replicas.index) == sorted([*replicas, *replicas], key=replicas.index)
     homes = {session: chosen(session)[0][0] for session in map(str, range(30))}
     assert all(chosen(session) == [[home], replicas] for session, home in homes.items())
     assert {home.replica_id for home in homes.values()} == {*open_requests}
