@@ -49,7 +49,10 @@ def head(content: Content) -> list[str]:
     """Return three sentences: the verdict's reason, what was judged, and on which model."""
     verdict, model = content["verdict"], content["model"]
     about = BUNDLED_NOTE if model["bundled"] else f"Model: {model['model']}"
-    return [verdict["reason"], JUDGED[verdict["estimand"]], about]
+    judged = JUDGED[verdict["estimand"]]
+    if "evaluate" in content["not_reached"]:
+        judged = "No accuracy was judged: the run ended at a failed check, before any question."
+    return [verdict["reason"], judged, about]
 
 
 def sections(content: Content) -> list[ReportSection]:

@@ -145,7 +145,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
 
 
 def _add_failures(app: FastAPI) -> None:
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         match error:
             case RequestError():
                 refusal = error
@@ -154,9 +154,12 @@ def _add_failures(app: FastAPI) -> None:
             case InputError():
                 refusal = RequestError(400, str(error), code="invalid_value")
             case HTTPException():
-                message, code = SAID.get(error.status_code, (error.detail, None))
+                headers = dict(error.headers or {})
+                use = f"{request.method} is not answered at this path; use {headers.get('Allow')}"
+                said = SAID | {405: (use, "method_not_allowed")}
+                message, code = said.get(error.status_code, (error.detail, None))
                 refusal = RequestError(error.status_code, message, code=code)
-                refusal.headers |= dict(error.headers or {})
+                refusal.headers |= headers
             case _:
                 message = "an error of the server; see its log"
                 refusal = RequestError(500, message, code="internal_error")

@@ -164,6 +164,8 @@ def test_every_ending_leaves_what_the_page_promises(
     assert summary.read_text() == run.report_md.read_text()
     assert run.report_md.read_text().startswith(f"# {ending.outcome}: ")
     assert ending.outcome in run.report_html.read_text()
+    is_asked = not report["not_reached"]
+    assert ("Judged: the loss" in run.report_md.read_text()) == is_asked
     suite = ElementTree.parse(run.junit_xml).getroot()
     for case, tag in ending.cases:
         found = suite.find(f"testcase[@name='{case}']")

@@ -467,7 +467,10 @@ def test_no_route_and_wrong_method_have_openais_shape(server: Running) -> None:
     lost = server.http.post("/chat/completions", json={}).json()["error"]["message"]
     assert "a client's base URL ends in /v1" in lost
     wrong = server.http.get("/v1/chat/completions")
-    assert (wrong.status_code, wrong.json()["error"]["message"]) == (405, "Method Not Allowed")
+    assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
+    said = wrong.json()["error"]
+    assert said["message"] == "GET is not answered at this path; use POST"
+    assert said["code"] == "method_not_allowed"
 
 
 # ------------------------------------------------------------------ who may ask

@@ -69,10 +69,10 @@ def test_seconds_are_those_of_answers_and_not_of_loading(monkeypatch: pytest.Mon
         (
             FIRST,
             "INCONCLUSIVE",
-            "undecided: the reason; at most about 6 h 00 min left",
+            "undecided, in brief; at most about 6 h 00 min left",
         ),  # 2 x (200 + 100)
-        (FIRST, "PASS", "PASS: the reason; at most about 2 h 00 min left"),
-        (LAST, "PASS", "PASS: the reason"),
+        (FIRST, "PASS", "PASS, in brief; at most about 2 h 00 min left"),
+        (LAST, "PASS", "PASS, in brief"),
     ],
 )
 def test_a_look_tells_what_the_rest_takes_at_most(
@@ -80,10 +80,11 @@ def test_a_look_tells_what_the_rest_takes_at_most(
 ) -> None:
     comparison: Any = SimpleNamespace(questions=100, repeats=2 if task is FIRST else 1)
     monkeypatch.setattr(answers, "judge_task", lambda *_: Verdict(outcome, "the reason"))
+    monkeypatch.setattr(answers, "in_brief", lambda *_: "in brief")
     telling_one, told = telling(monkeypatch)
     telling_one.tell_look([FIRST, LAST], task, 1, comparison)
     seen = f"look 1 of {len(task.plan.looks)}, {100 * comparison.repeats} of {task.samples} a model"
-    assert told == [f"{seen}: {said}"]
+    assert told == [f"{task.name}, {seen}: {said}"]
 
 
 @pytest.mark.parametrize(

@@ -201,9 +201,14 @@ def test_trajectories_replay_their_own_generation(source: Path, calibrated: Path
 
 
 def test_the_same_inputs_give_the_same_bytes(
-    source: Path, calibrated: Path, tmp_path: Path
+    source: Path, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calibrate(source, recipe_for(source), tmp_path / "again")
+    said = " ".join(capsys.readouterr().err.split())
+    counted = (
+        f"{6 + HELD_OUT} prompts ({HELD_OUT} held out for the replay, at most 2 canvases each)"
+    )
+    assert f"calibrating: {counted} to do" in said
     names = sorted(file.name for file in calibrated.iterdir())
     assert names == sorted(
         ["coverage.json", "input_scales.safetensors", "trajectories.json", "trajectories.safetensors"]

@@ -120,7 +120,11 @@ def record_all(
     batches = {at: prompts[at : min(at + most, observed)] for at in starts}
     starts = processes.mine(range(observed, len(prompts), most))
     batches |= {at: prompts[at : at + most] for at in starts}
-    with metered(title, sum(map(len, batches.values())), "prompts") as meter:
+    held = sum(len(batch) for start, batch in batches.items() if start >= observed)
+    about = [f"{held} held out for the replay"] * bool(held)
+    about.append(f"at most {settings.canvases} canvases each")
+    unit = f"prompts ({', '.join(about)})"
+    with metered(title, sum(map(len, batches.values())), unit) as meter:
 
         def count(step: StepRecord) -> None:
             for ids in step.stopped()[1]:

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from itertools import islice, product
 from typing import Any
 
@@ -14,7 +15,8 @@ from quantize.host.progress import metered, say
 from quantize.host.units import duration
 from quantize.recipe.sections import Gate
 from quantize.recovery.extraction import VERSION
-from quantize.recovery.gate import judge_task
+from quantize.recovery.gate import decides, judge_task
+from quantize.recovery.limits import limits_on
 from quantize.recovery.pairing import in_common, paired
 from quantize.recovery.rows import Scoring
 from quantize.recovery.samples import Finished, Generate, SampleStore, Share, Waiting
@@ -22,6 +24,7 @@ from quantize.recovery.scoring import keeping, score
 from quantize.recovery.sequential import Part
 from quantize.recovery.terms import Comparison
 from quantize.reports.scores import read_scoring, write_scoring
+from quantize.reports.table import interval_text
 from quantize.runs.folder import EARLIER, RunDir
 from quantize.runs.models import BASELINE
 from quantize.stages.evaluate.baseline_pack import (
@@ -220,16 +223,16 @@ class Answers:
     def tell_look(
         self, tasks: Sequence[Task], task: Task, looks: int, comparison: Comparison
     ) -> None:
-        """Print a task's verdict at interim look `looks`, in the report's words, and the time left."""
-        verdict = judge_task(task.name, comparison)
-        outcome = verdict.outcome.replace("INCONCLUSIVE", "undecided")
+        """Print a task's verdict at interim look `looks` in one short line, and the time left."""
+        outcome = judge_task(task.name, comparison).outcome.replace("INCONCLUSIVE", "undecided")
         later = tasks[tasks.index(task) + 1 :]
         answered = comparison.questions * comparison.repeats
         rest = task.samples - answered if outcome == "undecided" else 0
         seconds = 3600 * self._rates.hours(2 * (rest + sum(other.samples for other in later)))
         say(
-            f"look {looks} of {len(task.plan.looks)}, {answered} of {task.samples} a model: {outcome}: "
-            f"{verdict.reason}" + (f"; at most about {duration(seconds)} left" if seconds else "")
+            f"{task.name}, look {looks} of {len(task.plan.looks)}, {answered} of {task.samples} a "
+            f"model: {outcome}, {in_brief(outcome, comparison)}"
+            + (f"; at most about {duration(seconds)} left" if seconds else "")
         )
 
     def tell(self, tasks: Sequence[Task], taken: Mapping[str, int], outcome: str) -> None:
@@ -259,6 +262,22 @@ class Answers:
             if isinstance(backend, ImportedBaseline):
                 store.done |= backend.pack.answers[task.name]
             yield store
+
+
+def in_brief(outcome: str, comparison: Comparison) -> str:
+    """Return a look's difference and its bounds, and which limits it exceeds or leaves open."""
+    failed = outcome == "FAIL"
+    named = [
+        name
+        for name, limit in limits_on(comparison).items()
+        if decides(limit.p_fail if failed else limit.p_pass, comparison.confidence) == failed
+    ]
+    bounds = interval_text(asdict(comparison.bounds_at_look), "+.1f")
+    return (
+        f"{comparison.difference_pp:+.1f} points, this look's bounds {bounds}, margin "
+        f"{comparison.margin_pp:g}"
+        + (f"; {'exceeds' if failed else 'open'}: {', '.join(named)}" if named else "")
+    )
 
 
 def made_with(model: ComparedModel, task: Task) -> dict[str, Any]:

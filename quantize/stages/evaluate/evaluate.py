@@ -198,8 +198,12 @@ def _ask_points(
 ) -> None:  # fmt: skip
     """Ask baseline and each operating point, look by look, until the point's verdict is certain."""
     for point in points:
-        say(f"operating point {point.name.removeprefix(AT_POINT)}")
         confidence = 1 - (1 - gate.confidence) / len(points)
+        shared = (
+            f" ({len(points)} points share the error; its verdict is provisional, the report decides "
+            f"by Holm's correction over all of them)"
+        )
+        say(f"operating point {point.name.removeprefix(AT_POINT)}" + shared * (len(points) > 1))
         update = {"max_step_inflation": None, "confidence": confidence}
         stricter = gate.model_copy(update=update)
         # Holm may yet allow a point more error than that, so none is given up.

@@ -133,7 +133,8 @@ class Answerer:
         def announce(_: int, sample: Sample) -> None:
             if self._loaded is not None:
                 seconds, self._loaded = time.monotonic() - self._loaded, None
-                say(f"{self.folder}: a canvas {seconds:.1f} s later, kernels compiled and captured")
+                kernels = "" if self._place.device == "cpu" else ", kernels compiled and captured"
+                say(f"{self.folder}: the first canvas {seconds:.1f} s later{kernels}")
             new = sum(token != self.sampler.pad_token_id for token in sample.committed[-1])
             self.announce(0, new)
 
