@@ -40,7 +40,7 @@ WHY_KEPT = {
     "router": "routing decides which experts run; vLLM reads it in BF16",
     "self_conditioning": "vLLM reads it in BF16",
     "embedding": "tied with lm_head, which the sampler's logits come from",
-    "vision": "text quantization only; 2 % of the bytes",
+    "vision": "text quantization only",
     "norm": "not a Linear",
     "layer_scalar": "not a Linear",
 }

@@ -52,7 +52,8 @@ def compare(run_a: Path, run_b: Path, questions: int) -> int:
     Lists the questions that only one run got right, or that both got wrong with different answers.
     A private task's questions are shown as hashes. The exit code is 4 if scores are not comparable:
     both runs must have the same tasks, as many questions and repeats, the same seed, prompts and
-    sampler. If a run has fewer questions, judge or run it again with the other's --limit.
+    sampler. If a run has fewer questions, judge or run it again with the other's --limit. The exit
+    code is 2 if a run has no scores yet, or if they are stale.
     """
     from quantize.api import compare as compare_runs
     from quantize.host.progress import say, screen

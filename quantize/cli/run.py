@@ -53,19 +53,23 @@ def status(run: Path) -> None:
     from quantize.host.files import read_json
     from quantize.host.locks import holder
     from quantize.pipeline.run import failed_check
+    from quantize.pipeline.staleness import why_stale
 
     folder = RunDir(run)
     if not folder.lock.is_file():
         raise InputError(
             f"{run}: no run there; name a folder that `quantize run` made: outputs/..."
         )
+    failed = failed_check(folder)
     process, done = holder(folder.lock), [s.name for s in STAGES if (run / s.result).exists()]
     click.echo(f"{run}: {f'process {process} is' if process else 'no process is'} at work")
     click.echo(f"results there: {', '.join(done) or 'none'}")
     if folder.report_json.exists():
         verdict = read_json(folder.report_json, "verdict.outcome", "verdict.reason")["verdict"]
-        click.echo(f"last reported: {verdict['outcome']}, {verdict['reason']}")
-    if not process and not failed_check(folder) and (commands := _going_on(folder)):
+        stale = None if failed else why_stale(folder, STAGES[-1])
+        since = f" (stale, {stale})" if stale else ""
+        click.echo(f"last reported{since}: {verdict['outcome']}, {verdict['reason']}")
+    if not process and not failed and (commands := _going_on(folder)):
         click.echo(f"go on with {commands}")
     if process and folder.progress_json.exists():
         progress = read_json(folder.progress_json, "under_way", "said")
@@ -96,5 +100,6 @@ def _going_on(folder: RunDir) -> str | None:
     recipe = read_recipe(folder.recipe_yaml)
     needed = [stage for stage in STAGES if stage.is_needed(recipe)]
     first = next((i for i, stage in enumerate(needed) if why_stale(folder, stage)), len(needed))
-    commands = [began] if began else [stage.command(folder) for stage in needed[first:]]
+    whole = began and first < len(needed) - 1  # a report alone has a command of its own
+    commands = [began] if whole else [stage.command(folder) for stage in needed[first:]]
     return " && ".join(f"`{command}`" for command in commands) if needed[first:] else None

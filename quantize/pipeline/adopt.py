@@ -40,7 +40,8 @@ def adopt(path: Path, name: str | None, *, restores: bool) -> int:
         whose = f"operating point {point['name']}" if point else "the BF16 model"
         say(
             f"adopt: {GENERATION} in {run.folder.checkpoint} has the settings of {whose} now; the "
-            f"weights are as they were. verify compares all of them again, and report is written again"
+            f"weights are as they were. That changed convert's result, so verify reads the files "
+            f"again, and report is written again"
         )
         return advance(run)
 

@@ -141,6 +141,7 @@ def card(
         looks=[*looks_lines(report), *baseline_lines(report)],
         chosen_point=chosen_point({"operating_points": [], "speeds": None, **report}),
         recipe=recipe,
+        local_files=[f"`{Path(file).name}`" for file in _local_files(recipe)],
         calibrated=calibrated if recipe.calibration else [],
         pictures=_pictures(run, recipe),
         schemes=list(recipe.quantization.targets_by_scheme()),
@@ -228,6 +229,14 @@ def source_card(folder: Path) -> dict[str, Any]:
     parts = path.read_text("utf-8").split("---\n", 2)
     head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else None
     return head if isinstance(head, dict) else {}
+
+
+def _local_files(recipe: Recipe) -> list[str]:
+    """Return the files of its author that a recipe reads: of own tasks, and chats to calibrate on."""
+    tasks = recipe.evaluation.own_tasks.values()
+    chats = recipe.calibration.datasets if recipe.calibration else []
+    named = [task.data or task.lm_eval for task in tasks]
+    return [*filter(None, named), *(name for name in chats if name.endswith(".jsonl"))]
 
 
 def _pictures(run: RunDir, recipe: Recipe) -> str:

@@ -94,7 +94,8 @@ def comparison_table(comparison: RunComparison, a: Path, b: Path) -> Table:
     names = (f"{x} {run if a.name == b.name else run.name}" for x, run in (("A", a), ("B", b)))
     table = Table(
         "", *map(escape, names), "difference", title="B against A",
-        caption=f"{CONFIDENCE:.0%} intervals that hold whenever the runs ended",
+        caption=f"{CONFIDENCE:.0%} intervals of B minus A that hold whenever the runs ended, so wider "
+        "than a report's of a run minus BF16",
     )  # fmt: skip
     for task, entry in comparison.tasks.items():
         if entry["not_comparable"]:

@@ -68,7 +68,10 @@ def summary(content: Mapping[str, Any]) -> Group:
     reason, *about = head(content)
     said = Text.assemble((outcome, f"bold {colour}"), f"  {content['recipe']['name']}\n{reason}\n")
     said.append("".join(f"{line}\n" for line in about), "dim")
-    table = Table("", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(
+        "", box=SIMPLE_HEAD, show_edge=False, pad_edge=False, caption_justify="left",
+        caption="Intervals are two-sided; the verdict rests on a one-sided bound.",
+    )  # fmt: skip
     for column in ("BF16", "quantized", "difference, pp", "recovery, %"):
         table.add_column(column, justify="right", no_wrap=True)
     again = [task | {"activations": "BF16 again"} for task in content["noise_floor"]]

@@ -68,7 +68,7 @@ def sections(content: Content) -> list[ReportSection]:
             "Operating points",
             ("operating point", "activations", "settings", "tokens a forward", "tokens/s", "p",
              "outcome"),
-            point_rows(content), _settings(content), (), ("points",),
+            point_rows(content), _settings(content), _corrected(content), ("points",),
         ),
         health_section(tasks),
         ends_section(tasks),
@@ -235,6 +235,13 @@ def _settings(content: Content) -> list[str]:
     if judged and not content["operating_points"]:
         return [judged]
     return [judged, chosen_point(content)] if judged else [chosen_point(content)]
+
+
+def _corrected(content: Content) -> list[str]:
+    return [
+        "p is corrected over all points (Holm). While points were asked, each was judged at its share "
+        "of the error: one that was undecided then may pass here."
+    ] * (len(content["operating_points"]) > 1)
 
 
 def fidelity_section(fidelity: Content) -> ReportSection:

@@ -50,6 +50,9 @@ def test_a_point_that_passes_is_served_verified_and_published(quick: Quick) -> N
     said = " ".join(done.err.split())
     assert "has the settings of operating point t10 now; the weights are as they were." in said
     assert said.index("adopt: generation_config.json in ") < said.index("verify: ")
+    for read in (done, quick("verify", run.path)):  # convert's checks are of these weights still
+        assert (read.code, "of another checkpoint" in read.err) == (0, False)
+    assert "p is corrected over all points (Holm)" in run.report_md.read_text()
     assert Sampler.from_checkpoint(run.checkpoint).max_denoising_steps == 10
     report = read_json(run.report_json)
     assert report["served_at"] == "t10"

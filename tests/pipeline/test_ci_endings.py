@@ -152,6 +152,8 @@ def test_every_ending_leaves_what_the_page_promises(
     quick.monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     done = ending.end(quick)
     assert done.code == ending.code, done.err
+    if ending.outcome == "PASS":
+        assert "the verdict rests on a one-sided bound" in done.err
     if ending.outcome is None:
         assert not summary.exists()
         assert not quick.folder.junit_xml.exists()
@@ -217,6 +219,10 @@ def test_status_names_the_commands_that_go_on(quick: Quick) -> None:
     """After an interruption, and nothing of a run that is complete."""
     where = quick.folder.path
     assert "go on" not in quick("status", where).out
+    assert quick("evaluate", where, "--noise-floor").code == 0
+    shown = quick("status", where).out
+    assert "last reported (stale, evaluate changed since): PASS, " in shown
+    assert f"go on with `quantize report {where}`\n" in shown
     stopped = interrupted(quick)
     (line,) = (text for text in quick("status", where).out.splitlines() if "go on" in text)
     assert line.startswith("go on with `quantize run --recipe ")

@@ -195,6 +195,7 @@ def test_a_run_with_gaps_says_what_is_missing(run: RunDir) -> None:
     assert "## Fidelity" not in text
     assert "attribution" not in text
     assert "fp8_dynamic" in (ModelCard(text).data.tags or [])
+    assert "in 4 bits on Blackwell" not in text  # it has no NVFP4
 
 
 def test_what_was_not_asked_judged_or_made_here_is_told(run: RunDir) -> None:
@@ -242,6 +243,17 @@ def test_pictures_of_the_calibration_are_told(
 def test_what_rests_on_prompts_is_told(run: RunDir, recipe: str, says: str) -> None:
     write_text(run.recipe_yaml, load_recipe(recipe).to_yaml())
     assert f"Calibrated {says}: " in card_of(run)
+
+
+def test_files_that_the_recipe_reads_are_told(run: RunDir) -> None:
+    assert "Save the recipe below as `recipe.yaml`, then:" in card_of(run)
+    recipe = recipe_of(run).model_dump(mode="json")
+    own_task = {"data": "/home/me/orders.jsonl", "prompt": "{{question}}"}
+    recipe["evaluation"]["own_tasks"] = {"orders": own_task}
+    recipe["calibration"]["datasets"].append("chats.jsonl")
+    write_text(run.recipe_yaml, yaml.safe_dump(recipe))
+    text = " ".join(card_of(run).split())
+    assert "as `recipe.yaml` beside `orders.jsonl`, `chats.jsonl`, which it reads and" in text
 
 
 def test_an_override_is_shown(run: RunDir) -> None:

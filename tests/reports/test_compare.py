@@ -10,7 +10,7 @@ from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Plan
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Terms
-from quantize.reports.compare import compare_runs
+from quantize.reports.compare import compare_runs, comparison_table
 from quantize.reports.scores import write_scoring
 from quantize.runs.folder import RunDir
 from tests.support.quick_run import TASK, rows
@@ -48,6 +48,9 @@ def test_an_interval_holds_at_any_look(
         *(replace(each, made_with={}).only(common).by_question() for each in (ours, theirs)),
         Terms(estimand="such_questions", margin_pp=100),
     )  # fmt: skip
+    assert "wider than a report's" in str(
+        comparison_table(compare_runs(a, b), a.path, b.path).caption
+    )
     assert entry["difference_pp"] == alone.difference_pp
     interval, plain = entry["difference_interval"], alone.difference_interval
     ratio = (interval["high"] - interval["low"]) / ((plain.high or 0) - (plain.low or 0))

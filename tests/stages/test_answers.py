@@ -108,7 +108,7 @@ def test_the_mark_of_a_whole_evaluation_is_moved_last(
 ) -> None:
     """A kill among the moves leaves no new mark beside older scores."""
     found = object.__new__(Answers)
-    found._run, found._whole = RunDir(tmp_path), []
+    found._run, found._whole, found._over = RunDir(tmp_path), [], {}
     found.folder = tmp_path / "evaluation.partial"
     for name in ("bf16", "quantized"):
         (found.folder / name).mkdir(parents=True)

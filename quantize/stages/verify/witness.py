@@ -8,21 +8,23 @@ compares a share of the parts with the source. A record is not trusted if it is 
 (convert was interrupted), or of another checkpoint, source, recipe or code. Verify then compares all.
 """
 
+import json
 import math
 import random
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 import torch
 import xxhash
 
-from quantize.checkpoints.reader import Checkpoint, bytes_of
+from quantize.checkpoints.reader import GENERATION, Checkpoint, bytes_of
 from quantize.checkpoints.targets import Target
 from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.sections import Recipe
-from quantize.runs.digests import hashed, sha256_of
+from quantize.runs.digests import hashed
 from quantize.runs.folder import RunDir
 from quantize.runs.manifest import code_digest
 from quantize.schemes.records import Scheme
@@ -82,9 +84,14 @@ def _digest(encoded: torch.Tensor) -> str:
 
 
 def _identity(run: RunDir, source: Checkpoint, recipe: Recipe) -> dict[str, str]:
-    """Return digests of what a record is of; the digest of convert's record is the checkpoint's."""
+    """Return digests of what a record is of; the digest of convert's record is the checkpoint's.
+
+    No part is in the file of generation settings, which `adopt` writes, and verify hashes by itself.
+    """
+    written = read_json(run.conversion_json, "files")
+    written["files"].pop(GENERATION, None)
     return {
-        "checkpoint": sha256_of(run.conversion_json),
+        "checkpoint": sha256(json.dumps(written, sort_keys=True).encode()).hexdigest(),
         "source": hashed({shard.name: shard for shard in source.shards}),
         "recipe": recipe.digest(),
         "code": code_digest(),
