@@ -161,7 +161,7 @@ def bench(
     loaded, weights = time.monotonic() - started, engine.model.weights
     say(f"{weights.nbytes / 1e9:.1f} GB of weights after {loaded:.0f} s")
     prompts = random_prompts(weights, context, max(batches))
-    routers = [] if checkpoint else [layer.router.cpu() for layer in weights.layers]
+    routers = [] if checkpoint else [layer.router.to("cpu", copy=True) for layer in weights.layers]
     hit = _reach(engine, routers, hit_by(1), prompts[0])
     if checkpoint is None:  # making random numbers took memory that loading would not
         torch.cuda.empty_cache()
