@@ -8,7 +8,9 @@ would be 22"). If nothing in this form holds an answer, the other forms are read
 sentence, then a last line that is nothing but an answer with its unit or label, then a whole last
 sentence that concludes ("So she pays $64."). What follows the end of a turn, or the next question,
 is not read. Two numbers or letters at once are no answer, and neither is a number that the text
-merely reaches: it may have been cut there.
+merely reaches: it may have been cut there. Two marks of different things ("#### Ann: 12", "#### Ben:
+15") are two numbers, as are two cases in boxes, unless a total follows. A text that has second
+thoughts and is cut before it says more ("Actually, hold on. Let me recount") states none.
 
 VERSION counts the changes of this rule. It is part of the conditions of every scored answer, so
 that answers read by two rules are never compared, and stored texts are read again.
@@ -16,6 +18,7 @@ that answers read by two rules are never compared, and stored texts are read aga
 
 import re
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from itertools import islice
 
 from quantize.recovery.numerals import (
@@ -26,9 +29,11 @@ from quantize.recovery.numerals import (
     rational,
     stated_number,
     with_minus,
+    written,
 )
 
-VERSION = 7  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
+VERSION = 8  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
+_MOST = 300  # statements that are looked at, the last of what a damaged model repeats
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>|<<[^<>\n]*>>")  # and GSM8K's "<<2*9=18>>18"
 _FULL_WIDTH: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _FULL_WIDTH |= {0x3001: ",", 0x3002: ".", 0x2212: "-"}
@@ -47,6 +52,15 @@ _NEXT_QUESTION = re.compile(
 RETRACTION = re.compile(
     r"(?i)\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|"
     r"forgot|(?:an?|my)\serror|mis(?:read|counted)|overlooked|on\ssecond\sthought|scratch\sthat)\b|\bno\s*[,:;.–—-]"
+)
+# Second thoughts, at a sentence's beginning; none follows where they end in a plan, or are cut.
+_SECOND_THOUGHTS = re.compile(
+    r"(?i)(?:\A|[.!?,\n\u2026–—-])\W*(?:(?:but|oh|no|hmm+|well),?\s)*(?:wait|hold on|actually|hmm+|oops"
+    r"|on\ssecond\sthought|scratch\sthat|let\sme\sre\w+)\b"
+)
+_PLAN = re.compile(
+    r"(?i)(?:wait\W+)?(?:let['’]?s|let (?:me|us)|I(?:['’]ll| will| need| should| must)"
+    r"|we (?:need|should|must))\b[^.!?:]*"
 )
 _SURENESS = re.compile(r"(?i)\s*\n\W*(?:confidence|difficulty|I hope|hope this|let me know)\b.*\Z")
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
@@ -92,10 +106,24 @@ _ANSWER = re.compile(
 )
 # "... so m+n = 33+37 = 70", behind a box that holds only a part of it: a fraction, or "x = 3".
 _ADDED_UP = re.compile(
-    r"(?i)\b(?:therefore|thus|hence|so|remainder\b[^.\n]*?\bis)\b[\s,:$(\\]*((?:[a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?)?\d+)[$.)\\\s]*(?:[.\n]|\Z)"
+    r"(?i)\b(?:therefore|thus|hence|so|remainder\b[^.\n]*?\bis)\b[\s,:$(\\]*(?:the\s(?:\w+\s){0,2}?(?:sum|value|total)\sis\W{1,3})?((?:[a-z](?:\s*[+*-]\s*[a-z])+\s*=[^\n]*?)?\d+)[$.)\\\s]*(?:[.\n]|\Z)"
 )
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _OPERATOR = re.compile(r"[ $]*(?:[-+*×]|\\cdot|\\times)[ $]*")
+# What makes one number of several the whole or the next step, and what makes them equal parts.
+_FOLLOWS = re.compile(
+    r"(?i)\b(?:so|thus|hence|therefore|total|altogether|together|sum|combined|in all|finally|final|"
+    r"answer|left|remain\w*|then|now|next|add\w*|subtract\w*|multipl\w+|divid\w+|giv\w+|but|result\w*|which)\b"
+)
+_AND_ANOTHER = re.compile(r"\b(?:or|and)[\s$]+[a-z]\s*=[\s$]*\Z")  # \boxed{3} or $x = \boxed{5}
+_LABELLED_MARK = re.compile(
+    r"(?m)#{4}[ *_]*(?:[A-Z][\w'’ ]{0,40}:[ *_]*)?\$?\d[\d.,]*(?: [a-z]+)?[^\w\n]*$"
+)
+_CASES = re.compile(r"(?i)\b(?:case|part|type)\s(?:\d|[ivx]+\b|[a-d]\b)")
+_SUMMED = re.compile(
+    r"(?i)(?<!of a )(?<!of the )\b(?:total|sum|altogether|together|in all|add\w*)\b"
+    r"[^.\n]{0,60}?(\d[\d,]*)"
+)
 _TOTAL = re.compile(rf"((?:\d{{1,9}}{_OPERATOR.pattern}){{1,9}}\d{{1,9}} *= *\d+)")
 _NEXT_BOX = re.compile(
     rf"[\s$.,\\()]*(?:text\{{\s*)?(?:\bor\b|\band\b|,)[\s$\\(}}]*|{_OPERATOR.pattern}"
@@ -119,12 +147,12 @@ _WRONG = re.compile(
     r"(?:\w+\s){0,2}?(?:wrong|incorrect|impossible|not(?:\s+(?:right|correct|possible|the\s+answer)\b|\s*(?:[.,;!\n]|\Z)))"
 )
 _BESIDE = re.compile(
-    r"(?i)(?:^\W*(?:\w+\{)?remark\b.*|\b(?:would|had|for\scomparison|check\s(?:with|for))\b(?:(?!but\b)[^.!?;])*)\Z"
+    r"(?i)(?:^\W*(?:\w+\{)?(?:remark|verif\w+)\b.*|\b(?:would|had|for\scomparison|check\s(?:with|for)|attained|achieved|when)\b(?:(?!but\b)[^.!?;])*)\Z"
 )
 # "So Kylar pays $64." as the last sentence, which does not only confirm what was stated.
 _CONCLUSION = re.compile(
     r"(?i)(?:\A|(?<=[.!?\n])\s*)(?!(?:[^.!?\n]|\.\d)*(?:\b(?:is|stays|remains)\s(?:indeed\s)?(?:right|correct|unchanged)"
-    r"|\b(?:confirms?|stands|holds|checks|(?:so|thus)\sfar|still|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*\b(?:so|thus|hence|therefore|altogether|conclude\sthat|in\s(?:total|all))\b,?"
+    r"|\b(?:confirms?|stands|holds|checks|(?:so|thus)\sfar|still|first|next|find|compute|calculate|hope|step\s\d)|\d\s?[kKMB])\b)((?:(?:[^.!?\n]|\.\d)*\b(?:so|thus|hence|therefore|altogether|conclude\sthat|in\s(?:total|all)|(?:for|giving)\sa\stotal\sof)\b,?"
     r"|\W*(?:the|our)\s(?:requested|desired|required|total|remainder|result|m(?:in|ax)imum\svalue)\b)((?:[^.!?\n]|\.\d)+))[.!][\W_]*(?:\\\w+\W*)?\Z"
 )
 _RELATIVE = re.compile(
@@ -208,12 +236,49 @@ def _chosen(text: str, forms: tuple[Form, ...], *, said: bool = True) -> str | N
     formal = next((numbers for form in forms if (numbers := [*form(text)])), None)
     if formal:
         begin = formal[0][0]
-        formal = [pair for pair in formal if not _withdrawn(text, begin, pair[0])]
+        formal = [pair for pair in formal[-_MOST:] if not _withdrawn(text, begin, pair[0])]
         place, number = formal[-1] if formal else (begin, SEVERAL)
-        retracted = number == SEVERAL or RETRACTION.search(text, place)
-        changed = _concluded(text, place) if said and retracted else None
-        return next((n for later, n in reversed(firm) if later > place), changed or number)
-    return (firm or hypothetical)[-1][1] if firm or hypothetical else None
+        others = [pair for pair in formal if pair[1] != number]
+        if others and _are_parts(text, others[-1], place):
+            number = SEVERAL
+        firm, hypothetical = [pair for pair in firm if pair[0] > place], [(place, number)]
+    if not (firm or hypothetical):
+        return None
+    place, number = (firm or hypothetical)[-1]
+    if said and (number == SEVERAL or RETRACTION.search(text, place)):
+        number = _concluded(text, place) or number
+    return SEVERAL if is_reconsidered(text[place:], number) else number
+
+
+def is_reconsidered(rest: str, answer: str) -> bool:
+    """Return whether second thoughts about an answer, in the text from it on, are cut or a plan."""
+    if not (thoughts := _SECOND_THOUGHTS.search(rest)):
+        return False
+    behind = rest[thoughts.start() :].strip()
+    if re.search(rf"(?<![\w.]){re.escape(answer)}[^\w+*/=-]*\Z", behind):
+        return False  # "Wait, I check it: 20 + 25 = 45"
+    ended = re.search(r"[.!?✓✔✅。！？][\s*_)\]}\"'”$]*\Z", behind)
+    return not ended or bool(_PLAN.fullmatch(re.split(r"[.!?]\s+", behind)[-1].rstrip(" .!*")))
+
+
+def _are_parts(text: str, first: Found, last: int) -> bool:
+    """Return whether the number at `last` is of another thing than the first, and no result of it."""
+    place, number = first
+    between = text[place:last]
+    if text.startswith("#", last):
+        lines = (between.partition("\n")[2] + text[last:].partition("\n")[0]).strip()
+        if not re.search(r"[^\W\d_]", lines):  # both were worked out before
+            return bool(re.search(rf"(?<![\d.,]){re.escape(lines.strip('*# $.'))}\b", text[:place]))
+        again = re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d.,]*\d)", lines)
+        return not (again or _FOLLOWS.search(lines) or RETRACTION.search(lines))
+    before = re.split(r"[.!?]\s|\n", text[:place])[-1]
+    added = re.search(rf"{_OPERATOR.pattern}\Z", between[-20:])
+    if added or not _BOX.match(text, last) or _BESIDE.search(before):
+        return False
+    if not re.search(r"[.!?][$\s]|\n", between):
+        follows = "=" in between or _FOLLOWS.search(between) or RETRACTION.search(between)
+        return not follows or bool(_AND_ANOTHER.search(between))
+    return bool(_CASES.search(before) and _CASES.search(between))
 
 
 def _concluded(text: str, begin: int = 0) -> str | None:
@@ -254,7 +319,7 @@ def _marked(text: str) -> Iterator[Found]:
     A line with words beside its number ("2 checks") may be a heading too. It counts if it ends the
     text, or if no line is a number alone.
     """
-    marked: list[tuple[int, str, bool]] = []
+    marked: list[tuple[int, str, str]] = []
     headings = set[int]()
     for match in _HEADING.finditer(text):
         if int(match[1]) == len(headings) + 1:
@@ -268,9 +333,16 @@ def _marked(text: str) -> Iterator[Found]:
             labelled = re.search(r"[^\W\d_]", line)
             line = below if labelled or _ONLY_NUMBER.fullmatch(below.strip(_MARKED + ".")) else ""
         if number := _in_line(line):
-            ends = not text[match.end() :].strip(_MARKED + ".\n")
-            marked.append((match.start(), number, ends or not re.search(r"[^\W\d_]{2}", line)))
-    certain = [(place, number) for place, number, is_certain in marked if is_certain]
+            certain = not (
+                re.search(r"[^\W\d_]{2}", line) and text[match.end() :].strip(_MARKED + ".\n")
+            )
+            marked.append((match.start(), number, "" if certain else line))
+    named = marked and not marked[-1][2] and _LABELLED_MARK.match(text, marked[-1][0])
+    certain = [
+        (place, number)
+        for place, number, line in marked
+        if not line or (named and _LABELLED_MARK.match(text, place))
+    ]
     yield from certain or [(place, number) for place, number, _ in marked]
 
 
@@ -306,10 +378,11 @@ def _in_sentence(sentence: str) -> str | None:
 def _boxed(text: str) -> Iterator[Found]:
     """Yield the numbers in boxes, or behind the equals sign of a box that holds none."""
     before = (0, "")  # where the box before ends, and its number
-    numbers, partial = set[str](), False
+    numbers, partial = list[str](), False
     for place, content, end in _boxes(text):
-        number = stated_number(content, mathematical=True)
-        numbers.add(number or "")
+        nested = content.count("boxed") > 2
+        number = None if nested else stated_number(content, mathematical=True)
+        numbers.append(number or "")
         joining = _OPERATOR if number == before[1] else _NEXT_BOX
         if before[1] and joining.fullmatch(text, before[0], place):
             number = SEVERAL
@@ -321,8 +394,15 @@ def _boxed(text: str) -> Iterator[Found]:
             partial = "/" in number or rational(number) is None or bool(_PART.match(text, place))
             yield place, number
     totals = [
-        t for t in _TOTAL.finditer(text, before[0]) if numbers >= {*re.findall(r"\d+", t[1])[:-1]}
+        t
+        for t in _TOTAL.finditer(text, before[0])
+        if {*numbers} >= {*re.findall(r"\d+", t[1])[:-1]}
     ]
+    if len(numbers) > 1 and "" not in numbers:
+        whole = sum((rational(number) or Fraction() for number in numbers), Fraction())
+        totals += [
+            t for t in _SUMMED.finditer(text, before[0]) if stated_number(t[1]) == written(whole)
+        ]
     added_up = (partial and _ADDED_UP.search(text, before[0])) or next(iter(totals), None)
     if added_up and (number := stated_number(added_up[1])):
         yield added_up.start(), number
@@ -361,7 +441,7 @@ def _said(text: str) -> tuple[list[Found], list[Found]]:
     """Return the numbers of sentences that name the answer, and of those that do hypothetically."""
     firm: list[Found] = []
     hypothetical: list[Found] = []
-    for match in _ANSWER.finditer(text):
+    for match in [*_ANSWER.finditer(text)][-_MOST:]:
         line = text[match.end() : match.end() + 200].lstrip(" $*\n").partition("\n")[0]
         if match["instead"] and not RETRACTION.search(text[: match.end()]):
             continue

@@ -12,7 +12,13 @@ next sentence takes the option back ("No, that cannot be.") and names no other.
 import re
 from functools import cache
 
-from quantize.recovery.extraction import FOREIGN, RETRACTION, before_next_question, tidy
+from quantize.recovery.extraction import (
+    FOREIGN,
+    RETRACTION,
+    before_next_question,
+    is_reconsidered,
+    tidy,
+)
 
 # What may come between "answer is" or a box and the letter: spaces, Markdown, brackets, quotes, TeX.
 # It never backtracks (*+), since a damaged model may write asterisks for pages.
@@ -104,9 +110,10 @@ def _stated(text: str, rules: "_OptionPatterns") -> str | None:
             if last_match["other"] or rules.otherwise.match(behind):
                 return ""
             corrected = [*rules.corrected.finditer(behind)] if RETRACTION.search(behind) else []
-            if not corrected and _TAKEN_BACK.match(behind):
-                return ""
-            return (corrected[-1] if corrected else last_match)["letter"].upper()
+            rest = behind[corrected[-1].end() :] if corrected else behind
+            letter = (corrected[-1] if corrected else last_match)["letter"].upper()
+            taken_back = not corrected and _TAKEN_BACK.match(behind)
+            return "" if taken_back or is_reconsidered(rest, letter) else letter
     return None
 
 
@@ -164,7 +171,7 @@ class _OptionPatterns:
         )
         # "(A). Wait, no: it is (B)", "(A). Correction: (B)", behind a retraction.
         self.corrected = re.compile(
-            r"(?:(?P<brief>\b(?i:no|actually|edit|update)\b[\s*_,.:;–—-]{1,5})|(?i:\b(?:it|this|that|which|answer|option|choice)"
+            r"(?:(?P<brief>\b(?i:(?:no\W{1,3})?wait|no|actually|edit|update)\b[\s*_,.:;–—-]{1,5})|(?i:\b(?:it|this|that|which|answer|option|choice)"
             r"(?:['’]s|\s+(?:is|should be|must be|has to be))"
             rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be))\s*[*_]*{option}"
             rf"(?(brief)(?={right}|[{_CLOSING},;!\s]*$|[)*_\s]*[.,;!]\s)|(?!\s*(?:that|which|is)\b))",

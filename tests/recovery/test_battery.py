@@ -41,7 +41,7 @@ from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {7: "ab3fd27ee743"}  # version of the rule -> digest of its modules
+RULE = {8: "079b8082242a"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -84,16 +84,15 @@ def test_all_60_answers_that_version_5_had_not_seen_are_read_today() -> None:
     }  # fmt: skip
 
 
-def test_of_435_answers_by_another_hand_four_are_read_as_another_value() -> None:
+def test_of_435_answers_by_another_hand_three_are_read_as_another_value() -> None:
     """Version 5 read 58 so, and 320 of the 435 as a human does."""
     marks = right(ours, ANOTHER_HAND)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (115, 129), "aime25": (138, 147), "gpqa_diamond": (108, 128),
+        "gsm8k": (116, 129), "aime25": (138, 147), "gpqa_diamond": (108, 128),
         "mmlu_pro": (17, 18), "needle_1k": (13, 13),
     }  # fmt: skip
     assert _misread(ANOTHER_HAND) == [
         "#### [insert 18]",
-        "#### 18\n\nAlternatively, counting the dog, #### 19",
         "\\boxed{\\log_{2}2^{70}}",
         "Blood type A is the answer.",
     ]
@@ -108,16 +107,15 @@ def test_of_350_answers_that_version_6_had_not_seen_none_is_read_as_another_valu
     assert _misread(HELD_OUT_OF_6) == []
 
 
-def test_of_263_answers_that_version_7_had_not_seen_three_are_read_as_another_value() -> None:
-    """It read 4 of the first 108 so when it first saw them, 7 of the next 88 and 2 of the other 67."""
+def test_of_423_answers_that_version_7_had_not_seen_two_are_read_as_another_value() -> None:
+    """It read 13 of the first 263 so when it first saw them, 26 of the next 120, 15 of the last 40."""
     marks = right(ours, HELD_OUT_OF_7)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (98, 105), "svamp": (7, 7), "aime25": (76, 80), "gpqa_diamond": (65, 71),
+        "gsm8k": (166, 176), "svamp": (18, 18), "aime25": (123, 126), "gpqa_diamond": (95, 103),
     }  # fmt: skip
     assert _misread(HELD_OUT_OF_7) == [
-        "#### Ben: 12\n#### Ann: 15",
-        "There are $\\boxed{10}$ of type A and $\\boxed{60}$ of type B, for a total of 70.",
-        "So the answer should be 70.\n\nActually, hold on. Let me recount the case $k = 3$",
+        "#### 150 minutes = 2.5 hours",
+        "Question 1: 3 * 7 = 21 apples.\n#### 21\nQuestion 2: 5 * 4 = 20 pears.\n#### 20",
     ]
 
 
@@ -457,8 +455,10 @@ def test_numbers_are_written_as_they_are_read() -> None:
         "$" * 20_000, "<a" * 10_000, "1. " * 9000, "#### 1 " + "a " * 590, "the answer is " * 3000,
         r"would \boxed{1} " * 3000, "so 1 " * 9000, r"\boxed{1}" + "1+" * 9000, r"\boxed{1} + " * 3000,
         "result: A, " * 4000, "matches (A) " * 4000, "seventy " * 150 + "(70)", "Total 5 " * 5000,
+        "#### 1 a\n#### 2 b\n" * 3000, r"Case 1: \boxed{1}. Case 2: \boxed{2}. " * 2000,
+        "The answer is 5. Wait, let me " * 3000,
     ],
-    ids=range(22),
+    ids=range(25),
 )  # fmt: skip
 def test_what_a_damaged_model_repeats_is_read_at_once(text: str) -> None:
     began = time.process_time()

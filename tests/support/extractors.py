@@ -35,7 +35,7 @@ ANOTHER_HAND = (
     "answers_of_another_hand"  # written, for version 5, by somebody who had not mended it
 )
 HELD_OUT_OF_6 = "answers_held_out_of_6"  # written for version 6 by another hand yet
-HELD_OUT_OF_7 = "answers_held_out_of_7"  # written for version 7 by the hand that had mended it
+HELD_OUT_OF_7 = "answers_held_out_of_7"  # written for versions 7 and 8 by the hand that mended them
 RECORD = DATA / "answers_math_verify.json"
 ROUND = str.maketrans("{}", "()")
 Read = Callable[[str], str | None]
