@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from jinja2 import Environment, select_autoescape
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 from quantize import __version__
 from quantize.errors import InputError
 from quantize.serve import schemas
-from quantize.serve.failures import NO_PATH, RequestError, from_validation
+from quantize.serve.failures import NO_PATH, RequestError, from_validation, invalid, written
 from quantize.serve.guard import guarded
 from quantize.serve.protocol import ChatRequest, CompletionRequest
 from quantize.serve.response_events import GrowingResponse
@@ -46,6 +47,46 @@ def page(schema: dict[str, Any]) -> str:
     return template.render(schema, refs=refs, brief=brief)
 
 
+class _Body(Request):
+    async def json(self) -> Any:
+        """Return the body as Python reads it; RequestError 400: an object of it has a key twice."""
+        doubled = list[tuple[dict[str, Any], str]]()
+
+        def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            value = dict(pairs)
+            if len(value) < len(pairs):
+                names = [name for name, _ in pairs]
+                doubled.append((value, next(n for n in names if names.count(n) > 1)))
+            return value
+
+        value = json.loads(await self.body(), object_pairs_hook=made)
+        if doubled:  # the last one is in no other that lost it
+            place = written((*_path_to(doubled[-1][0], value), doubled[-1][1]))
+            raise invalid(place, "this key stands twice in one object; leave one out")
+        return value
+
+
+def _path_to(target: Any, value: Any) -> tuple[str | int, ...]:
+    """Return the path to an object within a value of JSON, the empty one if it is not there."""
+    todo = [(value, ())]
+    for inner, path in todo:
+        if inner is target:
+            return path
+        parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
+        todo += [(part, (*path, step)) for step, part in parts if isinstance(part, (dict, list))]
+    return ()
+
+
+class _Route(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handled(request: Request) -> Response:
+            return await handle(_Body(request.scope, request.receive))
+
+        return handled
+
+
 def create_app(service: Service) -> ASGIApp:
     """Return the ASGI app, all routes in the guard; its lifespan starts and stops the scheduler."""
 
@@ -59,6 +100,7 @@ def create_app(service: Service) -> ASGIApp:
 
     pages: Any = {"docs_url": None, "redoc_url": None}  # FastAPI's load scripts from a CDN
     app = FastAPI(title="quantize serve", version=__version__, lifespan=lifespan, **pages)
+    app.router.route_class = _Route
     _add_answers(app, service)
     _add_pages(app, service)
     _add_failures(app)
@@ -153,6 +195,8 @@ def _add_failures(app: FastAPI) -> None:
                 refusal = from_validation(error.errors(), error.body)
             case InputError():
                 refusal = RequestError(400, str(error), code="invalid_value")
+            case HTTPException(__cause__=RequestError() as cause):  # of a body that was read
+                refusal = cause
             case HTTPException():
                 headers = dict(error.headers or {})
                 use = f"{request.method} is not answered at this path; use {headers.get('Allow')}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.serve.calls import BARE_KEY, CLOSE, MARKERS, OPEN, QUOTE
+from quantize.serve.failures import written
 from quantize.serve.json_forms import ENDLESS, endless, pointed
 from quantize.serve.leaf_forms import (
     TYPES,
@@ -99,7 +100,7 @@ class _CallRules:
             raise InputError(f"{where}.{min(held)}: a demanded call cannot be held to it")
         _refuse_what_is_not_held(self._root, where)
         if (place := endless({"type": "object"} | self._root)) is not None:
-            raise InputError(f"{'.'.join(map(str, (where, *place)))}: {ENDLESS}")
+            raise InputError(f"{where}{written(('', *place))}: {ENDLESS}")
         term = self._object(self._root, 0, where)
         while self._unwritten:  # no recursion: references may form a long chain
             rule, schema, used = self._unwritten.pop()
@@ -214,7 +215,7 @@ class _CallRules:
         if word == "oneOf":
             self._check_apart(schemas, where)
         terms = (
-            self._value(_checked(one, f"{where}.{n}"), depth + 1, f"{where}.{n}")
+            self._value(_checked(one, f"{where}[{n}]"), depth + 1, f"{where}[{n}]")
             for n, one in enumerate(schemas)
         )
         return "(" + " | ".join(terms) + ")"
@@ -223,7 +224,7 @@ class _CallRules:
         """Refuse alternatives of which two may take the same value: exactly one is to take it."""
         if len(schemas) > MOST_APART:
             raise InputError(f"{where}: of more than {MOST_APART} alternatives; ask for anyOf")
-        marks = [self._marks(_checked(one, f"{where}.{n}")) for n, one in enumerate(schemas)]
+        marks = [self._marks(_checked(one, f"{where}[{n}]")) for n, one in enumerate(schemas)]
         for n, mark in enumerate(marks):
             for m, earlier in enumerate(marks[:n]):
                 if not any(mark[by].isdisjoint(earlier[by]) for by in set(mark) & set(earlier)):
@@ -325,7 +326,7 @@ def _checked(schema: Any, where: str) -> Any:
     """Return a schema that requests do not check, without nulls; InputError: a keyword is wrong."""
     schema = without_nulls(schema)
     if isinstance(schema, dict) and (fault := next(faults(schema), None)):
-        raise InputError(f"{where}.{'.'.join(map(str, fault[0]))}: {fault[1]}")
+        raise InputError(f"{where}.{written(fault[0])}: {fault[1]}")
     return schema
 
 

@@ -60,7 +60,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> RequestEr
     param = written(where) or None
     if first["type"] == "extra_forbidden":
         if known := REFUSED.get(str(where[-1])) if where else None:
-            text = message(str(where[-1]), known)
+            text = message(str(param), known)
             return RequestError(400, text, param=param, code="unsupported_parameter")
         reason = "this server knows no such parameter; GET /docs lists those it takes"
         if where[-2:] == ["response_format", "schema"]:

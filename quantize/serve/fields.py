@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -46,20 +45,21 @@ def _few_brackets(text: Any) -> Any:
     return text
 
 
-def _check(value: Any, depth: int) -> Any:
+def _check(value: Any, depth: int, path: tuple[str | int, ...] = ()) -> Any:
     """Return JSON of any shape whose strings are text, not nested too deeply, or raise a ValueError.
 
-    NaN and infinities are refused too: what a response echoes must be JSON, and Python reads more.
+    NaN and infinities are refused too, by their place: what a response echoes must be JSON.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, str):
         _utf8(value)
     elif isinstance(value, float) and not isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
+        raise misplaced(path, f"{value} is no number of JSON")
     elif isinstance(value, (dict, list)):
-        for part in chain.from_iterable(value.items()) if isinstance(value, dict) else value:
-            _check(part, depth + 1)
+        for step, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check(step, depth + 1)
+            _check(part, depth + 1, (*path, step))
     return value
 
 
@@ -95,6 +95,17 @@ def values_of(kinds: tuple[type, ...], reason: str) -> BeforeValidator:
             if type(part) not in kinds:  # True is no number
                 raise misplaced((name,), reason)
         return {} if value == [] else value
+
+    return BeforeValidator(check)
+
+
+def shaped(key: str, *others: str, right: str) -> BeforeValidator:
+    """Return a validator that refuses objects without `key` but with one of `others`."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and key not in value and not value.keys().isdisjoint(others):
+            raise misplaced((), f"this is the shape of another API; send {right}")
+        return value
 
     return BeforeValidator(check)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantize.errors import InputError
 from quantize.serve.call_grammars import call_grammar
-from quantize.serve.failures import invalid, written
+from quantize.serve.failures import RequestError, invalid, written
 from quantize.serve.grammars import Grammars, Matcher
 from quantize.serve.json_forms import FormError, check
 from quantize.serve.protocol import ChatRequest, CompletionRequest
@@ -65,4 +65,22 @@ class Forms:
             place = ".json_schema.schema" if param == "response_format" else ""
             raise invalid(written((f"{param}{place}", *error.path)), error) from error
         except (InputError, ValueError) as error:
+            if isinstance(body, ChatRequest) and param == "tool_choice":
+                raise self._placed(body, str(error)) from error
             raise invalid(param, error) from error
+
+    def _placed(self, body: ChatRequest, fault: str) -> RequestError:
+        """Return the refusal of calls by the path of the tool's keyword that is to blame, if one is."""
+        place, _, reason = fault.partition(": ")
+        for n, tool in enumerate(body.tools):
+            begin, name = f"tools[{n}].function", tool.function.name
+            if name in body.callable and f"{place}.".startswith(f"{name}.parameters."):
+                return invalid(begin + place.removeprefix(name), reason)
+        for n, tool in enumerate(body.tools):  # alone, as JSON, it may have the same fault
+            try:
+                self.grammars.matcher("json", tool.function.parameters)
+            except FormError as error:
+                return invalid(written(("tools", n, "function", "parameters", *error.path)), error)
+            except (InputError, ValueError):
+                continue
+        return invalid("tool_choice", fault)

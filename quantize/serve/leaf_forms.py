@@ -74,8 +74,11 @@ def _searched(pattern: Any, where: str) -> str:
 def number(kind: str, schema: dict[str, Any], where: str) -> str:
     """Return the rule's term of a number within its bounds; InputError: a bound is no number."""
     given = {word: _number(schema, word, where) for word in OF_TYPE[kind] if word in schema}
-    term = {"type": kind, "minimum": -LARGEST, "maximum": LARGEST} | given
-    return f"%json {json.dumps(term)}"
+    low, high = given.get("minimum", -LARGEST), given.get("maximum", LARGEST)
+    if low > high:
+        word = "minimum" if "minimum" in given else "maximum"
+        raise InputError(f"{where}.{word}: there is no number from {low} to {high}")
+    return f"%json {json.dumps({'type': kind, **given, 'minimum': low, 'maximum': high})}"
 
 
 def _number(schema: dict[str, Any], word: str, where: str) -> float:

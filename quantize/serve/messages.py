@@ -27,6 +27,7 @@ from quantize.serve.fields import (
     Unused,
     by_type,
     misplaced,
+    shaped,
 )
 from quantize.serve.tool_schemas import faults, without_nulls
 from quantize.serve.unsupported import MEDIA, TO_BE_READ
@@ -251,15 +252,37 @@ def echoed(
                 yield name, (*path, name)
 
 
-def stray_results(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield a fault for each tool result whose call is not in the assistant's message before it."""
-    called: set[str] = set()
+def faults_of_results(messages: Sequence[Message]) -> Iterator[str]:
+    """Yield faults of tool results: each call has one, right behind the assistant's message."""
+    turn, called, answered = 0, list[str](), set[str]()
+    for index, message in enumerate([*messages, None]):
+        if isinstance(message, Result):
+            place = f"messages[{index}].tool_call_id"
+            if message.tool_call_id not in called:
+                yield f"{place}: the assistant's message before it has no such call"
+            elif message.tool_call_id in answered:
+                yield f"{place}: this call has a result already"
+            answered.add(message.tool_call_id)
+            continue
+        if missing := [n for n, call in enumerate(called) if call not in answered]:
+            reason = "no message of the role tool right behind it has this call's result"
+            yield f"messages[{turn}].tool_calls[{missing[0]}].id: {reason}"
+        calls = message.tool_calls if isinstance(message, Reply) else []
+        turn, called, answered = index, [call.id for call in calls], set()
+        for n, call in enumerate(called):
+            if call in called[:n]:
+                yield f"messages[{index}].tool_calls[{n}].id: another call of this message has it"
+
+
+def in_order(messages: Sequence[Message]) -> list[Message]:
+    """Return a chat with the results of calls in the calls' order: a template may show no ids."""
+    of_calls, places = dict[str, tuple[int, int]](), list[tuple[int, int]]()
     for index, message in enumerate(messages):
-        if not isinstance(message, Result):
-            calls = message.tool_calls if isinstance(message, Reply) else []
-            called = {call.id for call in calls}
-        elif message.tool_call_id not in called:
-            yield f"messages[{index}].tool_call_id: the assistant's message before it has no such call"
+        if isinstance(message, Reply):
+            of_calls |= {call.id: (index, n) for n, call in enumerate(message.tool_calls)}
+        result = isinstance(message, Result)
+        places.append(of_calls[message.tool_call_id] if result else (index, -1))
+    return [messages[n] for n in sorted(range(len(messages)), key=places.__getitem__)]
 
 
 class Function(Echoing):
@@ -283,11 +306,15 @@ class Function(Echoing):
         return schema
 
 
-class Tool(Echoing):
+class OneTool(Echoing):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
+
+
+SHAPE = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+Tool = Annotated[OneTool, shaped("function", "name", right=SHAPE)]
 
 
 class ChosenFunction(Strict):
@@ -305,6 +332,14 @@ class Choice(Strict):
 
 ToolChoice = Annotated[
     Annotated[Literal["auto", "none", "required"], Tag("word")]
-    | Annotated[Choice, Tag("function")],
+    | Annotated[
+        Choice,
+        shaped(
+            "function",
+            "name",
+            right='"auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
+        ),
+        Tag("function"),
+    ],
     by_type("function", str="word"),
 ]

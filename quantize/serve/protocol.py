@@ -40,7 +40,7 @@ from quantize.serve.messages import (
     Tool,
     ToolChoice,
     echoed,
-    stray_results,
+    faults_of_results,
 )
 from quantize.serve.unsupported import FOREIGN
 
@@ -263,7 +263,7 @@ class ChatRequest(_Generation):
     def faults(self) -> Iterator[str]:
         """Yield contradictions between fields, each as a line `field: reason`."""
         yield from super().faults()
-        yield from stray_results(self.messages)
+        yield from faults_of_results(self.messages)
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             yield "tools: two have the same name"

@@ -23,6 +23,7 @@ from quantize.serve.fields import (
     Unused,
     by_type,
     misplaced,
+    shaped,
 )
 from quantize.serve.messages import (
     MAX_MESSAGES,
@@ -178,10 +179,25 @@ class ResponsesRequest(Asked):
     ]
     instructions: String | None = None
     max_output_tokens: MostTokens = None
-    tools: Items[FunctionTool] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
+    tools: Items[
+        Annotated[
+            FunctionTool,
+            shaped(
+                "name", "function", right='{"type": "function", "name": ..., "parameters": ...}'
+            ),
+        ]
+    ] = Field(default_factory=list[FunctionTool], max_length=MAX_TOOLS)
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("text")]
-        | Annotated[NamedTool, Tag("object")],
+        | Annotated[
+            NamedTool,
+            shaped(
+                "name",
+                "function",
+                right='"auto", "none", "required" or {"type": "function", "name": ...}',
+            ),
+            Tag("object"),
+        ],
         ByShape,
     ] = "auto"
     parallel_tool_calls: bool = True

@@ -25,7 +25,7 @@ from quantize.serve.failures import RequestError, invalid
 from quantize.serve.forms import Forms
 from quantize.serve.guides import AnswerGuide
 from quantize.serve.json_forms import FormError
-from quantize.serve.messages import hints
+from quantize.serve.messages import hints, in_order
 from quantize.serve.metrics import Metrics
 from quantize.serve.options import Options
 from quantize.serve.protocol import INT64, ChatRequest, CompletionRequest
@@ -83,7 +83,7 @@ class Service:
         if isinstance(body, CompletionRequest):
             asked: Any = body.prompt
             return [self.text.encode(p) if isinstance(p, str) else p for p in asked]
-        turns = [message.turn for message in body.messages]
+        turns = [message.turn for message in in_order(body.messages)]
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in body.tools]
         prompt = self.text.encode_chat(turns, thinking=body.thinks, tools=tools)
         try:

@@ -79,7 +79,10 @@ _FOREIGN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("functions", ([],), "this is the older form; set tools"),
     ("function_call", ("none", "auto"), "this is the older form; set tool_choice"),
     ("guided_choice", ([],), "this is another server's name; set guided_regex to (one|other)"),
-    ("guided_grammar grammar", ("",), "grammars are not read; set guided_json or guided_regex"),
+    ("format json_schema", ("", {}),
+     "this is another server's name; set response_format or guided_json, in /v1/responses text.format"),
+    ("regex", ("",), "this is another server's name; set guided_regex"),
+    ("guided_grammar grammar ebnf", ("",), "grammars are not read; set guided_json or guided_regex"),
     ("structured_outputs", ({},), "this is another server's name; set guided_json or guided_regex"),
     ("repeat_penalty rep_pen", (1,), f"{PENALTY} leave it out"),
     ("no_repeat_ngram_size dry_multiplier penalty_alpha repetition_penalty_range",
@@ -190,6 +193,7 @@ REFUSED = {
     "image_url": "only messages of the user hold pictures; put it into one of them",
     "audio": "the model writes text alone; leave it out",
     "prediction": "nothing is speculated; leave it out",
+    **dict.fromkeys(("input_schema", "inputSchema"), "this is another API's name; set parameters"),
     "web_search_options": "this server fetches nothing; put what it should know into the prompt",
 }
 # parts of a message's content -> why not, and the way out

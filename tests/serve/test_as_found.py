@@ -29,6 +29,9 @@ QUESTION = "Tom has 9 pens. Tom loses 4. How many pens are left?"
 USER: Any = {"role": "user", "content": QUESTION}
 CALL: Any = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 RESULT: Any = {"role": "tool", "tool_call_id": "c", "content": "1"}
+OTHER = RESULT | {"tool_call_id": "d", "content": "2"}
+CALLS: Any = {"role": "assistant", "tool_calls": [CALL, CALL | {"id": "d"}]}
+FLAT = {"name": "f", "description": "", "input_schema": {"type": "object"}}  # a tool in another API
 HEADER = "X-Ignored-Parameters"
 
 
@@ -272,6 +275,28 @@ def tool(**schema: Any) -> dict[str, Any]:
         ({"stop": ["a", 5]}, "stop[1]"), ({"pinned": [{"position": 0}]}, "pinned[0].text"),
         ({"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x"),
         (tool(enum=5), "tools[0].function.parameters.properties.a.enum"),
+        *(
+            (tool(**schema) | {"tool_choice": "required"},
+             f"tools[0].function.parameters.properties.a{place}")
+            for schema, place in [
+                ({"type": "integer", "minimum": 5, "maximum": 3}, ".minimum"),
+                ({"minimum": "1"}, ".minimum"),
+                ({"type": "number", "multipleOf": 0}, ""), ({"minLength": 1.5}, ".minLength"),
+                ({"type": "number", "minimum": 1e30}, ".minimum"),
+                ({"anyOf": [{}, {"items": {"maximum": []}}]}, ".anyOf[1].items.maximum"),
+            ]
+        ),
+        *(({"tools": [FLAT | {"type": kind}]}, "tools[0]") for kind in (None, "function", "custom")),
+        ({"tools": [{"type": "function", "function": FLAT}]}, "tools[0].function.input_schema"),
+        (tool() | {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+        *(({name: {"type": "object"}}, name) for name in ("format", "json_schema")),
+        *(({name: "a"}, name) for name in ("regex", "grammar", "ebnf")),
+        ({"messages": [USER, CALLS, RESULT]}, "messages[1].tool_calls[1].id"),
+        ({"messages": [USER, CALLS, OTHER, USER, RESULT]}, "messages[1].tool_calls[0].id"),
+        ({"messages": [USER, CALLS]}, "messages[1].tool_calls[0].id"),
+        ({"messages": [USER, CALLS, RESULT, OTHER, RESULT]}, "messages[4].tool_call_id"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL] * 2}, RESULT]},
+         "messages[1].tool_calls[1].id"),
     ],
 )  # fmt: skip
 def test_param_is_the_path_as_the_client_wrote_it(
@@ -281,6 +306,18 @@ def test_param_is_the_path_as_the_client_wrote_it(
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
     assert reply.json()["error"]["message"].startswith(f"{param}: ")
+
+
+def test_results_are_read_in_the_order_of_their_calls(
+    telling: tuple[Running, TellingEngine],
+) -> None:
+    """A template may show no ids: then only the order tells which result is of which call."""
+    server, engine = telling
+    for results in ([RESULT, OTHER], [OTHER, RESULT]):
+        assert (
+            post(server, messages=[USER, CALLS, *results, USER, CALLS, *results]).status_code == 200
+        )
+    assert engine.prompts[-1] == engine.prompts[-2]
 
 
 def test_a_template_that_refuses_a_tools_property_names_it() -> None:
@@ -325,6 +362,7 @@ def test_errors_of_plain_completions_name_the_prompt(
     ("text", "place"),
     [
         ('{"model": "m",\n "messages": oops}', "line 2, column 14: Expecting value"),
+        ('{"a": [{"a": 1}, {"b": {}, "c": 0, "b": {}}]}', "a[1].b: this key stands twice"),
         ("", "JSON"), ('{"a": 1', "line 1, column 8"), ("{'a': 1}", "line 1, column 2"),
     ],
 )  # fmt: skip

@@ -346,7 +346,7 @@ def test_other_forms_and_plain_completions(server: Running) -> None:
         ({"extra_body": {"guided_json": "{type: object}"}}, "guided_json", "Invalid JSON"),
         ({"extra_body": {"guided_json": "[7]"}}, "guided_json", "a valid dictionary"),
         ({"extra_body": {"guided_json": 7}}, "guided_json", "a valid dictionary"),
-        ({"extra_body": {"guided_json": '{"const": NaN}'}}, "guided_json", "no number of JSON"),
+        ({"extra_body": {"guided_json": '{"const": NaN}'}}, "guided_json.const", "no number of JSON"),
         ({"extra_body": {"guided_json": '{"enum": [' + "[]," * 70_000}}, "guided_json", "are read"),
         ({"extra_body": {"guided_regex": "a{999}b{999}"}}, "max_tokens", "fits into 128 tokens"),
         ({"extra_body": {"guided_regex": r".*\p{Lu}\p{Ll}{3}q"}}, "guided_regex", "no text of the"),
