@@ -22,6 +22,7 @@ from fractions import Fraction
 from itertools import islice
 
 from quantize.recovery.numerals import (
+    LONGEST,
     SCALES,
     SEVERAL,
     is_denied,
@@ -110,6 +111,7 @@ _ADDED_UP = re.compile(
 )
 _PART = re.compile(r"[^{]*\{\s*[a-z]\s*=", re.I)
 _OPERATOR = re.compile(r"[ $]*(?:[-+*×]|\\cdot|\\times)[ $]*")
+_ADDED = re.compile(rf"{_OPERATOR.pattern}\Z")
 # What makes one number of several the whole or the next step, and what makes them equal parts.
 _FOLLOWS = re.compile(
     r"(?i)\b(?:so|thus|hence|therefore|total|altogether|together|sum|combined|in all|finally|final|"
@@ -255,7 +257,7 @@ def is_reconsidered(rest: str, answer: str) -> bool:
     if not (thoughts := _SECOND_THOUGHTS.search(rest)):
         return False
     behind = rest[thoughts.start() :].strip()
-    if re.search(rf"(?<![\w.]){re.escape(answer)}[^\w+*/=-]*\Z", behind):
+    if re.findall(r"[\w.]*\w", behind)[-1:] == [answer.lstrip("-")]:
         return False  # "Wait, I check it: 20 + 25 = 45"
     ended = re.search(r"[.!?✓✔✅。！？][\s*_)\]}\"'”$]*\Z", behind)
     return not ended or bool(_PLAN.fullmatch(re.split(r"[.!?]\s+", behind)[-1].rstrip(" .!*")))
@@ -268,12 +270,11 @@ def _are_parts(text: str, first: Found, last: int) -> bool:
     if text.startswith("#", last):
         lines = (between.partition("\n")[2] + text[last:].partition("\n")[0]).strip()
         if not re.search(r"[^\W\d_]", lines):  # both were worked out before
-            return bool(re.search(rf"(?<![\d.,]){re.escape(lines.strip('*# $.'))}\b", text[:place]))
-        again = re.search(rf"(?<![\d.,]){re.escape(number)}(?![\d.,]*\d)", lines)
+            return lines.strip("*# $.") in re.findall(r"[\d.,]*\d", text[:place])
+        again = number in re.findall(r"[\d.]*\d", lines.replace(",", ""))
         return not (again or _FOLLOWS.search(lines) or RETRACTION.search(lines))
-    before = re.split(r"[.!?]\s|\n", text[:place])[-1]
-    added = re.search(rf"{_OPERATOR.pattern}\Z", between[-20:])
-    if added or not _BOX.match(text, last) or _BESIDE.search(before):
+    before = re.split(r"[.!?]\s|\n", text[max(0, place - 500) : place])[-1]
+    if _ADDED.search(between[-20:]) or not _BOX.match(text, last) or _BESIDE.search(before):
         return False
     if not re.search(r"[.!?][$\s]|\n", between):
         follows = "=" in between or _FOLLOWS.search(between) or RETRACTION.search(between)
@@ -324,7 +325,7 @@ def _marked(text: str) -> Iterator[Found]:
     for match in _HEADING.finditer(text):
         if int(match[1]) == len(headings) + 1:
             headings.add(match.end())
-    for match in _MARK.finditer(text):
+    for match in [*_MARK.finditer(text)][-_MOST:]:
         line = match[1].strip()
         if any(match.start() <= end <= match.end() for end in headings) or _STEP.match(line):
             continue
@@ -365,6 +366,8 @@ def _in_line(line: str) -> str | None:
 
 def _in_sentence(sentence: str) -> str | None:
     """Return the only number of a sentence, or the only one that is no aside ("for 7 days")."""
+    if len(sentence) > LONGEST:
+        return None
     sentence = re.sub(r"(?<=\d)(.*?)\s\([^()]*\)\W*$", r"\1", with_minus(sentence))
     numbers = [*_NUMBER.finditer(sentence)]
     digits = sum(len(re.findall(r"\d", number[0])) for number in numbers)
@@ -452,7 +455,7 @@ def _said(text: str) -> tuple[list[Found], list[Found]]:
         if _RELATIVE.match(rest) or not first or parts[1:2] == ["?"] or _WRONG.match(rest):
             continue
         if (number := _in_line(sentence)) is not None:
-            before = re.split(r"[.!?]\s|\n", text[: match.start()])[-1]
+            before = re.split(r"[.!?]\s|\n", text[max(0, match.start() - 500) : match.start()])[-1]
             unreal = "would" in match[0] or _HYPOTHESIS.search(before)
             (hypothetical if unreal else firm).append((match.start(), number))
     return firm, hypothetical
