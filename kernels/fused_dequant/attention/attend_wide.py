@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from fused_dequant.attention.attend_hopper import visible_run, weigh
-from fused_dequant.launch.hopper import BEFORE_3_8, follow, load_box, thread_barrier
+from fused_dequant.launch.hopper import BEFORE_3_8, BEFORE_3_9, follow, load_box, thread_barrier
 from fused_dequant.launch.tiles import FAR
 
 ROWS = gl.constexpr(64)
@@ -50,6 +50,20 @@ def operand(p, layout: gl.constexpr, NOW: gl.constexpr):
     if NOW:
         p = gl.convert_layout(p.to(gl.bfloat16), layout)
     return p
+
+
+@gluon.jit
+def tile(memory, block):
+    """Return the one tile of `memory`; from Triton 3.9 on, at an address that seems to hang on `block`.
+
+    Else 3.9 would compute the addresses of all parts of a product before the loop, and spill them.
+    """
+    place = 0
+    if not BEFORE_3_9:
+        place = gl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0;", "=r,r", [block], dtype=gl.int32, is_pure=False, pack=1
+        )
+    return memory.index(place)
 
 
 @gluon.jit
@@ -82,7 +96,8 @@ def attend_wide_kernel(
     asked = query + gl.arange(0, ROWS, row_scores) // GROUP
     low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
     high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
-    held_keys = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
+    key_memory = gl.allocate_shared_memory(gl.bfloat16, [1, BN, D], tiles)
+    held_keys = key_memory.index(0)
     held_values = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     keys_ready, values_ready = barriers.index(0), barriers.index(1)
@@ -98,7 +113,9 @@ def attend_wide_kernel(
     d = gl.arange(0, D, gl.SliceLayout(0, loaded))[None, :]
     inside = query + r // GROUP < n
     held = gl.load(q + line[:, None] * D + d, mask=inside[:, None], other=0.0)
-    queries = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], tiles, held)
+    query_memory = gl.allocate_shared_memory(gl.bfloat16, [1, ROWS, D], tiles)
+    queries = query_memory.index(0)
+    queries.store(held)
     fence_async_shared()
     thread_barrier()
 
@@ -114,8 +131,9 @@ def attend_wide_kernel(
     mbarrier.wait(keys_ready, 1, pred=blocks > 1)
     for block in range(1, blocks):
         start = begin + block * BN
+        block_keys = tile(key_memory, block).permute([1, 0])
         score = warpgroup_mma(
-            queries, held_keys.permute([1, 0]), blank, use_acc=False, is_async=True
+            tile(query_memory, block), block_keys, blank, use_acc=False, is_async=True
         )
         acc *= gl.convert_layout(decay, row_results)[:, None]
         mbarrier.wait(values_ready, (block - 1) & 1)

@@ -14,8 +14,8 @@ load_later = async_copy.async_copy_global_to_shared if BEFORE_3_8 else async_cop
 load_box = tma.async_copy_global_to_shared if BEFORE_3_8 else tma.async_load
 store_box = tma.async_copy_shared_to_global if BEFORE_3_8 else tma.async_store
 # (shared memory, dtype, shape, layout) -> the same memory; Triton 3.9 renamed the method.
-_memory = gl.shared_memory_descriptor
-reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
+BEFORE_3_9 = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+reinterpret = getattr(gl.shared_memory_descriptor, "_reinterpret" if BEFORE_3_9 else "reinterpret")
 
 
 @gluon.jit
