@@ -1,5 +1,6 @@
 # make test       lint, types, import contracts and tests; does all its own set-up from a fresh clone
 # make test-compile  compile every kernel for every target, where `make test` reads a record of it
+# make test-slow  a fifth of the slow tests, drawn by the commit's hash; SHARE=3 runs that one, SHARE=all all
 # make test-cluster  two replicas of a server by Ray Serve, on a CPU; installs Ray (the extra `cluster`)
 # make test-cpus  its tests that compute, as other CPUs would run them: CELLS=2 draws two of the matrix
 # make run        quantize the bundled model, score BF16 against it, write the report (RECIPE=fp8_dynamic)
@@ -13,7 +14,7 @@ READY := $(VENV)/.ready
 # Else every process of the tests would compile all of its modules, and pytest rewrite all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test lint test-compile test-cluster test-gpu test-cpus test-versions release clean
+.PHONY: run test lint test-compile test-slow test-cluster test-gpu test-cpus test-versions release clean
 
 run: $(READY)
 	$(BIN)/quantize run --recipe $(RECIPE) --resume
@@ -38,6 +39,10 @@ test-cpus: $(READY)
 test-compile: $(READY)
 	OMP_NUM_THREADS=1 QUANTIZE_TEST_COMPILE=1 $(BIN)/python -m pytest -q -m "not slow" -n auto --maxprocesses 4 \
 		tests/fused_dequant/test_compile.py
+
+# The slow tests by turn: a fifth, drawn by the commit's hash, or SHARE=0 to 4, or SHARE=all.
+test-slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.turn $(SHARE)
 
 # Ray's processes need two idle cores: it gives up if it has not started after 30 seconds.
 test-cluster: $(READY)

@@ -12,7 +12,6 @@ run are named as skipped. An AMD one heeds MKL_CBWR, but not MKL_ENABLE_INSTRUCT
 """
 
 import os
-import random
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.support.numeric import CHOSEN
+from tests.support.turn import drawn
 
 ROOT = Path(__file__).parents[2]
 CORES = os.cpu_count() or 1
@@ -81,9 +81,7 @@ def chosen(word: str) -> list[str]:
     """Return the cells that the command line asks for: all, so many of those that can run, or one."""
     if not word.isdigit():
         return [word] if word else cells()
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=True)
-    able = [cell for cell in cells() if not lacking(cell)]
-    return random.Random(head.stdout).sample(able, int(word))
+    return drawn([cell for cell in cells() if not lacking(cell)], int(word))
 
 
 def run(cell: str) -> tuple[bool, str]:

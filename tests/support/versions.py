@@ -29,7 +29,6 @@ go to pytest in place of the choice of tests.
 import itertools
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -43,6 +42,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.llm_compressor_oracle import WITHOUT
+from tests.support.turn import drawn
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("QUANTIZE_TEST_VERSIONS", ROOT / "build" / "versions"))
@@ -244,8 +244,7 @@ def chosen(word: str) -> list[str]:
     """Return the sets or cells that the command line asks for: all, one, or so many drawn ones."""
     if not word.isdigit():
         return [word] if word else [*SETS]
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=True)
-    return random.Random(head.stdout).sample(cells(), int(word))
+    return drawn(cells(), int(word))
 
 
 def main(word: str = "", *arguments: str) -> int:
