@@ -10,6 +10,7 @@ compute, is an error that names the key. transformers would fill in the sizes of
 
 import json
 from collections.abc import Iterable, Mapping
+from textwrap import shorten
 from typing import Any, NoReturn
 
 from quantize.errors import InputError
@@ -121,7 +122,7 @@ def _check_inert(section: Mapping[str, Any], where: str, name: str) -> None:
         value = section.get(key)
         if value is not None and not any(value == v and type(value) is type(v) for v in values):
             raise InputError(
-                f"{where}: {f'{name}.{key}'.lstrip('.')} is {str(value)[:60]!r}, which is not "
+                f"{where}: {f'{name}.{key}'.lstrip('.')} {_said(value)}, which is not "
                 f"DiffusionGemma's; remove it if the weights do not need it"
             )
     for key in ("dtype", "torch_dtype"):
@@ -191,6 +192,8 @@ def _at(section: Any, path: str) -> Any:
 def _said(value: Any) -> str:
     if value is ...:
         return "is missing"
+    if isinstance(value, list) and len(str(value)) > 60:
+        return f"is a list of {len(value)}, {shorten(str(value), 60, placeholder=' ...')}"
     return "is null" if value is None else f"is {str(value)[:60]!r}"
 
 
