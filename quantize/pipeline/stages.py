@@ -101,8 +101,16 @@ class Run:
             yield folder
 
     def __post_init__(self) -> None:
-        """Raise InputError if the recipe limits steps but servers answer: they report no steps."""
-        gate = self.recipe.gate
+        """Raise InputError if the recipe limits steps but servers answer: they report no steps.
+
+        And if operating points are asked for of which the recipe has none.
+        """
+        gate, points = self.recipe.gate, self.recipe.evaluation.operating_points
+        if self.options.get("operating_points") and not points:
+            raise InputError(
+                f"recipe {self.recipe.name}: no evaluation.operating_points (of the bundled model: "
+                f"under `bundled`); write some, or judge limits by `quantize evaluate RUN --steps T`"
+            )
         limits = {
             "max_step_inflation": gate.max_step_inflation,
             "health_pp.never_stopped": gate.health_pp.get("never_stopped"),
@@ -308,7 +316,6 @@ def _lacks_samples(run: Run) -> str | None:
     if run.options.get("noise_floor") and not is_scored(run.folder, BASELINE_AGAIN):
         return "the noise floor is not scored"
     if run.options.get("operating_points"):
-        _refuse_no_points(run.recipe)
         for name in run.recipe.evaluation.operating_points:
             if not is_scored(run.folder, AT_POINT + name):
                 return f"operating point {name} is not scored"
@@ -317,13 +324,6 @@ def _lacks_samples(run: Run) -> str | None:
     if run.options.get("go_on") and (ended or done["not_asked"]):
         return "it ended when the verdict was certain"
     return None
-
-
-def _refuse_no_points(recipe: "Recipe") -> None:
-    if not recipe.evaluation.operating_points:
-        raise InputError(
-            f"recipe {recipe.name}: no evaluation.operating_points; write some, or use --steps"
-        )
 
 
 def evaluate_more(
@@ -344,8 +344,6 @@ def evaluate_more(
 
     settings = run.recipe.evaluation
     points = dict(settings.operating_points) if operating_points else {}
-    if operating_points:
-        _refuse_no_points(run.recipe)
     for count in steps:
         points[f"t{count}"] = OperatingPoint.model_validate({"max_denoising_steps": count})
     if batch_size is not None:

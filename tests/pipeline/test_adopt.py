@@ -282,6 +282,10 @@ def test_the_cards_commands_serve_the_adopted_steps(quick: Quick) -> None:
         configs = re.findall(r"--diffusion-config '(\{.*?\})'", text)
         assert len(configs) == 2  # vLLM's command, and docker's
         assert [json.loads(each).get("max_denoising_steps") for each in configs] == [stated] * 2
+        judged = (
+            "`quantize evaluate RUN --steps 10`, `quantize report RUN`, `quantize adopt RUN t10`"
+        )
+        assert (judged in " ".join(text.split())) == (stated == 10)
     (quick.model / "README.md").unlink()
 
 

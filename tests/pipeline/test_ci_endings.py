@@ -319,6 +319,9 @@ def test_points_that_a_recipe_lacks_are_missed_on_resume_too(quick: Quick) -> No
     assert (done.code, "no evaluation.operating_points" in done.last) == (2, True)
     done = quick.run("--resume", "--operating-points")
     assert (done.code, "no evaluation.operating_points" in done.last) == (2, True)
+    done = quick.run("--operating-points", "--out", quick.out / "other")
+    assert (done.code, "no evaluation.operating_points" in done.last) == (2, True)
+    assert not (quick.out / "other").exists()  # it was quantized and replayed first
 
 
 def test_both_models_answers_without_a_value_are_counted_and_shown(quick: Quick) -> None:

@@ -245,15 +245,19 @@ def test_what_rests_on_prompts_is_told(run: RunDir, recipe: str, says: str) -> N
     assert f"Calibrated {says}: " in card_of(run)
 
 
-def test_files_that_the_recipe_reads_are_told(run: RunDir) -> None:
+def test_the_command_that_makes_it_again_has_what_it_needs(run: RunDir) -> None:
     assert "Save the recipe below as `recipe.yaml`, then:" in card_of(run)
     recipe = recipe_of(run).model_dump(mode="json")
     own_task = {"data": "/home/me/orders.jsonl", "prompt": "{{question}}"}
     recipe["evaluation"]["own_tasks"] = {"orders": own_task}
     recipe["calibration"]["datasets"].append("chats.jsonl")
+    recipe["evaluation"]["operating_points"] = {"few": {"max_denoising_steps": 6}}
+    speeds = {"tokens_a_second": {"quantized": 1.0}}
+    edit(run.report_json, operating_points=[{"name": "few", "passes": False}], speeds=speeds)
     write_text(run.recipe_yaml, yaml.safe_dump(recipe))
     text = " ".join(card_of(run).split())
     assert "as `recipe.yaml` beside `orders.jsonl`, `chats.jsonl`, which it reads and" in text
+    assert " --noise-floor --operating-points ```" in text
 
 
 def test_an_override_is_shown(run: RunDir) -> None:
