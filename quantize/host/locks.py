@@ -65,6 +65,6 @@ def refuse_several(what: str) -> None:
     """Raise InputError if torchrun started several processes: the command `what` runs in one."""
     if not is_alone():
         raise InputError(
-            f"`quantize {what}` is one process; torchrun is for `quantize calibrate RUN`, `quantize "
-            f"fidelity RUN` and `quantize evaluate RUN`"
+            f"`quantize {what}` is one process; torchrun is for `quantize calibrate RUN`, and "
+            f"for round, fidelity and evaluate"
         )

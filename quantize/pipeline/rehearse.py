@@ -275,7 +275,8 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
 
 
 def _projected(projected: Mapping[str, Any], gpus: int) -> Table:
-    shared = [stage.name for stage in STAGES if stage.shares_work]
+    # round's passes go through all layers in each process
+    shared = [stage.name for stage in STAGES if stage.shares_work and stage.name != "round"]
     several = f", {', '.join(shared)} divided by {gpus} GPUs" if gpus > 1 else ""
     table = Table("stage", "time", title=f"the whole run, at most{several}", title_justify="left")
     by_stage = {name: seconds and seconds / (gpus if name in shared else 1)

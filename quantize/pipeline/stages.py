@@ -419,8 +419,11 @@ STAGES = (
     Stage(
         "round", "rounding", ("plan",), _round,
         "Round the weights of a run again: GPTQ on Hessians of denoising canvases.\n\n"
-        "Takes calibrate's recording through all layers, one by one. A damaged one is made again.",
-        is_needed=_rounds_weights, ahead=_trust_rounding, options=("machine", "scratch"),
+        "Takes calibrate's recording through all layers, one by one. A damaged one is made again.\n\n"
+        "\b\nOn several GPUs, with the files of one:\n"
+        "  torchrun --nproc-per-node 8 -m quantize round RUN",
+        is_needed=_rounds_weights, ahead=_trust_rounding, shares_work=True,
+        options=("machine", "scratch"),
     ),
     Stage(
         "convert", "checkpoint", ("plan", "calibrate", "round"), _convert,

@@ -138,7 +138,7 @@ def test_several_gpus_divide_the_time_of_answers_and_nothing_of_its_price() -> N
         low, high = (f"{second / 1200:,.2f}" for second in seconds)
         quarter = between((seconds[0] / 4, seconds[1] / 4))
         assert f"{sentence}{quarter}, at 12 an hour: {low} to {high}" in said
-    assert "4 GPUs of one kind share calibrate, fidelity and evaluate" in said
+    assert "4 GPUs of one kind share calibrate, round, fidelity and evaluate" in said
     assert "torchrun --nproc-per-node 4" in said
     assert "torchrun" not in one.output
 

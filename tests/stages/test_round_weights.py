@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from tests.support.conversions import recipe_for
 from tests.support.modules_oracle.engine import ModelEngine
 from tests.support.quick_run import rounding_roughly
 from tests.support.tiny import EXPERTS, LAYERS, tiny_model
+from tests.support.two_processes import in_two
 
 SAMPLER = Sampler(max_denoising_steps=3, eos_token_ids=(1, 50), pad_token_id=0)
 LAYER = "model.decoder.layers.1"
@@ -277,6 +279,27 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     round_weights(source, targets, recipe, out)
     assert before + len(written) == LAYERS  # no layer twice
     assert contents(out) == contents(expected)
+    assert not (tmp_path / SCRATCH).exists()
+
+
+def test_two_processes_share_the_layers_and_write_the_bytes_of_one(
+    source: Checkpoint, few: tuple[Recipe, Path], tmp_path: Path
+) -> None:
+    (recipe, expected), out = few, tmp_path / "rounded"
+    targets, write = plan_of(source, recipe), stage.write_layer
+
+    def work(rank: int) -> None:
+        def noted(folder: Path, units: Any, done: Any) -> None:
+            (tmp_path / f"{units[0].layer} by {rank}").touch()
+            write(folder, units, done)
+
+        with patch.object(stage, "write_layer", noted):
+            round_weights(source, targets, recipe, out)
+
+    in_two(work)
+    assert contents(out) == contents(expected)
+    by_layer = {path.name for path in tmp_path.glob("* by *")}
+    assert by_layer == {f"{layer} by {layer % 2}" for layer in range(LAYERS)}
     assert not (tmp_path / SCRATCH).exists()
 
 

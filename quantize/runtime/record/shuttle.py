@@ -82,11 +82,12 @@ def room_for_rows(recording: Recording, hidden: int, scratch: Path) -> list[Tens
     Raise ResourceError if neither host memory nor `scratch` has enough room.
     """
     sizes = [batch.count * hidden for batch in recording.batches]
-    if 2 * sum(sizes) + LEFT_BYTES <= free_memory():
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun started here
+    if processes * 2 * sum(sizes) + LEFT_BYTES <= free_memory():
         return [torch.empty(n, dtype=torch.bfloat16).view(-1, hidden) for n in sizes]
     say(f"{scratch}: {2 * sum(sizes) / 1e9:.1f} GB of rows lie there, since memory is short")
     buffers: list[Tensor] = []
-    path = scratch / "rows"
+    path = scratch / f"rows-{os.getpid()}"
     try:
         scratch.mkdir(parents=True, exist_ok=True)
         for n in sizes:

@@ -49,9 +49,10 @@ TO_THE_LIMITS = (
 )
 PACK = "`quantize baseline pull`, or `import`"
 SEVERAL = (
-    "{0} GPUs of one kind share calibrate, fidelity and evaluate (`torchrun --nproc-per-node {0} -m "
-    "quantize STAGE RUN`): the time of evaluate is one GPU's divided by {0}, by arithmetic. Round, "
-    "convert, verify and report take one GPU. Memory is that of each, for each loads whole models"
+    "{0} GPUs of one kind share calibrate, round, fidelity and evaluate (`torchrun --nproc-per-node "
+    "{0} -m quantize STAGE RUN`): the time of evaluate is one GPU's divided by {0}, by arithmetic; of "
+    "the others a part is. Convert, verify and report take one GPU. Memory is that of each, for each "
+    "loads whole models"
 )
 JUDGING = (
     "a second recipe or judgement of this model in the same --out asks only its own model: BF16's "

@@ -13,6 +13,10 @@ run that was killed continues after the last finished layer and makes the same b
 a digest of each file, which convert compares with what it reads. The fewer tokens reach an expert, the
 nearer its Hessian is drawn to the mean of its layer (`gptq.shrunk`). An expert whose Hessian has no
 Cholesky factor is rounded to nearest and counted in rounding.json.
+
+Under `torchrun --nproc-per-node N` each of N processes rounds every N-th layer, with the bytes of one
+process. The passes go through all layers in each process: to share them too, a Hessian's sum would
+have to change its order.
 """
 
 import hashlib
@@ -22,6 +26,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +39,15 @@ from quantize.checkpoints.reader import DTYPES, Checkpoint
 from quantize.checkpoints.shards import Piece, write_pieces
 from quantize.checkpoints.targets import Target, fused_units, linear_shape
 from quantize.errors import InputError
-from quantize.host.files import folder_when_complete, read_json, sync_file, write_json, write_text
+from quantize.host.files import (
+    TEMPORARY_SUFFIX,
+    folder_when_complete,
+    read_json,
+    sync_file,
+    write_json,
+    write_text,
+)
+from quantize.host.processes import joined
 from quantize.host.progress import say, track
 from quantize.host.units import digits
 from quantize.recipe.sections import Recipe
@@ -213,20 +226,39 @@ def round_weights(
         raise InputError(f"recipe {recipe.name}: gptq needs a `calibration` section")
     units, scratch = units_of(targets), scratch or out.with_name(SCRATCH)
     denoising = Denoising(source.folder, recipe.calibration, place)
-    with folder_when_complete(out, keep_partial=True) as folder:
-        schemes = [(unit.reads, unit.scheme.name) for unit in units]
-        facts = [denoising.identity, schemes, DAMPING, E2M1_GROUPS.neighbours, SWEEPS, VERSION]
-        _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
-        whole = _whole(folder)
-        missing = [unit for unit in units if _file(unit.layer) not in whole]
-        if missing:
-            recording = denoising.recording(scratch)
-            free_unused(place.device)  # the model that recorded
-            budget_of(place)
-            layers = LayerByLayer(source.folder, recording, place.device, scratch)
-            round_layers(folder, missing, source, _hessians(layers, missing))
-        _summarize(folder)
-    shutil.rmtree(scratch, ignore_errors=True)
+    with joined() as processes:
+        first = processes.rank == 0
+        partial = out.with_name(out.name + TEMPORARY_SUFFIX)
+        complete = folder_when_complete(out, keep_partial=True)  # the first process puts it there
+        with complete if first else nullcontext(partial) as folder:
+            if first:
+                schemes = [(unit.reads, unit.scheme.name) for unit in units]
+                facts = [
+                    denoising.identity,
+                    schemes,
+                    DAMPING,
+                    E2M1_GROUPS.neighbours,
+                    SWEEPS,
+                    VERSION,
+                ]
+                _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+            whole = processes.of_first(_whole(folder) if first else set[str]())
+            missing = [unit for unit in units if _file(unit.layer) not in whole]
+            if missing and first:
+                denoising.recording(scratch)
+            processes.wait()
+            layers = processes.mine(sorted({unit.layer for unit in missing}))
+            if missing := [unit for unit in missing if unit.layer in layers]:
+                recording = denoising.recording(scratch)
+                free_unused(place.device)  # the model that recorded
+                budget_of(place)
+                passes = LayerByLayer(source.folder, recording, place.device, scratch)
+                round_layers(folder, missing, source, _hessians(passes, missing))
+            processes.wait()
+            if first:
+                _summarize(folder)
+        if first:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _hessians(layers: LayerByLayer, units: Sequence[Unit]) -> Iterator[Hessians]:
@@ -287,7 +319,7 @@ def write_layer(folder: Path, units: Sequence[Unit], done: Sequence[Done]) -> No
     pieces = [piece for rounded in done for piece in _pieces(rounded.unit, rounded.tensors)]
     name = _file(units[0].layer)
     facts = {rounded.unit.reads: rounded.facts for rounded in done}
-    temporary = folder / "layer.partial"
+    temporary = folder / f"{name}.partial"
     digest = write_pieces(temporary, pieces)
     sync_file(temporary)
     about = {"linears": facts, "files": {name: digest}}
