@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from quantize.api import (
@@ -46,20 +46,21 @@ __all__ = [
 
 
 class _Checkout:
-    """Finds `quantize.recovery` in a checkout, where pyproject.toml's package-dir places it."""
+    """Finds the packages of a checkout that pyproject.toml's package-dir places beside `quantize`."""
 
-    evaluation = Path(__file__).parents[1] / "evaluation"
+    root = Path(__file__).parents[1]
+    folders: ClassVar = {"quantize.recovery": "evaluation/recovery", "quantize.recipes": "recipes"}
 
     @classmethod
     def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return where that package lies; None for every other name."""
-        if name != "quantize.recovery":
+        """Return where such a package lies; None for every other name."""
+        if name not in cls.folders:
             return None
-        file = cls.evaluation / "recovery" / "__init__.py"
+        file = cls.root / cls.folders[name] / "__init__.py"
         return spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
 
 
-if (_Checkout.evaluation / "recovery").is_dir():  # not in a wheel
+if (_Checkout.root / "evaluation" / "recovery").is_dir():  # not in a wheel
     sys.meta_path.insert(0, _Checkout)
 
 

@@ -1,1 +1,1 @@
-"""The recipes that ship with quantize: one YAML file each, read by `load_recipe`."""
+"""The recipes that ship, a YAML file each."""

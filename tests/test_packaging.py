@@ -51,7 +51,9 @@ import sys
 editable = [f for f in sys.meta_path if getattr(f, "__module__", "").startswith("__editable__")]
 sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in editable]
 import quantize.recovery.catalog, quantize.recovery.gate, fused_dequant
-print(quantize.recovery.__file__, len(quantize.recovery.catalog.known_tasks()) > 5)
+from quantize.recipe.reading import shipped_recipes
+tasks = quantize.recovery.catalog.known_tasks()
+print(quantize.recovery.__file__, len(tasks) > 5 and "nvfp4" in shipped_recipes())
 """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
