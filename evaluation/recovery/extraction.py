@@ -63,7 +63,9 @@ _PLAN = re.compile(
     r"(?i)(?:wait\W+)?(?:let['’]?s|let (?:me|us)|I(?:['’]ll| will| need| should| must)"
     r"|we (?:need|should|must))\b[^.!?:]*"
 )
-_SURENESS = re.compile(r"(?i)\s*\n\W*(?:confidence|difficulty|I hope|hope this|let me know)\b.*\Z")
+_SURENESS = re.compile(
+    r"(?i)(?<!\s)\s*\n\W*(?:confidence|difficulty|I hope|hope this|let me know)\b.*\Z"
+)
 _FORMAT_SIGNS = re.compile(r"[\u200b-\u200f\u2060-\u2064\ufeff\u00ad]")
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 # How some other languages say "answer is".

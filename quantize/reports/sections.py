@@ -226,6 +226,8 @@ def looks_lines(content: Content) -> list[str]:
     limits = [task["max_step_inflation"] for task in content["tasks"] if task["gated"]]
     if limits and not any(limits):
         lines.append("Denoising steps were not judged: the recipe sets no max_step_inflation.")
+    elif limit := max(filter(None, limits), default=None):
+        lines.append(f"The verdict includes that steps a token rise by at most {limit:.0%}.")
     return lines
 
 

@@ -55,7 +55,7 @@ WRONG = {
 }
 
 
-SHARED = ("calibrate", "fidelity", "evaluate")
+SHARED = ("calibrate", "round", "fidelity", "evaluate")
 
 
 @pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name not in SHARED])
