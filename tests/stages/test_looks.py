@@ -157,8 +157,8 @@ def test_an_undamaged_run_ends_early_and_passes(
 ) -> None:
     verdict = bench.score()
     said = " ".join(capsys.readouterr().err.split())  # a narrow terminal wraps lines
-    told = f"{WORDS}, look 1 of 3, 200 of 400 a model: PASS, +0.0 points, this look's bounds ["
-    (look,) = re.findall(rf"{re.escape(told)}.*?margin 10", said)
+    begin = f"{WORDS}, look 1 of 3, 200 of 400 a model: PASS, +0.0 points, this look's bounds ["
+    (look,) = re.findall(rf"{re.escape(begin)}.*?margin 10", said)
     assert len(look) < 160
     assert "samples to do" not in said
     assert verdict.outcome == "PASS"

@@ -233,23 +233,16 @@ def round_weights(
         with complete if first else nullcontext(partial) as folder:
             if first:
                 schemes = [(unit.reads, unit.scheme.name) for unit in units]
-                facts = [
-                    denoising.identity,
-                    schemes,
-                    DAMPING,
-                    E2M1_GROUPS.neighbours,
-                    SWEEPS,
-                    VERSION,
-                ]
+                constants = [DAMPING, E2M1_GROUPS.neighbours, SWEEPS, VERSION]
+                facts = [denoising.identity, schemes, *constants]
                 _start(folder, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
             whole = processes.of_first(_whole(folder) if first else set[str]())
             missing = [unit for unit in units if _file(unit.layer) not in whole]
-            if missing and first:
-                denoising.recording(scratch)
+            recording = denoising.recording(scratch) if missing and first else None
             processes.wait()
             layers = processes.mine(sorted({unit.layer for unit in missing}))
             if missing := [unit for unit in missing if unit.layer in layers]:
-                recording = denoising.recording(scratch)
+                recording = recording or denoising.recording(scratch)
                 free_unused(place.device)  # the model that recorded
                 budget_of(place)
                 passes = LayerByLayer(source.folder, recording, place.device, scratch)
