@@ -6,7 +6,7 @@ what config.json calls for. Then the tensors are dequantized to BF16 and stacked
 transformers builds the model from them. A missing or unexpected key that it reports is an error.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,23 @@ def read_weight(
     return torch.stack(parts).view(shape) if len(shape) == 3 else parts[0]
 
 
-def read_module(
-    checkpoint: Checkpoint, module: str, scheme: Scheme, device: torch.device | str = "cpu"
+def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
+    """Return a Linear's dequantized weight, BF16 [out, in]; run `check_layout` first."""
+    return read_modules(checkpoint, [module], scheme)[0]
+
+
+def read_modules(
+    checkpoint: Checkpoint,
+    modules: Sequence[str],
+    scheme: Scheme,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return a Linear's dequantized weight, BF16 [out, in], on `device`; run `check_layout` first."""
-    tensors = {
-        name.removeprefix(f"{module}."): read_finite(checkpoint, name).to(device)
-        for name in module_tensors(checkpoint, module)
-    }
+    """Return n Linears' dequantized weights, BF16 [n, out, in], on `device`; all have one shape."""
+    tensors: dict[str, torch.Tensor] = {}
+    for first in module_tensors(checkpoint, modules[0]):
+        suffix = first.removeprefix(f"{modules[0]}.")
+        stacked = _read_finite(checkpoint, [f"{module}.{suffix}" for module in modules])
+        tensors[suffix] = (stacked[:, None, None] if stacked.dim() == 1 else stacked).to(device)
     return scheme.dequantize(tensors)
 
 
@@ -121,14 +130,27 @@ def read_finite(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
     A global or input scale must be above 0; an e4m3 block scale must not be negative.
     """
-    tensor, place = checkpoint.read(name), f"{checkpoint.tensors[name].file}: tensor {name!r}"
+    return _read_finite(checkpoint, [name])[0]
+
+
+def _read_finite(checkpoint: Checkpoint, names: Sequence[str]) -> torch.Tensor:
+    """Return tensors of one kind, stacked, with the checks of `read_finite`."""
+    stacked = checkpoint.read_stacked(names)
+    if _fault(names[0], stacked) is not None:
+        for name, tensor in zip(names, stacked, strict=True):
+            if (fault := _fault(name, tensor)) is not None:
+                raise InputError(f"{checkpoint.tensors[name].file}: tensor {name!r} {fault}")
+    return stacked
+
+
+def _fault(name: str, tensor: torch.Tensor) -> str | None:
     if not all_finite(tensor):
-        raise InputError(f"{place} holds NaN or infinity; {FIX}")
+        return f"holds NaN or infinity; {FIX}"
     if name.endswith(".weight_scale") and not sound_scales(tensor):
-        raise InputError(f"{place} has negative or NaN scales; {FIX}")
+        return f"has negative or NaN scales; {FIX}"
     if name.endswith(TENSOR_SCALES) and not (tensor > 0).all():
-        raise InputError(f"{place} is not above 0; {FIX}")
-    return tensor
+        return f"is not above 0; {FIX}"
+    return None
 
 
 def read_input_schemes(checkpoint: Checkpoint) -> dict[str, tuple[Scheme, float | None]]:

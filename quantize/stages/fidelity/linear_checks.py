@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from quantize.checkpoints.layout import schemes_by_module
-from quantize.checkpoints.load import read_input_schemes, read_module
+from quantize.checkpoints.load import read_input_schemes, read_modules
 from quantize.checkpoints.reader import Checkpoint
 from quantize.checkpoints.targets import module_class
 from quantize.runtime.engine.interface import BatchEngine
@@ -45,6 +45,7 @@ ERRORS_ALLOWED = 3.0  # limit of an error, as a multiple of the scheme's largest
 RANGE_FACTOR = 8.0
 ENOUGH = 64  # tokens of an expert from which its own largest |x| tells whether a range is too wide
 MAX_CLIPPED = 0.01
+TOGETHER = 8  # experts of a layer whose weights are read and dequantized at once
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
 
@@ -98,8 +99,8 @@ class Errors:
         self.source, self.artifact = source, artifact
         self.schemes = schemes_by_module(artifact.config)
         self._errors: dict[str, Tensor] = {}
-        cores = len(os.sched_getaffinity(0))  # all read: the 26B model has 11,520 experts' Linears
-        self._pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
+        threads = min(8, len(os.sched_getaffinity(0)))  # more would wait for the interpreter
+        self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def see(self, name: str, rows: Tensor, experts: Tensor | None) -> None:
         """Note the errors of the Linears that read `rows` [N, in], the input of module `name`.
@@ -108,26 +109,38 @@ class Errors:
         """
         x = rows.flatten(0, -2)
         if experts is None:
-            self._compare(name, x, self.source.read(f"{name}.weight"))
+            self._compare([name], [x], self.source.read(f"{name}.weight")[None])
             return
         layer, projections = name.rpartition(".")[0], PROJECTIONS[name.rpartition(".")[2]]
+        count = self.source.tensors[name].shape[0]
+        by_expert = experts.flatten().argsort(stable=True) // experts.shape[1]
+        reached = by_expert.split(experts.flatten().bincount(minlength=count).tolist())
 
-        def compare(expert: int) -> None:
-            rows = x[(experts == expert).any(-1)]
-            fused = self.source.read_rows(name, expert, expert + 1)[0]
-            for part, weight in zip(projections, fused.chunk(len(projections)), strict=True):
-                self._compare(f"{layer}.{expert}.{part}", rows, weight)
+        def compare(start: int) -> None:
+            together = range(start, min(start + TOGETHER, count))
+            there = [expert for expert in together if len(reached[expert])]
+            if not there:
+                return
+            fused = self.source.read_rows(name, start, together.stop, pinned=x.is_cuda)
+            fused = fused.to(x.device)[[expert - start for expert in there]]
+            inputs = [x[reached[expert]] for expert in there]
+            for part, weights in zip(projections, fused.chunk(len(projections), 1), strict=True):
+                self._compare([f"{layer}.{expert}.{part}" for expert in there], inputs, weights)
 
-        for _ in self._pool.map(compare, experts.unique().tolist()):
+        for _ in self._pool.map(compare, range(0, count, TOGETHER)):
             pass  # an error is raised here
 
-    def _compare(self, module: str, x: Tensor, weight: Tensor) -> None:
-        if module not in self.schemes:
+    def _compare(self, modules: Sequence[str], inputs: Sequence[Tensor], weights: Tensor) -> None:
+        """Note the errors of a layer's Linears, each on its rows; `weights` are [n, out, in]."""
+        if modules[0] not in self.schemes:
             return
-        x, weight = x.float(), weight.to(x.device).float()
-        mine = read_module(self.artifact, module, self.schemes[module], x.device)
-        distance, norm = (x @ (weight - mine.float()).T).norm(), (x @ weight.T).norm()
-        self._errors[module] = torch.where(norm > 0, distance / norm, distance)
+        device = inputs[0].device
+        quantized = read_modules(self.artifact, modules, self.schemes[modules[0]], device)
+        ours = zip(modules, inputs, weights.to(device), quantized, strict=True)
+        for module, rows, weight, mine in ours:
+            x, weight = rows.float(), weight.float()
+            distance, norm = (x @ (weight - mine.float()).T).norm(), (x @ weight.T).norm()
+            self._errors[module] = torch.where(norm > 0, distance / norm, distance)
 
     @cached_property
     def found(self) -> dict[str, float]:
