@@ -82,6 +82,14 @@ def test_a_sound_checkpoint_has_no_fault(model, tiny_checkpoint, artifact, traje
     assert faults_of(model, tiny_checkpoint, artifact, trajectories) == []
 
 
+def test_how_many_experts_are_read_together_changes_nothing(
+    model, tiny_checkpoint, artifact, trajectories, monkeypatch
+):
+    of_all = check_linears(model, tiny_checkpoint, artifact, trajectories)
+    monkeypatch.setattr(linear_checks, "TOGETHER", 3)
+    assert check_linears(model, tiny_checkpoint, artifact, trajectories) == of_all
+
+
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_DYNAMIC", "NVFP4A16"])
 def test_rounded_weights_have_no_fault(model, tiny_checkpoint, trajectories, tmp_path, scheme):
     run(tiny_checkpoint, tmp_path / "out", recipe_for(scheme))
