@@ -580,7 +580,8 @@ LOOPS = (
 def test_a_chat_template_that_never_ends_or_fails_is_refused_at_the_start(
     written: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "LONGEST", 0.2)
+    if written.startswith(LOOPS):  # the others fail by themselves
+        monkeypatch.setattr(chat, "LONGEST", 0.2)
     folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "bf16"))
     (folder / TEMPLATE).write_text((folder / TEMPLATE).read_text() + written)
     refused_alike(folder, message)

@@ -42,6 +42,7 @@ from fused_dequant.products.nvfp4_step import (
     copy_tokens,
     copy_weights,
     gated,
+    per_thread,
     tokens_layout,
     weights_of,
 )
@@ -268,6 +269,7 @@ def multiply(
                 same = gl.convert_layout(weights, operand_more, assert_trivial=True)
                 acc_more = warpgroup_mma(same, tokens, acc_more, is_async=True)
         if GROUPED and ahead < end:  # addressed and issued under the last products
+            ahead = per_thread(ahead)
             copy_weights(
                 words_at, scales_at, word, scale, words_smem, scales_smem,
                 into, ahead, K, BK, EVEN_K,
