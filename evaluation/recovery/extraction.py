@@ -33,7 +33,7 @@ from quantize.recovery.numerals import (
     written,
 )
 
-VERSION = 8  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
+VERSION = 9  # 1: lm-eval's filters; 2: fewer numbers; 3: fewer signs; 4, 5: parts of wholes
 _MOST = 300  # statements that are looked at, the last of what a damaged model repeats
 _CONTROL = re.compile(r"</?\|?[a-z_]{1,20}\|?>|<<[^<>\n]*>>")  # and GSM8K's "<<2*9=18>>18"
 _FULL_WIDTH: dict[int, int | str] = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
@@ -52,7 +52,7 @@ _NEXT_QUESTION = re.compile(
 # What takes back an answer, so that another one that follows is the answer.
 RETRACTION = re.compile(
     r"(?i)\b(?:wait|hold on|actually|oops|sorry|mistake|correction|corrected|revised|edit|update|"
-    r"forgot|(?:an?|my)\serror|mis(?:read|counted)|overlooked|on\ssecond\sthought|scratch\sthat)\b|\bno\s*[,:;.–—-]"
+    r"forgot|(?:an?|my)\serror|mis(?:read|counted)|overlooked|on\s(?:second\sthought|reflection)|scratch\sthat)\b|\bno\s*[,:;.–—-]"
 )
 # Second thoughts, at a sentence's beginning; none follows where they end in a plan, or are cut.
 _SECOND_THOUGHTS = re.compile(
@@ -396,7 +396,10 @@ def _boxed(text: str) -> Iterator[Found]:
         if behind and number in (None, SEVERAL):
             number = stated_number(behind[1])
         if number is not None:
-            partial = "/" in number or rational(number) is None or bool(_PART.match(text, place))
+            value = rational(number)
+            partial = (
+                "/" in number or value is None or value > 999 or bool(_PART.match(text, place))
+            )
             yield place, number
     totals = [
         t

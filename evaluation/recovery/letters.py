@@ -50,7 +50,10 @@ _CHOOSING = (
     r"|(?<!none )(?<!never )(?<!neither )\bmatches(?=\s+\()|\b(?:by elimination,|leaving)(?=\s+\()"
     r"|\b(?:statement|exception|option|one|guess)(?:\s+(?:that|which|left|remaining|closest)\b[^.:=\n]{0,40}?)?\s+is(?=\s+\())"
 )
-_DENYING = ["if", "If", "nor", "or", "and", "not", "that", "whether", "either", "Is", "is", "were"]
+_DENYING = (  # words before a letter that is not chosen, or is part of a name: "Vitamin C"
+    "if", "If", "nor", "or", "and", "not", "that", "whether", "either", "Is", "is", "were",
+    "itamin", "epatitis", "type",
+)  # fmt: skip
 _HENCE = (
     r"(?i:(?:therefore|hence|thus|so)\b[,:]?\s*+)?(?i:(?:the|my|final|correct|right|best)\s+){0,3}"
 )
@@ -61,11 +64,12 @@ _DENIAL = re.compile(
 )
 # "(A). No, that cannot be.", right behind an option.
 _TAKEN_BACK = re.compile(
-    rf"(?i)[{_CLOSING}\s]*(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
+    rf"(?i)[{_CLOSING}\s]*(?:at first\b|initially\b"
+    r"|(?:(?:wait|hold on|hmm+|oh|actually|no|sorry|oops)\b\W*)+(?:but\s+)?"
     r"(?:that|this|it)(?:['’]s|\s+(?:is|was|seems))?\s+(?:(?:can(?:not|['’]t)|couldn['’]t)\s+be"
     r"(?:\s+(?:right|correct|true|it|the (?:right |correct )?answer))?\s*[.,:;!–—]"
     r"|(?:\w+\s+)?(?:wrong|incorrect|impossible|false)\b"
-    r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b)"
+    r"|(?:not|isn['’]t|wasn['’]t)\s+(?:right|correct|true|possible|the answer)\b))"
 )
 _SHORT = 100  # characters of an answer that is nothing but an option and its text
 _TICK = r"(?:[✓✔✅☑]|(?i:correct|right|yes|true)\b(?!\W{0,3}\?|\s+(?:if|only|for|when|in)\b))"
@@ -109,7 +113,8 @@ def _stated(text: str, rules: "_OptionPatterns") -> str | None:
             behind = text[last_match.end() :]
             if last_match["other"] or rules.otherwise.match(behind):
                 return ""
-            corrected = [*rules.corrected.finditer(behind)] if RETRACTION.search(behind) else []
+            limited = rules.limited.match(behind) or RETRACTION.search(behind)
+            corrected = [*rules.corrected.finditer(behind)] if limited else []
             rest = behind[corrected[-1].end() :] if corrected else behind
             letter = (corrected[-1] if corrected else last_match)["letter"].upper()
             taken_back = not corrected and _TAKEN_BACK.match(behind)
@@ -169,11 +174,15 @@ class _OptionPatterns:
             rf"[{_CLOSING}]*,?\s*(?:if|when|unless|for|provided)\b[^.\n]*?"
             rf"(?:\({large}\)|\b{large}\b)[)*_]*\s+(?:otherwise|else|if|when|for)\b"
         )
+        self.limited = re.compile(  # "(A) if we neglect spin, but ..."
+            rf"[{_CLOSING}]*,?\s*(?:if|unless)\b[^.\n]*?\bbut\b"
+        )
         # "(A). Wait, no: it is (B)", "(A). Correction: (B)", behind a retraction.
         self.corrected = re.compile(
             r"(?:(?P<brief>\b(?i:(?:no\W{1,3})?wait|no|actually|edit|update)\b[\s*_,.:;–—-]{1,5})|(?i:\b(?:it|this|that|which|answer|option|choice)"
             r"(?:['’]s|\s+(?:is|should be|must be|has to be))"
-            rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be))\s*[*_]*{option}"
+            rf"|\b(?:correction|corrected|revised)\W{{0,4}}:|\bshould be"
+            rf"|\b(?i:therefore|hence|thus|so)(?=\s+\()|\bmakes(?=\s+\({large}\)\s(?:the|correct|right|true)\b)))\s*[*_]*{option}"
             rf"(?(brief)(?={right}|[{_CLOSING},;!\s]*$|[)*_\s]*[.,;!]\s)|(?!\s*(?:that|which|is)\b))",
             re.MULTILINE,
         )

@@ -27,6 +27,7 @@ from tests.support.extractors import (
     HELD_OUT_OF_5,
     HELD_OUT_OF_6,
     HELD_OUT_OF_7,
+    HELD_OUT_OF_8,
     PAGE,
     RECORD,
     agree,
@@ -41,7 +42,7 @@ from tests.support.scripted import run, write_jsonl
 
 MODULES = ("extraction", "letters", "numerals")
 TASKS = list(dict.fromkeys(line["task"] for line in battery()))
-RULE = {8: "28bb6897177b"}  # version of the rule -> digest of its modules
+RULE = {9: "c80151093314"}  # version of the rule -> digest of its modules
 
 
 def test_there_are_more_than_200_answers_right_wrong_and_none() -> None:
@@ -84,17 +85,16 @@ def test_all_60_answers_that_version_5_had_not_seen_are_read_today() -> None:
     }  # fmt: skip
 
 
-def test_of_435_answers_by_another_hand_three_are_read_as_another_value() -> None:
+def test_of_435_answers_by_another_hand_two_are_read_as_another_value() -> None:
     """Version 5 read 58 so, and 320 of the 435 as a human does."""
     marks = right(ours, ANOTHER_HAND)
     assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
-        "gsm8k": (116, 129), "aime25": (138, 147), "gpqa_diamond": (108, 128),
+        "gsm8k": (116, 129), "aime25": (138, 147), "gpqa_diamond": (109, 128),
         "mmlu_pro": (17, 18), "needle_1k": (13, 13),
     }  # fmt: skip
     assert _misread(ANOTHER_HAND) == [
         "#### [insert 18]",
         "\\boxed{\\log_{2}2^{70}}",
-        "Blood type A is the answer.",
     ]
 
 
@@ -117,6 +117,15 @@ def test_of_423_answers_that_version_7_had_not_seen_two_are_read_as_another_valu
         "#### 150 minutes = 2.5 hours",
         "Question 1: 3 * 7 = 21 apples.\n#### 21\nQuestion 2: 5 * 4 = 20 pears.\n#### 20",
     ]
+
+
+def test_of_294_answers_that_attacked_version_8_fifteen_are_read_as_another_value() -> None:
+    """It read 22 so when it first saw them, and 225 as whoever wrote them."""
+    marks = right(ours, HELD_OUT_OF_8)
+    assert {task: (sum(lines), len(lines)) for task, lines in marks.items()} == {
+        "gsm8k": (113, 141), "svamp": (4, 10), "aime25": (66, 78), "gpqa_diamond": (48, 65),
+    }  # fmt: skip
+    assert len(_misread(HELD_OUT_OF_8)) == 15
 
 
 def _misread(name: str) -> list[str]:
@@ -344,6 +353,23 @@ def test_a_letter_that_the_next_sentence_takes_back_is_not_chosen(
     behind: str, letter: str | None
 ) -> None:
     assert final_letter(f"The answer is (A). {behind}", "ABCD") == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("I would choose (D), but on reflection, the rearrangement makes (B) the answer.", "B"),
+        ("The answer is (A)... hmm, actually no, the sign is flipped, therefore (C).", "C"),
+        ("The answer is (C) if we neglect spin, but since we must not, it is (D).", "D"),
+        ("The answer is (C) if we neglect spin, as the question says.", "C"),
+        ("The answer is (B). Wait, (D) has another sign, and that makes (D) impossible.", "B"),
+        ("The answer is (A). Actually, this excludes the others too, therefore (A).", "A"),
+    ],
+)
+def test_a_letter_that_is_reconsidered_gives_way_to_the_one_behind_it(
+    text: str, letter: str
+) -> None:
+    assert final_letter(text, "ABCD") == letter
 
 
 def test_the_version_is_raised_when_the_rule_changes() -> None:

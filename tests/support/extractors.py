@@ -36,6 +36,7 @@ ANOTHER_HAND = (
 )
 HELD_OUT_OF_6 = "answers_held_out_of_6"  # written for version 6 by another hand yet
 HELD_OUT_OF_7 = "answers_held_out_of_7"  # written for versions 7 and 8 by the hand that mended them
+HELD_OUT_OF_8 = "answers_held_out_of_8"  # written to attack version 8, by one who had seen no code
 RECORD = DATA / "answers_math_verify.json"
 ROUND = str.maketrans("{}", "()")
 Read = Callable[[str], str | None]
