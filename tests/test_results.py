@@ -20,8 +20,8 @@ README = (ROOT / "README.md").read_text("utf-8")
 REAL = "google/diffusiongemma-26B-A4B-it"
 # What is no result: names, versions, settings of the measurement, and sizes that a config states.
 STATED = {
-    "a name or a version": ["8", "4", "16", "0.26", "0.33", "5.17", "5.24", "3.11", "2.0", "2.14",
-                            "2.11", "2.13", "3.6", "3.7", "3.8", "95"],
+    "a name or a version": ["8", "4", "16", "0.26", "0.33", "5.17", "5.24", "3.11", "2.0", "2.15",
+                            "2.11", "2.13", "3.6", "3.7", "3.9", "95"],
     "the architecture": ["256", "64", "128", "25.2B"],
     "a setting of the measurement": ["2,000", "1,024", "500"],
 }  # fmt: skip
