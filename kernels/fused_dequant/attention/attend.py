@@ -57,27 +57,43 @@ COMBINED = 8  # lines that a program of `combine_kernel` joins
 
 
 @triton.jit
-def normed(x, weight, offset, eps, HEADS: tl.constexpr, D: tl.constexpr, WEIGHTED: tl.constexpr):
-    """Return the RMS-normalized heads at x + offset, as their low and high halves bf16 [HEADS, D/2]."""
-    half: tl.constexpr = D // 2
-    d = tl.arange(0, half)[None, :]
-    at = x + offset + tl.arange(0, HEADS)[:, None] * D + d
-    low, high = tl.load(at).to(tl.float32), tl.load(at + half).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
-    low, high = low * scale, high * scale
-    if WEIGHTED:
-        low *= tl.load(weight + d).to(tl.float32)
-        high *= tl.load(weight + half + d).to(tl.float32)
-    return low.to(tl.bfloat16), high.to(tl.bfloat16)
+def halves(x, HEADS: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr):
+    """Return HEADS heads at x, STRIDE apart, as their low and high halves [HEADS, D / 2].
+
+    STRIDE is 0 for a weight of all heads: of [1, D / 2] numbers each thread would hold others than it
+    needs, and heads of 512 were moved through shared memory.
+    """
+    at = x + tl.arange(0, HEADS)[:, None] * STRIDE + tl.arange(0, D // 2)[None, :]
+    return tl.load(at), tl.load(at + D // 2)
 
 
 @triton.jit
-def rotated(low, high, cos, sin, m, D: tl.constexpr):
-    """Apply row m's rope to heads in two halves [HEADS, D / 2]; return the two halves in bf16."""
-    at = m * (D // 2) + tl.arange(0, D // 2)[None, :]
-    c, s = tl.load(cos + at).to(tl.float32), tl.load(sin + at).to(tl.float32)
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    return (a * c - b * s).to(tl.bfloat16), (b * c + a * s).to(tl.bfloat16)
+def normed(low, high, eps, D: tl.constexpr):
+    """Return both halves of RMS-normalized heads without a weight, f32 [HEADS, D / 2]."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
+    return low * scale, high * scale
+
+
+@triton.jit
+def rotated(x, w_low, w_high, cos, sin, m, eps, HEADS: tl.constexpr, D: tl.constexpr):
+    """Return row m's heads at x with norm, weight and rope: two halves f32 [HEADS, D / 2]."""
+    at = m * (D // 2) + tl.arange(0, HEADS)[:, None] * 0 + tl.arange(0, D // 2)[None, :]
+    c, s = tl.load(cos + at), tl.load(sin + at)
+    low, high = halves(x, HEADS, D, D)
+    c, s = c.to(tl.float32), s.to(tl.float32)
+    low, high = normed(low, high, eps, D)
+    a = (low * w_low.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    b = (high * w_high.to(tl.float32)).to(tl.bfloat16).to(tl.float32)
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def store_heads(to, low, high, HEADS: tl.constexpr, D: tl.constexpr):
+    """Store both halves of HEADS heads at `to` in bf16."""
+    to += tl.arange(0, HEADS)[:, None] * D + tl.arange(0, D // 2)[None, :]
+    tl.store(to, low.to(tl.bfloat16))
+    tl.store(to + D // 2, high.to(tl.bfloat16))
 
 
 @triton.jit
@@ -102,33 +118,29 @@ def heads_kernel(
     CHAINED: tl.constexpr,
 ):
     """Program (m, kind) stores row m's heads: queries if kind is 0, keys if 1, values if 2."""
-    follow(CHAINED)
     m = tl.program_id(0).to(tl.int64)
     kind = tl.program_id(1)
-    half: tl.constexpr = D // 2
     width: tl.constexpr = (Q_HEADS + KV_HEADS * (1 if SHARED else 2)) * D
-    d = tl.arange(0, half)[None, :]
+    row = qkv + m * width
     if kind == 0:
         # Names of its own: a name that both branches set must have one shape.
-        q_low, q_high = normed(qkv, q_weight, m * width, eps, Q_HEADS, D, True)
-        q_low, q_high = rotated(q_low, q_high, cos, sin, m, D)
-        to = q + m * Q_HEADS * D + tl.arange(0, Q_HEADS)[:, None] * D + d
-        tl.store(to, q_low)
-        tl.store(to + half, q_high)
+        q_low, q_high = halves(q_weight, Q_HEADS, D, 0)
+        follow(CHAINED)
+        q_low, q_high = rotated(row, q_low, q_high, cos, sin, m, eps, Q_HEADS, D)
+        store_heads(q + m * Q_HEADS * D, q_low, q_high, Q_HEADS, D)
     else:
-        slot = tl.load(slots + m // n).to(tl.int64)
+        w_low, w_high = halves(k_weight, KV_HEADS, D, 0)
+        follow(CHAINED)
+        slot = tl.load(slots + tl.program_id(0) // n).to(tl.int64)
         cell = (slot * capacity + tl.load(positions + m) % capacity) * KV_HEADS * D
-        cell += tl.arange(0, KV_HEADS)[:, None] * D + d
         if kind == 1:
-            low, high = normed(qkv, k_weight, m * width + Q_HEADS * D, eps, KV_HEADS, D, True)
-            low, high = rotated(low, high, cos, sin, m, D)
-            tl.store(keys + cell, low)
-            tl.store(keys + cell + half, high)
+            low, high = rotated(row + Q_HEADS * D, w_low, w_high, cos, sin, m, eps, KV_HEADS, D)
+            store_heads(keys + cell, low, high, KV_HEADS, D)
         else:
             source: tl.constexpr = (Q_HEADS if SHARED else Q_HEADS + KV_HEADS) * D
-            low, high = normed(qkv, q_weight, m * width + source, eps, KV_HEADS, D, False)
-            tl.store(values + cell, low)
-            tl.store(values + cell + half, high)
+            low, high = halves(row + source, KV_HEADS, D, D)
+            low, high = normed(low, high, eps, D)
+            store_heads(values + cell, low, high, KV_HEADS, D)
 
 
 @triton.jit
@@ -217,6 +229,9 @@ def combined(
     """Join the parts of LINES lines, each one query head of one row; return them, f32 [LINES, D]."""
     inside = line < lines
     at = line[:, None] * D + tl.arange(0, D)[None, :]
+    loaded = ()
+    for split in tl.static_range(SPLITS):
+        loaded += (tl.load(parts + split * lines * D + at, mask=inside[:, None], other=0.0),)
     top = tl.full((LINES,), float("-inf"), tl.float32)
     for split in tl.static_range(SPLITS):
         part_largest = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
@@ -228,9 +243,8 @@ def combined(
         part_largest = tl.load(largest + split * lines + line, mask=inside, other=float("-inf"))
         weight = tl.load(total + split * lines + line, mask=inside, other=0.0)
         weight *= tl.exp2(part_largest - shift)
-        part = tl.load(parts + split * lines * D + at, mask=inside[:, None], other=0.0)
         weights += weight
-        acc += weight[:, None] * part.to(tl.float32)
+        acc += weight[:, None] * loaded[split].to(tl.float32)
     return acc / tl.where(weights > 0.0, weights, 1.0)[:, None]
 
 

@@ -191,7 +191,6 @@ def attend_hopper_kernel(
 
     q, keys and values are TMA descriptors. q is [rows, q_heads * D], copied in boxes [SHARE, D].
     """
-    follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP
     tiles: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -215,6 +214,7 @@ def attend_hopper_kernel(
         mbarrier.init(values_free.index(stage), count=2)
     fence_async_shared()
     thread_barrier()
+    follow(CHAINED)
     mbarrier.expect(q_ready, 2 * ROWS * D)
     for g in gl.static_range(GROUP):  # rows past the sequence's end are another's; not stored
         load_box(q, [row + query, (h * GROUP + g) * D], q_ready, queries.slice(g * SHARE, SHARE))

@@ -73,7 +73,6 @@ def attend_wide_kernel(
     SPLIT: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Each program computes what the same program of `attend.attend_kernel` computes."""
-    follow(CHAINED)
     GROUP: gl.constexpr = Q_HEADS // KV_HEADS
     SHARE: gl.constexpr = ROWS // GROUP
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])
@@ -89,13 +88,6 @@ def attend_wide_kernel(
     column = h * D
     row, query = b * n, gl.program_id(0) * SHARE
 
-    begin, end, blocks, clear, blurred = visible_run(
-        first, last, row, query, n, splits, SHARE, BN, num_warps
-    )
-    base = gl.load(slots + b) * capacity
-    asked = query + gl.arange(0, ROWS, row_scores) // GROUP
-    low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
-    high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
     key_memory = gl.allocate_shared_memory(gl.bfloat16, [1, BN, D], tiles)
     held_keys = key_memory.index(0)
     held_values = gl.allocate_shared_memory(gl.bfloat16, [BN, D], tiles)
@@ -104,6 +96,14 @@ def attend_wide_kernel(
     mbarrier.init(keys_ready, count=1)
     mbarrier.init(values_ready, count=1)
     fence_async_shared()
+    follow(CHAINED)
+    begin, end, blocks, clear, blurred = visible_run(
+        first, last, row, query, n, splits, SHARE, BN, num_warps
+    )
+    base = gl.load(slots + b) * capacity
+    asked = query + gl.arange(0, ROWS, row_scores) // GROUP
+    low = gl.load(first + row + asked, mask=asked < n, other=FAR)[:, None]
+    high = gl.load(last + row + asked, mask=asked < n, other=-1)[:, None]
     thread_barrier()
     fetch(keys, held_keys, keys_ready, base, begin, capacity, column, True)
     fetch(values, held_values, values_ready, base, begin, capacity, column, True)
