@@ -1,13 +1,13 @@
-"""Reaches a verdict early: up to five interim looks at a run, with the error rates of one test.
+"""Reaches a verdict early: up to eight interim looks at a run, with the error rates of one test.
 
 Whoever looks often and stops at the first small p-value errs more often than alpha. So the level
-alpha is spent over the looks (Lan and DeMets 1983) by a function like O'Brien and Fleming's. The
-level spent up to information fraction t is
+alpha is spent over the looks (Lan and DeMets 1983) as the square of the information (Kim and DeMets
+1987). The level spent up to information fraction t is
 
-    spent(t) = 2 - 2 Phi(z / sqrt t),   z = Phi^-1(1 - alpha / 2)
+    spent(t) = alpha t^2
 
-which is almost 0 early and leaves nearly all of alpha to the last look. As information grows, a sum
-of independent units moves like a Brownian motion. Look j's nominal level sets a bound, which the
+a quarter of alpha by half of the information. As information grows, a sum of independent units moves
+like a Brownian motion. Look j's nominal level sets a bound, which the
 motion first crosses at look j with probability spent(t_j) - spent(t_j-1). To find this level, we
 integrate the density of the motions that have crossed no bound yet (Armitage, McPherson and Rowe
 1969). PASS and FAIL each have an alpha of their own.
@@ -58,8 +58,8 @@ from quantize.recovery.limits import limits_on, weights
 from quantize.recovery.rows import Answer
 from quantize.recovery.terms import Comparison, Terms
 
-# Fractions of the units at the looks. An undamaged run ends mostly at 0.4 or 0.5, never before 0.3.
-FRACTIONS = (0.3, 0.4, 0.5, 0.7, 1.0)
+# Fractions of the units at the looks. Those of runs until 0.3.0 (0.3, 0.4, 0.5, 0.7, 1) are among them.
+FRACTIONS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 LEAST_CHANCE = 0.02  # chance of a decision below which a task is given up
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
 
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def looks(self) -> list[Look]:
-        """The interim looks at the run, five at most; the last look covers the whole run."""
+        """The interim looks at the run, eight at most; the last look covers the whole run."""
         over_repeats = self.estimand == "these_questions" and self.repeats > 1
         most, least = (
             (self.repeats, 2) if over_repeats else (self.questions, min(20, self.questions))
@@ -147,7 +147,7 @@ class Plan:
 
 def spent(fraction: float, alpha: float) -> float:
     """Return how much of `alpha` the looks up to information `fraction` may spend together."""
-    return 2 * float(ndtr(ndtri(alpha / 2) / math.sqrt(fraction)))
+    return alpha * fraction**2
 
 
 @lru_cache(maxsize=4096)
