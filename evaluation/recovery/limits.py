@@ -149,10 +149,8 @@ def _needed(comparison: Comparison) -> str:
     of_questions = comparison.estimand == "such_questions"
     number = comparison.questions if of_questions else comparison.repeats
     what = "questions" if of_questions else "answers a question"
-    return (
-        f"about {math.ceil(number * comparison.needed)} {what} would decide, were the difference as "
-        f"observed"
-    )
+    count = math.ceil(round(number * comparison.needed, 6))
+    return f"about {count} {what} would decide, were the difference as observed"
 
 
 def _measure_steps(base: Scoring, other: Scoring, terms: Terms, _: int) -> dict[str, Any]:

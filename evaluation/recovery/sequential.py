@@ -7,10 +7,10 @@ alpha is spent over the looks (Lan and DeMets 1983) as the square of the informa
     spent(t) = alpha t^2
 
 a quarter of alpha by half of the information. As information grows, a sum of independent units moves
-like a Brownian motion. Look j's nominal level sets a bound, which the
-motion first crosses at look j with probability spent(t_j) - spent(t_j-1). To find this level, we
-integrate the density of the motions that have crossed no bound yet (Armitage, McPherson and Rowe
-1969). PASS and FAIL each have an alpha of their own.
+like a Brownian motion. Look j's nominal level sets a bound, which the motion first crosses at look j
+with probability spent(t_j) - spent(t_j-1). To find this level, we integrate the density of the motions
+that have crossed no bound yet (Armitage, McPherson and Rowe 1969). PASS and FAIL each have an alpha of
+their own.
 
 What a look adds depends on the estimand. Under `these_questions` a look adds repeats of all
 questions; each repeat adds the same information. Under `such_questions` it adds questions, with all
@@ -58,7 +58,8 @@ from quantize.recovery.limits import limits_on, weights
 from quantize.recovery.rows import Answer
 from quantize.recovery.terms import Comparison, Terms
 
-# Fractions of the units at the looks. Those of runs until 0.3.0 (0.3, 0.4, 0.5, 0.7, 1) are among them.
+# Fractions of the units at the looks. Those of runs until 2026-11-29 (0.3, 0.4, 0.5, 0.7, 1) are
+# among them, so what such a run asked ends at a look.
 FRACTIONS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 LEAST_CHANCE = 0.02  # chance of a decision below which a task is given up
 POINTS = 400  # points of the grid; with twice as many the levels move by less than 1e-5
@@ -213,7 +214,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
     limits = limits_of(terms, plan.units).values()
     least = min([terms.margin_pp, *(limit for limit in limits if limit is not None)])
     fractions, level = tuple(look.fraction for look in plan.looks), 1 - terms.confidence
-    if len(fractions) > 1:  # the last look has the most lenient level
+    if len(fractions) > 1:  # the last look excludes the smallest losses
         level = nominal_levels(fractions, level)[-1]
     if unseen_p(plan.units, least) <= level + ROUNDING:
         return None
@@ -221,7 +222,7 @@ def out_of_reach(task: str, plan: Plan, terms: Terms) -> str | None:
     return (
         f"{task}: PASS cannot be reached: {plan.units} {what} cannot exclude a loss of {least:g} pp "
         f"{IN_WORDS[terms.estimand]} at {terms.confidence:.0%}, "
-        f"{math.ceil(-math.log(level) / least * 100)} can; FAIL can be reached"
+        f"about {math.ceil(-math.log(level) / least * 100)} can; FAIL can be reached"
     )
 
 

@@ -319,6 +319,10 @@ def _lacks_samples(run: Run) -> str | None:
         for name in run.recipe.evaluation.operating_points:
             if not is_scored(run.folder, AT_POINT + name):
                 return f"operating point {name} is not scored"
+    from quantize.stages.report.rows import other_looks
+
+    if why := other_looks(run.folder):
+        return why
     done = read_json(run.folder.evaluation / "done.json", "looks", "not_asked")
     ended = any(look["taken"] < look["of"] for look in done["looks"].values())
     if run.options.get("go_on") and (ended or done["not_asked"]):

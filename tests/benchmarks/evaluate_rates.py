@@ -44,12 +44,12 @@ from rich.table import Table
 
 from quantize.recovery.samples import Finished, Request, SampleStore, Waiting
 from quantize.schemes.modes import ACTIVATION_MODES, ActivationMode
+from quantize.stages.plan.estimate import SEQUENTIAL
 
 WAVES, CANVASES = 2, 4  # chats a slot, canvases a chat
 CONTEXT = 512  # tokens that a measured canvas stands behind, on average
 WORDS = "Add these numbers and say how you did it: "
 TOKENS_A_NUMBER = 4.5  # of a prompt, by the tokenizer of Gemma
-SEQUENTIAL = 0.66  # share of the tasks' samples without loss: docs/evaluation.md
 Facts = dict[str, Any]
 
 

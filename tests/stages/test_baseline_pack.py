@@ -146,7 +146,7 @@ def test_too_few_answers_are_refused_before_any_work(
     done = command(monkeypatch, *words, 200)
     assert done.code == 2
     assert (
-        "word_problems: its 24 answers lack some of the 60 that the first of 5 looks" in done.last
+        "word_problems: its 24 answers lack some of the 40 that the first of 8 looks" in done.last
     )
     assert "`quantize evaluate RUN --all`" in done.last
     assert done.redone() == []
@@ -156,11 +156,11 @@ def test_too_few_answers_are_refused_before_any_work(
 
 def test_a_pack_of_an_early_verdict_reaches_looks_of_its_own_plan(pack: Path) -> None:
     whole = read_pack(pack)
-    few = dict(list(whole.answers[TASK].items())[:21])
+    few = dict(list(whole.answers[TASK].items())[:22])
     early = replace(whole, answers={TASK: few})
     plan = Plan(**whole.made_with[TASK]["planned"])
-    assert [look.questions for look in plan.looks] == [20, 24]
-    assert early.answered(TASK) == plan.parts[0].answers
+    assert [look.questions for look in plan.looks] == [20, 21, 24]
+    assert early.answered(TASK) == plan.parts[0].answers | plan.parts[1].answers
     assert early.lacks(TASK, plan) is None
     assert replace(early, answers={TASK: {}}).lacks(TASK, plan)
     assert early.lacks("another", plan)

@@ -9,7 +9,7 @@ from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Recipe
 from quantize.stages.plan import chances, show
 from quantize.stages.plan.chances import SOLVED, outlook
-from quantize.stages.plan.estimate import TYPICAL, known_plans, tokens_by_task
+from quantize.stages.plan.estimate import SEQUENTIAL, TYPICAL, known_plans, tokens_by_task
 from tests.support.worlds import SHIPPED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text("utf-8")
@@ -26,7 +26,7 @@ def test_a_task_decides_as_often_as_its_simulated_answers_do(task: str) -> None:
     for lost, (passing, failing) in zip((0, 0.5, 1, 2), simulated, strict=True):
         outcome = outlook(NVFP4.asking([task], None), lost)
         assert 100 * outcome[0] == pytest.approx(float(passing), abs=4.5), lost
-        assert 100 * outcome[1] == pytest.approx(float(failing), abs=8 if lost == 2 else 3), lost
+        assert 100 * outcome[1] == pytest.approx(float(failing), abs=4 if lost == 2 else 3), lost
 
 
 def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -> None:
@@ -35,6 +35,7 @@ def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -
         ("none", 0),
         ("half the margin, all tasks", 0.5),
         ("the margin, all tasks", 1),
+        ("twice the margin, all tasks", 2),
     ):
         row = re.search(
             rf"^\| {name} \|.*\| ([\d.]+) / ([\d.]+) \| ([\d.]+) % \|$", PAGE, re.MULTILINE
@@ -43,6 +44,7 @@ def test_a_run_of_the_shipped_tasks_asks_as_many_tokens_as_simulated_runs_do() -
         passing, failing, tokens = map(float, row.groups())
         outcome = [100 * share for share in outlook(NVFP4, lost)]
         assert outcome[2] == pytest.approx(tokens, abs=2)
+        assert lost or pytest.approx(tokens, abs=0.5) == 100 * SEQUENTIAL == round(outcome[2])
         assert outcome[0] == pytest.approx(passing, abs=5)
         assert outcome[1] == pytest.approx(failing, abs=4)
 
@@ -77,17 +79,13 @@ def within(budget: int) -> Recipe:
 def test_too_few_questions_never_pass_whatever_their_answers_are() -> None:
     recipe = NVFP4.asking(["aime25"], None)
     gate = recipe.gate.model_copy(update={"estimand": "such_questions"})
-    assert outlook(recipe, 0.0)[0] > 0.9
+    assert outlook(recipe, 0.0)[0] > 0.8
     assert outlook(recipe.model_copy(update={"gate": gate}), 0.0)[0] == 0
 
 
-def test_more_answers_decide_more_often_and_twice_the_margin_fails() -> None:
+def test_more_answers_decide_more_often() -> None:
     few, many = (NVFP4.asking(["gsm8k"], limit) for limit in (300, None))
     assert outlook(few, 0.0)[0] < outlook(many, 0.0)[0] - 0.2
-    passing, failing, tokens = outlook(NVFP4, 2.0)
-    assert passing == 0
-    assert failing > 0.99
-    assert tokens < 0.1
 
 
 def test_nothing_is_said_where_the_size_of_a_task_is_not_known(

@@ -16,6 +16,7 @@ from quantize.errors import InputError
 from quantize.host.files import read_json, write_json
 from quantize.recipe.reading import load_recipe
 from quantize.recipe.sections import Evaluation, Gate, OperatingPoint
+from quantize.recovery import sequential
 from quantize.recovery.extraction import VERSION
 from quantize.recovery.gate import Verdict
 from quantize.recovery.samples import Completion, Finished, Request, Waiting
@@ -27,6 +28,7 @@ from quantize.stages.evaluate import answers, compared_models, evaluate, local_m
 from quantize.stages.evaluate.local_model import Answerer
 from quantize.stages.evaluate.tasks import Task, conditions
 from quantize.stages.report.report import judge_run
+from quantize.stages.report.rows import other_looks
 
 GSM, WORDS = "gsm8k", "word_problems"
 COUNT, REPEATS = 100, 4
@@ -241,10 +243,10 @@ def test_a_run_that_cannot_pass_asks_for_no_more_than_a_fail(bench: Bench) -> No
     bench.lost = lambda question, seed: seed % 11 == 5
     verdict = bench.score((GSM, WORDS), repeats=10)
     assert verdict.outcome == "INCONCLUSIVE"
-    assert bench.done["looks"] == {WORDS: {"taken": 4, "of": 5}, GSM: {"taken": 1, "of": 5}}
+    assert bench.done["looks"] == {WORDS: {"taken": 5, "of": 8}, GSM: {"taken": 1, "of": 8}}
     asked = len(bench.asked)
     assert bench.score((GSM, WORDS), repeats=10).outcome == "INCONCLUSIVE"
-    assert len(bench.asked) == asked == 2 * COUNT * (7 + 3)  # what was given up stays so
+    assert len(bench.asked) == asked == 2 * COUNT * (6 + 2)  # what was given up stays so
 
 
 def test_no_look_begins_once_the_budget_is_spent(bench: Bench) -> None:
@@ -262,10 +264,10 @@ def test_no_look_begins_once_the_budget_is_spent(bench: Bench) -> None:
 
 
 def test_questions_are_asked_in_a_random_order(bench: Bench) -> None:
-    bench.score(estimand="such_questions", repeats=1, margin_pp=60)
+    bench.score(estimand="such_questions", repeats=1, margin_pp=70)
     numbers = [int(r.prompt.split()[2]) for name, r in bench.asked if name == "bf16"]
     assert bench.done["looks"][WORDS]["taken"] == 1
-    assert len(set(numbers)) == 30
+    assert len(set(numbers)) == 20
     assert max(numbers) > 50
     noted = read_json(bench.run.evaluation / "questions" / f"{WORDS}.json")["prompts"]
     assert {int(index): int(text.split()[2]) for index, text in noted.items()} == {
@@ -285,11 +287,11 @@ def test_going_on_asks_everything_and_keeps_the_verdict(bench: Bench) -> None:
 
 @pytest.mark.parametrize("tasks", [(WORDS,), (GSM, WORDS)])
 def test_evaluating_again_forgets_no_look(bench: Bench, tasks: Sequence[str]) -> None:
-    """After --all the plain command, and one that asks for further sides, said "after look 1 of 5"."""
+    """After --all the plain command, and one that asks for further sides, said "after look 1"."""
     bench.lost = always  # the first of two tasks decides: the second one's answers stay known
     bench.score(tasks, estimand="such_questions", repeats=1, go_on=True)
     asked, done = len(bench.asked), bench.done
-    assert done["looks"] == {task: {"taken": 5, "of": 5} for task in sorted(tasks, reverse=True)}
+    assert done["looks"] == {task: {"taken": 8, "of": 8} for task in sorted(tasks, reverse=True)}
     bench.score(
         tasks,
         estimand="such_questions",
@@ -298,6 +300,22 @@ def test_evaluating_again_forgets_no_look(bench: Bench, tasks: Sequence[str]) ->
     )
     assert bench.done == done
     assert len(bench.asked) == asked + COUNT * len(tasks)  # of the further side, as much
+
+
+def test_a_run_of_an_earlier_versions_looks_is_asked_no_more_than_it_needs(bench: Bench) -> None:
+    """Its report says so; evaluated again it is counted by today's looks, of which its own are some."""
+    with bench.monkeypatch.context() as patch:
+        patch.setattr(sequential, "FRACTIONS", (0.3, 0.4, 0.5, 0.7, 1.0))
+        assert bench.score(repeats=10).outcome == "PASS"
+    asked = len(bench.asked)
+    assert bench.done["looks"] == {WORDS: {"taken": 1, "of": 5}}
+    (said,) = judge_run(bench.run, recipe_of(bench))[0]["not_read"]
+    assert said.startswith(
+        f"{WORDS} was asked by 5 looks and is judged by 8 since; `quantize evalu"
+    )
+    assert bench.score(repeats=10).outcome == "PASS"
+    assert (bench.done["looks"], len(bench.asked)) == ({WORDS: {"taken": 2, "of": 8}}, asked)
+    assert other_looks(bench.run) is None
 
 
 def test_going_on_loads_each_model_once(bench: Bench) -> None:
@@ -387,10 +405,10 @@ def test_points_are_judged_as_the_candidate_is_and_the_fastest_that_passes_comes
 
 
 def test_points_are_asked_at_the_level_that_they_share(bench: Bench) -> None:
-    """200 answers show a sign in less than 2.9 % at a level of 5 % (p 0.003 of 0.0056), not at half."""
+    """200 answers show a sign in less than 2.4 % at a level of 5 % (p 0.008 of 0.0125), not at half."""
     steps = {f"t{n}": OperatingPoint(max_denoising_steps=n) for n in (10, 20)}
     options = compared_models.ModelOptions(points=steps)
-    assert bench.score(margin_pp=5.8, options=options).outcome == "PASS"
+    assert bench.score(margin_pp=4.8, options=options).outcome == "PASS"
     tasks = judge_run(bench.run, recipe_of(bench))[0]["tasks"]
     assert [task["quantized_counts"]["samples"] for task in tasks] == [200, 300, 300]
 

@@ -37,8 +37,8 @@ def outlook(recipe: Recipe, lost: float) -> tuple[float, float, float]:
         fractions, solved = tuple(look.fraction for look in plan.looks), SOLVED.get(task, 0.5)
         steps, moved = np.diff([0, *fractions]), WITHIN * solved * (1 - solved)
         # An answer's variance by the p-value, which counts the margin's losses as if they were seen.
-        judged = moved + margin
-        drift = (1 - lost) * margin * math.sqrt(plan.questions * plan.repeats / judged)
+        judged, answers = moved + margin, plan.questions * plan.repeats
+        drift = (1 - lost) * margin * math.sqrt(answers / judged)
         noise = np.sqrt(steps * (moved + lost * margin) / judged)
         motion = generator.normal(drift * steps, noise, (RUNS, len(steps))).cumsum(1).T
         levels = [nominal_levels(fractions, level) for level in (alpha, alpha / len(plans))]
@@ -47,9 +47,11 @@ def outlook(recipe: Recipe, lost: float) -> tuple[float, float, float]:
             going &= 2 * TYPICAL * asked < (recipe.evaluation.token_budget or math.inf)
             asked += going * step * most[task]
             inside = at / math.sqrt(now)  # standard errors by which the estimate keeps the margin
+            beyond = np.maximum(0, -at) / now / math.sqrt(judged * answers)
+            outside = inside / np.sqrt(1 + 1.5 * beyond)  # as roots of Poisson's counts differ
             shown = unseen_p(math.ceil(plan.units * now), 100 * margin) <= level
             passed |= going & shown & (inside >= -ndtri(level))
-            failed |= going & (inside <= ndtri(holm))
+            failed |= going & (outside <= ndtri(holm))
             hope = crossing(-inside, fractions, now, alpha / len(plans))
             hope += all_pass * crossing(inside, fractions, now, alpha)
             going &= ~(passed | failed) & (hope >= LEAST_CHANCE)

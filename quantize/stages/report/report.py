@@ -28,7 +28,7 @@ from quantize.runs.digests import sha256_of
 from quantize.runs.folder import RunDir
 from quantize.runs.models import AT_POINT, BASELINE, BASELINE_AGAIN, CANDIDATE
 from quantize.stages.report.points import judged_points, settings_judged, settings_served
-from quantize.stages.report.rows import Scores
+from quantize.stages.report.rows import Scores, other_looks
 
 DECODER_LAYER = re.compile(r"model\.decoder\.layers\.(\d+)\.")
 FIDELITY = ("faults", "activations", "own_conditioning", "max_kl_nats")
@@ -117,6 +117,7 @@ def judge_run(
     unscored: dict[str, Any] = {"tasks": [], "looks": {}}
     done = _needed(run.evaluation / "done.json", "evaluate") if is_scored else unscored
     scores = Scores(run, recipe, as_served="judged" in manifest)
+    scores.not_read += filter(None, [other_looks(run)] if is_scored else [])
     # Task -> the candidate's comparison; None if the verdict was certain before the task was asked.
     comparisons: dict[str, Comparison | None] = dict.fromkeys(recipe.evaluation.tasks)
     tasks: list[dict[str, Any]] = []

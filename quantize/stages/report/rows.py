@@ -9,6 +9,7 @@ from quantize.host.files import read_json
 from quantize.recipe.controls import JUDGED, SETTINGS
 from quantize.recipe.sections import Recipe
 from quantize.recovery.rows import Scoring
+from quantize.recovery.sequential import Plan
 from quantize.recovery.terms import Comparison
 from quantize.reports.scores import pair, read_scoring
 from quantize.runs.folder import RunDir
@@ -88,3 +89,16 @@ class Scores:
             self.not_read.append(f"evaluation/{SPEEDS} is not read: {why}")
             return None
         return measured
+
+
+def other_looks(run: RunDir) -> str | None:
+    """Return a sentence on a task that was asked by the looks of another version, None if none was."""
+    for task, asked in read_json(run.evaluation / "done.json", "looks")["looks"].items():
+        path = run.evaluation / CANDIDATE / f"{task}.conditions.json"
+        planned = read_json(path, "made_with")["made_with"].get("planned")
+        if planned and (count := len(Plan(**planned).looks)) != asked["of"]:
+            return (
+                f"{task} was asked by {asked['of']} looks and is judged by {count} since; `quantize "
+                f"evaluate {run.path}` keeps the answers and asks what the verdict needs now"
+            )
+    return None
