@@ -127,12 +127,12 @@ def test_198_questions_can_pass() -> None:
 
     def outcome(base: Scoring, other: Scoring) -> str:
         found = compared(base, other, margin_pp=3)
-        assert len(found.looks) == 5
+        assert len(found.looks) == 8
         return judge({"t": found}).outcome
 
     assert outcome(answers(), answers()) == "PASS"
     one = answers(text="", every=400)
-    assert outcome(answers(), one) == "PASS"  # what chance does
+    assert outcome(answers(), one) == "INCONCLUSIVE"  # p 0.040; the last of eight looks asks 0.0345
     assert outcome(answers(text="", every=40), answers(text="", every=20)) == "INCONCLUSIVE"
     assert outcome(answers(), answers(text="")) == "FAIL"
 
