@@ -217,7 +217,7 @@ class Result(_Turn):
     role: Literal["tool"]
     content: TextOr[TextPart]
     tool_call_id: String
-    name: String | None = Field(None, pattern=NAME, description="Optional: the template finds it.")
+    name: String | None = Field(None, pattern=NAME, description="Not read: the call has it.")
 
 
 Message = Annotated[Instruction | Question | Reply | Result, Field(discriminator="role")]
@@ -275,14 +275,18 @@ def faults_of_results(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
-    """Return a chat with the results of calls in the calls' order: a template may show no ids."""
-    of_calls, places = dict[str, tuple[int, int]](), list[tuple[int, int]]()
+    """Return a chat with results in their calls' order, by name: a template may show no ids."""
+    of_calls, placed = dict[str, tuple[int, int, str]](), list[tuple[tuple[int, int], Message]]()
     for index, message in enumerate(messages):
+        if isinstance(message, Result):
+            *place, name = of_calls[message.tool_call_id]
+            placed.append(((place[0], place[1]), message.model_copy(update={"name": name})))
+            continue
+        placed.append(((index, -1), message))
         if isinstance(message, Reply):
-            of_calls |= {call.id: (index, n) for n, call in enumerate(message.tool_calls)}
-        result = isinstance(message, Result)
-        places.append(of_calls[message.tool_call_id] if result else (index, -1))
-    return [messages[n] for n in sorted(range(len(messages)), key=places.__getitem__)]
+            calls = enumerate(message.tool_calls)
+            of_calls |= {call.id: (index, n, call.function.name) for n, call in calls}
+    return [message for _, message in sorted(placed, key=lambda pair: pair[0])]
 
 
 class Function(Echoing):

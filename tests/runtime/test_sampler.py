@@ -189,6 +189,17 @@ def test_every_field_of_the_real_config_changes_the_settings_or_cannot_matter() 
         assert same == (field in WITHOUT_EFFECT), field
 
 
+@pytest.mark.parametrize("stated", [None, {}, {"eos_token_id": None}, {"eos_token_id": [1]}])
+def test_config_json_says_what_ends_an_answer_where_generation_config_does_not(
+    tmp_path: Path, stated: dict[str, Any] | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, 106]}')
+    if stated is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    ends = (stated or {}).get("eos_token_id")
+    assert Sampler.from_checkpoint(tmp_path).eos_token_ids == tuple(ends or (1, 106))
+
+
 def test_every_setting_reaches_the_canvases(tiny_checkpoint: Path) -> None:
     """Each setting alone changes what is generated."""
     ids, L = list(range(110, 130)), 16  # tokens of a canvas

@@ -313,11 +313,12 @@ def test_results_are_read_in_the_order_of_their_calls(
 ) -> None:
     """A template may show no ids: then only the order tells which result is of which call."""
     server, engine = telling
-    for results in ([RESULT, OTHER], [OTHER, RESULT]):
+    named = [RESULT | {"name": "another"}, OTHER]  # the call says what was called
+    for results in ([RESULT, OTHER], [OTHER, RESULT], named):
         assert (
             post(server, messages=[USER, CALLS, *results, USER, CALLS, *results]).status_code == 200
         )
-    assert engine.prompts[-1] == engine.prompts[-2]
+    assert engine.prompts[-1] == engine.prompts[-2] == engine.prompts[-3]
 
 
 def test_a_template_that_refuses_a_tools_property_names_it() -> None:

@@ -122,7 +122,7 @@ def test_results_come_back_and_the_answer_follows() -> None:
         assert create(messages=messages, **options).choices[0].message.content == "It rains."
     prompt = prompt_of(engine)
     assert prompt.index("hm\n<channel|>" + PARIS) < prompt.index('{value:<|"|>rain<|"|>}')
-    assert call.id in prompt
+    assert "response:weather{" in prompt  # the call's name, which the result need not repeat
 
 
 def test_every_run_of_an_agents_loop_ends() -> None:

@@ -117,11 +117,16 @@ class Sampler(Controls):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> "Sampler":
-        """Return the sampler of `folder`/generation_config.json; if missing, transformers' defaults."""
-        path = folder / "generation_config.json"
-        if not path.is_file():
-            return cls()
-        config = read_json_object(path)
+        """Return the sampler of `folder`/generation_config.json; if missing, transformers' defaults.
+
+        Where it names no token that ends a sample, config.json's tokens do.
+        """
+        path, model = folder / "generation_config.json", folder / "config.json"
+        config = read_json_object(path) if path.is_file() else {}
+        if config.get("eos_token_id") is None and model.is_file():
+            ends = read_json_object(model).get("eos_token_id")
+            if isinstance(ends, int) or (isinstance(ends, list) and {*map(type, ends)} == {int}):
+                config = config | {"eos_token_id": ends}
         try:
             return cls.from_config(config)
         except InputError as error:
