@@ -22,7 +22,7 @@ class RequestError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None,
         retry_after: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(message)
+        super().__init__(" ".join(message.splitlines()))  # a field may be called anything
         self.status, self.param, self.code = status, param, code
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
 

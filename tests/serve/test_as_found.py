@@ -308,6 +308,14 @@ def test_param_is_the_path_as_the_client_wrote_it(
     assert reply.json()["error"]["message"].startswith(f"{param}: ")
 
 
+def test_a_message_has_one_line_whatever_a_field_is_called(
+    telling: tuple[Running, TellingEngine],
+) -> None:
+    error = post(telling[0], **{"first\r\nsecond": [1]}).json()["error"]
+    assert error["message"].startswith("first second: this server knows no such parameter")
+    assert len(error["message"].splitlines()) == 1
+
+
 def test_results_are_read_in_the_order_of_their_calls(
     telling: tuple[Running, TellingEngine],
 ) -> None:
