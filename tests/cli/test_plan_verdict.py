@@ -46,7 +46,7 @@ def test_a_plan_of_the_bundled_model_says_what_is_asked_and_judged() -> None:
     told = " ".join(told.split())
     assert code == 0
     assert "word_problems 400 128 5 points" in told
-    assert "judged after 30%, 40%, 50%, 70%, 100% of 400 questions x 1" in told
+    assert "judged after 20%, 30%, 40%, 50%, 60%, 70%, 85%, 100% of 400 questions x 1" in told
     assert "KL at most 0.015 nats (none), 0.025 nats (per_layer); steps at most 10% more" in told
     assert "--gpu NAME" in told
 

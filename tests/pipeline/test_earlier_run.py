@@ -1,4 +1,4 @@
-"""A run folder that an earlier commit left is whole for today's code: nothing of it is made again."""
+"""Today's code goes on with an earlier version's run: it only evaluates again, by today's looks."""
 
 import importlib.metadata
 import tarfile
@@ -54,9 +54,9 @@ def test_the_checkpoint_has_the_same_bytes_today(run: RunDir) -> None:
 def test_a_run_goes_on_behind_what_an_earlier_commit_made(run: RunDir) -> None:
     command = ["run", "--recipe", "fp8_dynamic", "--limit", "40", "--resume"]
     done = CliRunner().invoke(cli, [*command, "--out", str(run.path.parent)])
-    assert [stage for stage in STAGES if f"{stage}: done before" not in done.output] == []
+    assert [stage for stage in STAGES if f"{stage}: done before" not in done.output] == ["evaluate"]
+    assert "word_problems was asked by 3 looks and is judged by 5 since" in done.output
     assert "report: done in" in done.output
     report = read_json(run.report_json)
     assert report["verdict"]["outcome"] == "INCONCLUSIVE"  # 40 questions cannot decide, as then
-    (task,) = report["tasks"]
-    assert (task["base"], task["quantized"]) == (0.725, 0.725)
+    assert [task["task"] for task in report["tasks"]] == ["word_problems"]

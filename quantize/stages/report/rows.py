@@ -99,6 +99,6 @@ def other_looks(run: RunDir) -> str | None:
         if planned and (count := len(Plan(**planned).looks)) != asked["of"]:
             return (
                 f"{task} was asked by {asked['of']} looks and is judged by {count} since; `quantize "
-                f"evaluate {run.path}` keeps the answers and asks what the verdict needs now"
+                f"evaluate {run.path}` asks what the verdict needs now"
             )
     return None
