@@ -276,16 +276,17 @@ def faults_of_results(messages: Sequence[Message]) -> Iterator[str]:
 
 def in_order(messages: Sequence[Message]) -> list[Message]:
     """Return a chat with results in their calls' order, by name: a template may show no ids."""
-    of_calls, placed = dict[str, tuple[int, int, str]](), list[tuple[tuple[int, int], Message]]()
+    of_calls = dict[str, tuple[tuple[int, int], str]]()
+    placed = list[tuple[tuple[int, int], Message]]()
     for index, message in enumerate(messages):
-        if isinstance(message, Result):
-            *place, name = of_calls[message.tool_call_id]
-            placed.append(((place[0], place[1]), message.model_copy(update={"name": name})))
-            continue
-        placed.append(((index, -1), message))
+        place = (index, -1)
         if isinstance(message, Reply):
             calls = enumerate(message.tool_calls)
-            of_calls |= {call.id: (index, n, call.function.name) for n, call in calls}
+            of_calls |= {call.id: ((index, n), call.function.name) for n, call in calls}
+        elif isinstance(message, Result):
+            place, name = of_calls[message.tool_call_id]
+            message = message.model_copy(update={"name": name})
+        placed.append((place, message))
     return [message for _, message in sorted(placed, key=lambda pair: pair[0])]
 
 

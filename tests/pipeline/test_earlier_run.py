@@ -59,4 +59,6 @@ def test_a_run_goes_on_behind_what_an_earlier_commit_made(run: RunDir) -> None:
     assert "report: done in" in done.output
     report = read_json(run.report_json)
     assert report["verdict"]["outcome"] == "INCONCLUSIVE"  # 40 questions cannot decide, as then
-    assert [task["task"] for task in report["tasks"]] == ["word_problems"]
+    (task,) = report["tasks"]
+    assert task["task"] == "word_problems"
+    assert [task[f"{model}_counts"]["samples"] for model in ("bf16", "quantized")] == [40, 40]
