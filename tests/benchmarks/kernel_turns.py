@@ -10,7 +10,8 @@ registers; experts by other tiles than the table's; their two products each by t
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -28,7 +29,6 @@ from fused_dequant.layer import residual
 from fused_dequant.products import routing
 from fused_dequant.tune import cases, search
 from fused_dequant.tune.candidates import Product
-from fused_dequant.vocabulary import dense
 from fused_dequant.weights import Weight, tuning
 
 STEPS, LOG2_E = 16, 1.4426950408889634
@@ -125,25 +125,17 @@ def timed_heads(M: int) -> dict[str, float]:
     slots = torch.arange(M // 256, dtype=torch.int32, device="cuda")
     positions = torch.arange(256, dtype=torch.int32, device="cuda").repeat(M // 256)
     for D, heads, capacity, kinds in ((256, 8, 1408, 2), (512, 2, 2048, 1)):
-        qkv, q, angles, cache = (
-            torch.randn(*shape, device="cuda").to(torch.bfloat16)
-            for shape in ((M, (16 + kinds * heads) * D), (M, 16 * D), (2, M, D // 2),
+        qkv, angles, cache = (
+            torch.randn(*shape, device="cuda").bfloat16()
+            for shape in ((M, (16 + kinds * heads) * D), (2, M, D // 2),
                           (2, M // 256, capacity, heads, D))
         )  # fmt: skip
         weight = torch.ones(D, device="cuda", dtype=torch.bfloat16)
-
-        def work(warps: int, D: int = D, heads: int = heads, tensors: Any = (qkv, q, *angles, *cache),
-                 weight: torch.Tensor = weight, capacity: int = capacity, shared: bool = kinds == 1,
-        ) -> None:  # fmt: skip
-            qkv, q, cos, sin, keys, values = tensors
-            attend.heads_kernel[(M, 3)](
-                qkv, weight, weight, cos, sin, slots, positions, q, keys, values, 256, capacity,
-                1e-6, Q_HEADS=16, KV_HEADS=heads, D=D, SHARED=shared, num_warps=warps,
-                CHAINED=True, launch_pdl=True,
-            )  # fmt: skip
-
+        call = partial(attend.attention_heads, qkv, weight, weight, *angles, slots, positions,
+                       *cache, 16, 1e-6)  # fmt: skip
         for warps in (2, 4, 8):
-            found[f"heads of {D}, {warps} warps"] = measure([partial(work, warps)] * 8)
+            with launched(attend, "heads_kernel", num_warps=warps):
+                found[f"heads of {D}, {warps} warps"] = measure([call] * 8)
     return found
 
 
@@ -182,8 +174,9 @@ def both_ways(M: int, table: torch.Tensor) -> None:
     config = tuning.choose("soft_embedding", "bf16", M, H, V, table.device)
     row = {"rows": M}
     for tiles in TILES * 2:
-        call = partial(dense.soft_embedding_of, left, table, config=config | tiles)
-        row.setdefault(f"soft embedding {tiles}", []).append(measure([call], replays=10))
+        call = partial(fd.soft_embedding_of, left, table)
+        with patch.object(tuning, "choose", lambda *_, tiles=tiles: config | tiles):
+            row.setdefault(f"soft embedding {tiles}", []).append(measure([call], replays=10))
     print(json.dumps(row), flush=True)
     ours, theirs = calls["look"](), calls["sample"]()
     row = {
@@ -281,37 +274,34 @@ def routed(scheme: str, M: int, weights: tuple[Weight, ...]) -> Callable[[], tor
     return partial(fd.routed_experts, *x, *chosen, *weights)
 
 
+@contextmanager
+def launched(module: Any, name: str, **changed: int) -> Iterator[None]:
+    """Have a kernel of a module launched with `changed` in place of its launcher's options."""
+    kernel = getattr(module, name)
+
+    class Launched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *tensors, **options: kernel[grid](*tensors, **(options | changed))
+
+    with patch.object(module, name, Launched()):
+        yield
+
+
 def timed_between(M: int, warps: int, registers: int | None) -> dict[str, float]:
     """Return the microseconds of the kernels for M rows of FP8 activations."""
-    H, dtype = 2816, torch.bfloat16
-    h, dense, o, out, router = (torch.randn(M, H, device="cuda").to(dtype) for _ in range(5))
-    routed = torch.randn(M, 8, H, device="cuda").to(dtype)
-    codes = [torch.empty(M, H, dtype=torch.float8_e4m3fn, device="cuda") for _ in range(2)]
-    scales = [torch.empty(M, device="cuda") for _ in range(2)]
-    norms = torch.ones(4, H, device="cuda", dtype=dtype).unbind()
-    one = torch.ones(1, device="cuda", dtype=dtype)
-    rest: dict[str, Any] = {
-        "LOW": 2048,
-        "HIGH": 1024,
-        "CHAINED": True,
-        "launch_pdl": True,
-        "num_warps": warps,
+    h, dense, o = (torch.randn(M, cases.HIDDEN, device="cuda").bfloat16() for _ in range(3))
+    routed = torch.randn(M, 8, cases.HIDDEN, device="cuda").bfloat16()
+    norms = tuple(torch.ones_like(h[:4]))
+    calls = {
+        "after_experts": (h, dense, routed, norms, (norms[0][:1],) * 2, M, "fp8"),
+        "after_attention": (h, o, norms, ("fp8", "fp8")),
     }
-    rest |= {"maxnreg": registers} if registers else {}
-
-    def after_experts() -> None:
-        residual.after_experts_kernel[(M,)](
-            h, dense, routed, *norms[:3], one, one, norms[3], out, codes[0], scales[0], M, H,
-            1e-6, CHOICES=8, LARGEST=448.0, **rest,
-        )  # fmt: skip
-
-    def after_attention() -> None:
-        residual.after_attention_kernel[(M,)](
-            h, o, *norms, out, codes[0], scales[0], codes[1], scales[1], router, H, 1e-6,
-            H**-0.5, DENSE=448.0, EXPERTS=448.0, **rest,
-        )  # fmt: skip
-
-    return {call.__name__: measure([call] * 8) for call in (after_experts, after_attention)}
+    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    found = dict[str, float]()
+    for name, tensors in calls.items():
+        with launched(residual, f"{name}_kernel", **options):
+            found[name] = measure([partial(getattr(residual, name), *tensors)] * 8)
+    return found
 
 
 if __name__ == "__main__":
