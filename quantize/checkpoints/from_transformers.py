@@ -50,13 +50,13 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: MODULES does not have the name.
-        ResourceError: the installed transformers does not have it.
+        ResourceError: the installed transformers does not have it, or is not one to import.
     """
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(import_module(f"transformers{MODULES[name]}"), name)
-    except (AttributeError, ModuleNotFoundError) as error:
+    except (AttributeError, ImportError) as error:
         version = metadata.version("transformers")
         raise ResourceError(
             f"transformers {version} lacks {name}, which DiffusionGemma needs ({error}); "

@@ -91,9 +91,9 @@ def _built(name: str, arguments: dict[str, Any]) -> Any:
     try:
         from llmcompressor.modifiers.gptq import GPTQModifier
         from llmcompressor.modifiers.quantization import QuantizationModifier
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ResourceError(
-            f"a recipe file of llm-compressor needs {error.name}: "
+            f"a recipe file of llm-compressor needs llmcompressor ({error}): "
             "pip install 'diffusiongemma-quantize[llmcompressor]'"
         ) from error
     kind: Any = {"GPTQModifier": GPTQModifier, "QuantizationModifier": QuantizationModifier}[name]

@@ -27,6 +27,13 @@ def test_a_transformers_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(AttributeError):
         from_transformers.Misspelt  # noqa: B018
 
+    def refused(name: str) -> None:
+        raise ImportError(f"huggingface-hub<2.0 is required by {name}")
+
+    monkeypatch.setattr(from_transformers, "import_module", refused)
+    with pytest.raises(ResourceError, match=r"lacks AutoConfig, .*hub<2\.0 is required.*declared:"):
+        from_transformers.AutoConfig  # noqa: B018
+
 
 @pytest.mark.parametrize("package", ["transformers", "compressed-tensors", "huggingface_hub"])
 def test_the_installed_version_is_a_declared_one(package: str) -> None:

@@ -146,26 +146,33 @@ def test_a_file_without_one_modifier_is_refused(tmp_path: Path, text: str, messa
         load_recipe(str(tmp_path / "recipe.yaml"))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'llmcompressor'"),
+        ImportError("cannot import name 'PreTrainedModel' from 'transformers'"),  # a later one
+    ],
+)
 def test_without_llm_compressor_one_line_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: ImportError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "llmcompressor"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Without("llmcompressor"), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [Without("llmcompressor", error), *sys.meta_path])
     with pytest.raises(ResourceError) as caught:
         load(tmp_path, PRESET, "QuantizationModifier")
     assert str(caught.value) == (
         f"recipe {tmp_path / 'My recipe-1.yaml'}: a recipe file of llm-compressor needs "
-        "llmcompressor: pip install 'diffusiongemma-quantize[llmcompressor]'"
+        f"llmcompressor ({error}): pip install 'diffusiongemma-quantize[llmcompressor]'"
     )
 
 
 class Without:
-    """Answers for a package that it is not installed."""
+    """Answers for a package that it cannot be imported."""
 
-    def __init__(self, package: str) -> None:
-        self.package = package
+    def __init__(self, package: str, error: ImportError) -> None:
+        self.package, self.error = package, error
 
     def find_spec(self, name: str, *_: object) -> None:
         if name.partition(".")[0] == self.package:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            raise self.error

@@ -1,13 +1,17 @@
 """The self-test at the door of a GPU that is not here, and what happens where a kernel is broken."""
 
 import ast
+import importlib
 import itertools
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +165,32 @@ def test_a_kernel_that_does_not_compile_is_one_line_with_the_compilers_reason(
     dispatch.distrusted.clear()
     fails.add("fp8")
     with pytest.raises(ResourceError, match=f"^{H200[0]}: {said.format('fp8')}, and no other"):
+        trust.trust({"fp8"}, None, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (None, "no triton: ModuleNotFoundError: import of triton halted"),
+        (ModuleType("triton"), "no triton: AttributeError: module 'triton' has no attribute 'jit'"),
+        (SimpleNamespace(__version__="3.8.0+git1"), "triton 3.8.0+git1: AttributeError"),
+    ],
+    ids=["missing", "left empty", "of a distribution of another name"],
+)
+def test_an_installation_without_a_triton_that_runs_is_one_line(
+    module: object, words: str, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = selftest.fault
+    pretend(H200)
+
+    def relative_error(*_: object) -> float:
+        return importlib.import_module("triton").jit
+
+    monkeypatch.setattr(selftest, "fault", fault)
+    monkeypatch.setattr(selftest, "relative_error", relative_error)
+    monkeypatch.setitem(sys.modules, "triton", module)
+    line = f"^NVIDIA H200: products of bf16 do not run with {re.escape(words)}.*hides this GPU$"
+    with pytest.raises(ResourceError, match=line):
         trust.trust({"fp8"}, None, CUDA)
 
 

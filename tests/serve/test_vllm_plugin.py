@@ -131,8 +131,14 @@ def test_a_vllm_that_it_does_not_know_is_refused(
         importlib.import_module(MODEL)
 
 
-def test_every_response_says_that_it_is_repaired(registered: dict[str, str]) -> None:
+@pytest.mark.parametrize("loaded", [True, False])
+def test_every_response_says_that_it_is_repaired_where_vllm_loaded_the_plugin(
+    registered: dict[str, str], loaded: bool
+) -> None:
+    """VLLM_PLUGINS may leave it out; then the middleware alone repairs nothing."""
     plugin = importlib.import_module("diffusiongemma_vllm_repair")
+    if loaded:
+        plugin.register()
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -143,7 +149,8 @@ def test_every_response_says_that_it_is_repaired(registered: dict[str, str]) -> 
         sent.append(message)
 
     asyncio.run(plugin.SaysRepaired(app)({}, None, send))
-    assert sent[0]["headers"] == [(b"a", b"b"), (b"x-diffusiongemma-commit-pass", b"repaired")]
+    said = [(b"x-diffusiongemma-commit-pass", b"repaired")] * loaded
+    assert sent[0]["headers"] == [(b"a", b"b"), *said]
     assert sent[1]["body"] == b"x"
 
 

@@ -5,7 +5,6 @@ Shapes are the real model's for one canvas, so a later run launches the kernels 
 
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -69,7 +68,7 @@ def describe(relative_error: Callable[[], float]) -> str | None:
     try:
         error = relative_error()
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used
-        return f"do not run with {_triton()}: {_reason(failure)}"
+        return f"do not run with {compiler()}: {_reason(failure)}"
     return None if error <= LARGEST_ERROR else f"are wrong: a relative error of {error:.1e}"
 
 
@@ -81,9 +80,11 @@ def _reason(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {' '.join(str(reason).split())[:200]}"
 
 
-def _triton() -> str:
-    """Return the name and version of the package that compiles kernels."""
+def compiler() -> str:
+    """Return the name and version of what compiles kernels, whatever distribution it came in."""
     try:
-        return f"triton {version('triton')}"
-    except PackageNotFoundError:
+        import triton
+
+        return f"triton {triton.__version__}"
+    except (ImportError, AttributeError):  # the latter of a folder that one uninstalled left
         return "no triton"

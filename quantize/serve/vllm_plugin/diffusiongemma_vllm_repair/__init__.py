@@ -21,10 +21,16 @@ def register() -> None:
     ModelRegistry.register_model(
         ARCHITECTURE, "diffusiongemma_vllm_repair.model:RepairedDiffusionGemma"
     )
+    SaysRepaired.registered = True
 
 
 class SaysRepaired:
-    """ASGI middleware (vLLM's --middleware) that names the repair in a header of every response."""
+    """ASGI middleware (vLLM's --middleware) that names the repair in a header of every response.
+
+    It adds nothing where VLLM_PLUGINS left the plugin out, so that vLLM serves its own model.
+    """
+
+    registered = False
 
     def __init__(self, app: Call) -> None:
         self.app = app
@@ -33,7 +39,7 @@ class SaysRepaired:
         """Pass a request on, and add the header to its response."""
 
         async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if self.registered and message["type"] == "http.response.start":
                 header = (HEADER.encode(), REPAIRED.encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
