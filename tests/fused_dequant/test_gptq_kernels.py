@@ -110,6 +110,7 @@ def in_its_room(arguments: tuple[Any, ...], experts: int, out: int, inputs: int)
     """Run GPTQ, which takes no more of a GPU's memory than `rounding_bytes` says."""
     if INTERPRETED:
         return gptq.gptq(*arguments)
+    torch.cuda.current_blas_handle()  # takes a workspace, once in a process
     free = torch.cuda.memory_allocated() - sum(x.nbytes for x in arguments[1:3])
     torch.cuda.reset_peak_memory_stats()
     found = gptq.gptq(*arguments)
