@@ -1,5 +1,7 @@
 """What `tune` may choose: on a CPU, where torch multiplies, and candidates are broken on purpose."""
 
+import ast
+
 import pytest
 import torch
 from fused_dequant.launch.targets import FORCE, Capability
@@ -7,6 +9,7 @@ from fused_dequant.reference import relative_error
 from fused_dequant.tune import cases, launches, search, selftest
 from fused_dequant.tune.candidates import Product, candidates, product_of, products
 from fused_dequant.weights.tuning import Config
+from triton.compiler.errors import CompilationError
 
 LINEAR = Product("linear", "fp8", 16, 64, 128)
 
@@ -48,8 +51,28 @@ def test_only_candidates_within_the_self_tests_bound_are_timed(
 def test_products_that_are_wrong_in_every_way_end_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a broken kernel's are: all alike, and far from what is right."""
     broken(monkeypatch, {-1: 1.2})
-    with pytest.raises(ValueError, match=r"every configuration computes wrong.*2.0e-01.*linear"):
+    with pytest.raises(ValueError, match=r"no configuration.*right, the last:.*2.0e-01.*linear"):
         timed()
+
+
+def test_candidates_that_do_not_compile_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is left, one line says so, also if each ended the process that tried it."""
+    every, right, fails = list(candidates(LINEAR, (9, 0))), search.call, list[Config]()
+
+    def call(product: Product, o: launches.Operands, config: Config) -> torch.Tensor:
+        if config in fails:
+            line = ast.parse("def kernel(): ...").body[0]
+            raise CompilationError("def kernel(): ...", line, "no such layout")
+        return right(product, o, config)
+
+    monkeypatch.setattr(search, "call", call)
+    fails.append(every[1])
+    assert timed() == [every[0], *every[2:]]
+    fails += every
+    with pytest.raises(ValueError, match=r"the last: CompilationError: no such layout: .*linear"):
+        timed()
+    with pytest.raises(ValueError, match=r"no configuration.*right, the last: Product.*linear"):
+        search.time_candidates(LINEAR, every, "cpu")
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "fp8", "int8", "nvfp4", "mxfp4", "nvfp4_e4m3"])

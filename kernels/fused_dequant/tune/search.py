@@ -31,7 +31,7 @@ from fused_dequant.launch.timing import measure
 from fused_dequant.reference import relative_error
 from fused_dequant.tune.candidates import Product, candidates
 from fused_dequant.tune.launches import call, exact, operands
-from fused_dequant.tune.selftest import LARGEST_ERROR
+from fused_dequant.tune.selftest import LARGEST_ERROR, one_line
 from fused_dequant.weights import tuning
 from fused_dequant.weights.tuning import Config, Table
 
@@ -70,7 +70,7 @@ def time_candidates(
     """Return pairs (us, config) of candidates that fit the GPU and are not `excluded`, fastest first.
 
     Candidates that err more than the self-test allows are left out, with a warning. Raise ValueError
-    if all are wrong, and BrokenCandidateError if a candidate causes a CUDA error.
+    if none is left, and BrokenCandidateError if a candidate causes a CUDA error.
     """
     configs = [
         c for c in candidates(product, capability(torch.device(device))) if c not in excluded
@@ -88,13 +88,14 @@ def time_candidates(
                 continue
             calls = [partial(call, product, operand, config) for operand in sets]
             microseconds = measure(calls, replays=8)
-        except triton.runtime.errors.OutOfResources:
+        except triton.TritonError as failure:  # it does not compile, or takes too much memory
+            wrong = f"{one_line(failure)}: {product} {config}"
             continue
         except RuntimeError as failure:  # torch's form of a CUDA error
             raise BrokenCandidateError(config, str(failure).splitlines()[0]) from None
         timed.append((microseconds, config))
-    if wrong and not timed:
-        raise ValueError(f"every configuration computes wrong, the last with {wrong}")
+    if not timed:
+        raise ValueError(f"no configuration runs and is right, the last: {wrong or product}")
     return sorted(timed, key=lambda pair: pair[0])
 
 

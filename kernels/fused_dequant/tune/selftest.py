@@ -68,11 +68,11 @@ def describe(relative_error: Callable[[], float]) -> str | None:
     try:
         error = relative_error()
     except Exception as failure:  # of a compiler or a driver: then this kernel is not used
-        return f"do not run with {compiler()}: {_reason(failure)}"
+        return f"do not run with {compiler()}: {one_line(failure)}"
     return None if error <= LARGEST_ERROR else f"are wrong: a relative error of {error:.1e}"
 
 
-def _reason(failure: BaseException) -> str:
+def one_line(failure: BaseException) -> str:
     """Return in one line why a launch failed: its first cause, without the source Triton quotes."""
     while failure.__cause__:
         failure = failure.__cause__
