@@ -4,6 +4,7 @@ A message is one line: what is wrong, where (file, tensor, key), and what to do 
 """
 
 import os
+import re
 import tempfile
 import traceback
 from collections.abc import Generator
@@ -67,6 +68,9 @@ def unexpected_in(log: Path) -> Generator[None]:
     except Exception as error:
         if type(error).__module__.startswith("click") or type(error).__name__ == OUT_OF_MEMORY:
             raise
+        # safetensors names a full disk in its text only
+        if number := re.search(r"I/O error: .*\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         try:
             with log.open("a", encoding="utf-8") as file:
                 traceback.print_exc(file=file)

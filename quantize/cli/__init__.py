@@ -159,15 +159,8 @@ def _exit_code() -> int:
 def _going_on() -> str:
     """Return "; `COMMAND` goes on" with the command that continues this one, "" if none can."""
     words = continuing(sys.argv[1:])
-    known = {
-        "run",
-        "rehearse",
-        "judge",
-        "search",
-        "push",
-        "export",
-        *(stage.name for stage in STAGES),
-    }
+    known = {"run", "rehearse", "judge", "search", "measure", "push", "export"}
+    known |= {stage.name for stage in STAGES}
     return f"; `{shlex.join(['quantize', *words])}` goes on" if known & set(words[:1]) else ""
 
 

@@ -7,7 +7,7 @@
     speed      milliseconds a forward, on a GPU (bench's code)
 
 The prompts ship with the package (`bundled.KINDS`). measured.json and measured.html hold neither them
-nor answers; both appear when all is measured. Until then the folder `parts` has what an interrupted
+nor answers; both appear when all is measured. Until then the folder PARTS has what an interrupted
 try finished (prompts denoised, speed, routing), for the next try of the same model and settings.
 """
 
@@ -54,7 +54,7 @@ from quantize.stages.calibrate.coverage import Coverage
 from quantize.stages.fidelity.fidelity import fidelity
 from quantize.stages.memory_needs import HELD_OUT
 
-SCHEMA_VERSION, PARTS = 1, "parts"
+SCHEMA_VERSION, PARTS = 1, "measured.parts"
 BATCH = 16  # samples that are denoised together
 OUTLIER = 8.0  # times the median channel
 FIXED_STEPS, CONTEXT = "16", 512  # of the canvases that are timed

@@ -6,10 +6,12 @@ from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jsonschema_rs
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import quantize
 from quantize.bundled import CHECKPOINT, KINDS
@@ -46,14 +48,22 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(measure, "best_device", lambda: "cpu")
     quantize.convert(None, "fp8", "fp8_dynamic")
     words = ("--prompts", 1, "--canvases", 1, "--checkpoint", "fp8", "--out", "m")
+    full = SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "record", Mock(side_effect=full))
+        done = command(monkeypatch, "measure", "bundled", *words)
+        assert (done.code, "the disk is full" in done.last) == (3, True), done.err
     with monkeypatch.context() as patch:
         patch.setattr(measure, "fidelity", interrupted)
         for prompts in (2, 1):  # the first try's parts are of other settings
             done = command(monkeypatch, "measure", "bundled", *words, "--prompts", prompts)
             assert done.code == 130
-            names = sorted(path.name for path in Path("m/parts").iterdir())
+            assert "quantize measure bundled" in done.last
+            names = sorted(path.name for path in Path("m/measured.parts").iterdir())
             assert names == ["denoised", "routing.partial", "speed"]
-        assert [path.name for path in Path("m").iterdir()] == ["parts"]
+        assert [path.name for path in Path("m").iterdir()] == ["measured.parts"]
+    Path("m/parts").mkdir()  # somebody's files stay
+    Path("m/parts/notes.txt").touch()
     monkeypatch.setattr(measure, "record", interrupted)  # what was denoised is kept
     done = command(monkeypatch, "measure", "bundled", *words)
     assert done.code == 0, done.err
@@ -77,7 +87,9 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured["ms_a_forward"] is None
     assert 0.5 < measured["routing"]["routing_overlap"][-1] < 1
 
-    assert sorted(path.name for path in Path("m").iterdir()) == ["measured.html", "measured.json"]
+    names = sorted(path.name for path in Path("m").iterdir())
+    assert names == ["measured.html", "measured.json", "parts"]
+    assert Path("m/parts/notes.txt").exists()
     page = Path("m/measured.html").read_text("utf-8")
     assert "4 answers of at most 1 canvas, 1 to each kind" in page
     assert page.count("<svg") == 6

@@ -73,6 +73,12 @@ def test_few_experts_make_one_client_faster_and_sixteen_hardly(tmp_path: Path) -
         ({"by_step": []}, "was not measured on a model of 30 layers with 128 experts"),
         ({"by_step": [{"canvases": 1, "experts_hit": [9.0] * 6}]}, "30 layers with 128 experts"),
         ({"by_step": [{"canvases": 1, "experts_hit": [200.0] * 30}]}, "30 layers with 128 experts"),
+        ({"by_step": [{"canvases": 1, "experts_hit": [-3.0] * 30}]}, "30 layers with 128 experts"),
+        ({"by_step": [{"canvases": 0, "experts_hit": [9.0] * 30}]}, "30 layers with 128 experts"),
+        ({"by_step": [{"experts_hit": ["x"] * 30}]}, "30 layers with 128 experts"),
+        ({"kinds": {"all": {"steps_per_canvas": 0}}}, "was edited"),
+        ({"kinds": {"all": {"steps_per_canvas": "26"}}}, "was edited"),
+        ({"schema_version": 99}, "of another version"),
         ({"kinds": {}}, "kinds.all.steps_per_canvas"),
     ],
 )
