@@ -19,7 +19,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-from tests.support.memos import keep_templates, keep_yaml
+from tests.support.memos import keep_plans, keep_templates, keep_yaml
 from tests.support.numeric import computes
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def pytest_collection_finish() -> None:
     """
     if yaml := sys.modules.get("quantize.recovery.strict_yaml"):
         keep_yaml(yaml.Loader)
+    if targets := sys.modules.get("quantize.checkpoints.targets"):
+        keep_plans(targets)
     keep_templates()
     if placement := sys.modules.get("quantize.runtime.gpu.placement"):
         placement.gc = SimpleNamespace(unfreeze=lambda: None, collect=gc.collect)  # type: ignore[attr-defined]

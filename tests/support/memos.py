@@ -1,9 +1,12 @@
 """What one process of tests computes again and again from the same text, kept.
 
-A run compiles the chat template four times and parses each shipped recipe; hundreds of tests run one.
+A run compiles the chat template four times, parses each shipped recipe and plans the same tensors
+before every stage; hundreds of tests run one.
 An error is not kept: what is wrong with a text is found anew each time.
 """
 
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import jinja2
@@ -40,3 +43,18 @@ def keep_yaml(loader: type[yaml.SafeLoader]) -> None:
         return kept[type(self), text]
 
     loader.get_single_node = get_single_node  # type: ignore[method-assign]
+
+
+def keep_plans(targets: ModuleType) -> None:
+    """Choose a tensor's scheme once for all recipes with the same section `quantization`."""
+    kept: dict[str, Any] = {}
+
+    def chosen_by(quantization: Any, *, stock: Any = targets._chosen_by) -> Any:
+        key = quantization.model_dump_json()
+        if key not in kept:
+            kept[key] = stock(quantization)
+        return kept[key]
+
+    targets._chosen_by = chosen_by
+    targets._target = cache(targets._target)
+    targets.linear_modules = cache(targets.linear_modules)
