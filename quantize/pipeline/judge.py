@@ -20,7 +20,7 @@ from quantize.host.files import write_json
 from quantize.host.processes import best_device
 from quantize.host.progress import screen
 from quantize.pipeline.run import begin, check_source, placed, working_in
-from quantize.pipeline.stages import Run, Task
+from quantize.pipeline.stages import Run, Task, replay
 from quantize.recipe.reading import resolved
 from quantize.runs.manifest import fingerprint
 from quantize.runtime.weights.beside import LOOKS
@@ -63,6 +63,7 @@ def judging(
     instead: dict[str, Task | None] = {"calibrate": None, "round": None}
     instead["convert"] = partial(_link, checkpoint)
     instead["verify"] = partial(_verify, checkpoint, inspection, fine_tuned)
+    instead["fidelity"] = partial(replay, fine_tuned=fine_tuned)
     run = Run(folder, recipe, source, targets, bundled, options, instead=instead)
     with working_in(folder):
         begin(run, digest, against, resume=resume, judged=name)

@@ -245,7 +245,8 @@ def _verified(run: Run) -> int:
     return 0
 
 
-def _fidelity(run: Run) -> None:
+def replay(run: Run, fine_tuned: bool = False) -> None:
+    """Write fidelity.json; weights of a `fine_tuned` model differ from BF16's on purpose."""
     from quantize.stages.fidelity.fidelity import fidelity
     from quantize.stages.memory_needs import replayed_of
 
@@ -261,6 +262,7 @@ def _fidelity(run: Run) -> None:
         count=replayed_of(run.recipe),
         shared=run.folder.path.parent / SHARED,
         place=run.machine.place,
+        fine_tuned=fine_tuned,
     )
 
 
@@ -441,7 +443,7 @@ STAGES = (
         _verified, options=("full",),
     ),
     Stage(
-        "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), _fidelity,
+        "fidelity", "fidelity.json", ("plan", "calibrate", "convert"), replay,
         "Replay recorded trajectories: how far is the quantized model from BF16?", _close_enough,
         shares_work=True, options=("modes", "machine"),
     ),

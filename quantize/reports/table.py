@@ -89,8 +89,8 @@ def ends_rows(tasks: Sequence[Task]) -> list[list[str]]:
             continue
         budget = f" at {task['max_tokens']:,} tokens" if task.get("max_tokens") else ""
         kinds = [side.get("by_kind", {}) for side in sides]
-        shown = {"all": sides, **{k: [of[k] for of in kinds] for k in kinds[0] if k in kinds[1]}}
-        for kind, both in shown.items():
+        shown = [(k, [of[k] for of in kinds]) for k in kinds[0] if k in kinds[1]]
+        for kind, both in [("all", sides), *shown]:
             pair = dict(
                 zip(("bf16_counts", "quantized_counts"), map(in_percent, both), strict=True)
             )

@@ -20,7 +20,7 @@ from quantize.reports.compare import compare_runs, comparison_table
 from quantize.runs.folder import RunDir
 from quantize.runs.weights import Weights
 from quantize.stages.evaluate.compared_models import ModelOptions
-from tests.support.quick_run import TASK, Quick, made_up_scores
+from tests.support.quick_run import TASK, Quick, made_up_replay, made_up_scores
 
 
 def test_a_checkpoint_is_judged(quick: Quick, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,9 @@ def planted(quick: Quick) -> tuple[object, ...]:
     return (*words, "--out", quick.out)
 
 
-def test_weights_that_are_not_bf16s_fail_unless_they_differ_on_purpose(quick: Quick) -> None:
+def test_weights_that_are_not_bf16s_fail_unless_they_differ_on_purpose(
+    quick: Quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fine-tuned checkpoint has a judgement of its own, whose report says what was not compared."""
     words = planted(quick)
     done = quick(*words)
@@ -98,7 +100,12 @@ def test_weights_that_are_not_bf16s_fail_unless_they_differ_on_purpose(quick: Qu
     assert "model.decoder.layers.2.experts.0." in done.last
     (failed,) = quick.out.glob("judge-*")
     assert read_json(failed / "verification.json")["worst"]["module"] in done.last
-    done = quick(*words, "--fine-tuned")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "quantize.stages.fidelity.fidelity.fidelity", replay := Mock(wraps=made_up_replay)
+        )
+        done = quick(*words, "--fine-tuned")
+    assert replay.call_args.kwargs["fine_tuned"]
     assert done.code == 0, done.err
     (tuned,) = set(quick.out.glob("judge-*")) - {failed}
     assert read_json(tuned / "verification.json")["checks"][1]["looked_at"] == 0

@@ -414,7 +414,7 @@ def test_steps_ends_and_loops_stand_there_by_kind_of_prompt() -> None:
     sides = [
         replace(
             side,
-            rows=[replace(row, kind=("prose", "code")[row.doc_id % 2]) for row in side.rows],
+            rows=[replace(row, kind=("prose", "all")[row.doc_id % 2]) for row in side.rows],
             conditions=side.conditions | {"generation": {"max_gen_toks": 8192}},
         )
         for side in (faulty(), looping)
@@ -422,8 +422,8 @@ def test_steps_ends_and_loops_stand_there_by_kind_of_prompt() -> None:
     entry, comparison = pair(*sides, Terms(estimand="these_questions", margin_pp=10, health_pp={}))
     assert judge({"t": comparison}).reason.startswith("t at 8,192 tokens: 20.0 % of answers are ")
     task = {"task": "t", "gated": True} | entry
-    code, prose = ends_rows([task])[1:]
-    assert (code[:3], prose[1]) == (["t at 8,192 tokens", "code", "200 / 200"], "prose")
+    named_all, prose = ends_rows([task])[1:]  # a kind of the user's, beside the row of all answers
+    assert (named_all[:3], prose[1]) == (["t at 8,192 tokens", "all", "200 / 200"], "prose")
     assert ends_rows([task])[0] == [
         "t at 8,192 tokens", "all", "400 / 400", "9.00 / 19.00", "9 / 48", "6.67 / 2.63",
         "100.0 / 80.0", "0.0 / 20.0", "0.0 / 0.0",

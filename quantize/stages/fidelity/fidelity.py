@@ -78,6 +78,7 @@ def fidelity(
     count: int = HELD_OUT,
     shared: Path | None = None,
     place: Placement = CPU,
+    fine_tuned: bool = False,
 ) -> None:
     """Replay held-out trajectories through BF16 and the quantized model; write fidelity.json.
 
@@ -86,7 +87,8 @@ def fidelity(
     replayed activation modes are `none`, the gated mode `activations`, and those of `limits`,
     `overlaps` and `more`. `limits` is mode -> largest mean KL allowed, in nats. `overlaps` is mode ->
     smallest mean share of BF16's experts allowed in any layer. A batch has REPLAYED trajectories, or
-    fewer if memory is short. `out` is the path of fidelity.json.
+    fewer if memory is short. `out` is the path of fidelity.json. Weights of a `fine_tuned` model differ
+    from BF16's on purpose, so they are no fault.
 
     Raises:
         InputError: the checkpoint cannot run in a mode. ResourceError: a model does not fit.
@@ -106,7 +108,9 @@ def fidelity(
         engine = open(source, baseline)
         batch = min(REPLAYED, engine.capacity)
         if processes.rank == 0:
-            linears, linear_faults = check_linears(engine, source, checkpoint, trajectories[:batch])
+            linears, linear_faults = check_linears(
+                engine, source, checkpoint, trajectories[:batch], fine_tuned
+            )
         ours, theirs = RoutingLog(), RoutingLog()
         how: dict[str, Any] = {"batch_size": batch, "processes": processes}
         with engine.routing(noted=ours):

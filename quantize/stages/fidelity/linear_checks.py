@@ -55,10 +55,12 @@ def check_linears(
     source: Path,
     artifact: Path,
     trajectories: Sequence[Trajectory],
+    fine_tuned: bool = False,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return fidelity.json's entry on the quantized Linears, and one sentence per fault found.
 
-    `trajectories` are one batch, of at most `reference.capacity`.
+    `trajectories` are one batch, of at most `reference.capacity`. If the model is `fine_tuned`, only
+    ranges can be at fault.
     """
     errors = Errors(Checkpoint.open(source), Checkpoint.open(artifact))
     ranges = InputRanges(errors.artifact)
@@ -74,7 +76,8 @@ def check_linears(
         and (fault := router_fault(errors.source.read(name), errors.artifact.read(name)))
     ]
     summaries = {"error": errors.summary(), "ranges": ranges.summary()}
-    return summaries, [*errors.faults(), *ranges.faults(), *routers]
+    of_weights = [] if fine_tuned else [*errors.faults(), *routers]
+    return summaries, [*of_weights, *ranges.faults()]
 
 
 def router_fault(ours: Tensor, theirs: Tensor) -> str | None:
@@ -89,7 +92,7 @@ def router_fault(ours: Tensor, theirs: Tensor) -> str | None:
                 f"{moved} of its {len(ours)} rows are BF16's in another order; overlap compares "
                 "experts by index, so experts that moved with their rows count as others"
             )
-    return "differs from BF16's, so other experts are chosen"
+    return "differs from BF16's, so experts are chosen or weighed otherwise"
 
 
 class Errors:
