@@ -462,11 +462,12 @@ def test_bad_requests_are_usage(hub: FakeHub, push: Any) -> None:
 # 2. Faults
 
 
-@pytest.mark.parametrize("status", [503, 429])
 @pytest.mark.parametrize(
-    "request_",
-    ["whoami", "GET .*/models/org/model$", "repos/create", "preupload", "objects/batch",
-     "PUT /store", "api/verify", "POST .*/commit/", "GET .*/tree/", "/tag/", "PUT .*/settings"],
+    ("status", "request_"),
+    [(503, "whoami"), (429, "GET .*/models/org/model$"), (500, "repos/create"),
+     (429, "POST .*/commit/"), (502, "GET .*/tree/"), (504, "/tag/"), (408, "PUT .*/settings"),
+     # these the library asks again
+     (503, "preupload"), (429, "objects/batch"), (503, "PUT /store"), (429, "api/verify")],
 )  # fmt: skip
 def test_a_busy_hub_is_asked_again_after_the_time_it_names(
     status: int, request_: str, hub: FakeHub, run: RunDir, push: Any, waits: list[float]
