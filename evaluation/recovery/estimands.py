@@ -72,7 +72,7 @@ class Total:
     value: Number  # the sum, in units
     variance: Number  # its estimated variance, in units squared
     jump: Number  # size of the events that make it up, in units
-    freedom: int  # degrees of freedom of the variance
+    freedom: Number  # degrees of freedom of the variance
 
     @property
     def mean(self) -> Number:

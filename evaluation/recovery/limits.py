@@ -66,12 +66,8 @@ def most_steps(scoring: Scoring) -> float:
 
 
 def costs(scoring: Scoring) -> Costs:
-    """Return question -> (denoising steps, tokens) over all its answers."""
-    answers = scoring.by_question(lambda row: (sum(row.denoising_steps), row.tokens))
-    return {
-        question: (sum(steps for steps, _ in of), sum(tokens for _, tokens in of))
-        for question, of in answers.items()
-    }
+    """Return question -> (denoising steps, tokens) of each of its answers."""
+    return scoring.by_question(lambda row: (sum(row.denoising_steps), row.tokens))
 
 
 def _margin(comparison: Comparison) -> dict[str, Limit]:
@@ -168,6 +164,7 @@ def _measure_steps(base: Scoring, other: Scoring, terms: Terms, _: int) -> dict[
         never_stopped,
         confidence=terms.confidence,
         limit=terms.max_step_inflation,
+        sampled=terms.estimand == "such_questions" or len(base.rows) == len(base.names),
     )
     return {"step_inflation": inflation}
 

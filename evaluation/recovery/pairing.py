@@ -11,7 +11,7 @@ from typing import Any
 
 from quantize.recovery.estimands import units
 from quantize.recovery.gate import Verdict, not_comparable
-from quantize.recovery.limits import RULES, costs
+from quantize.recovery.limits import RULES
 from quantize.recovery.rows import Scoring
 from quantize.recovery.sequential import Look, Plan, at_looks
 from quantize.recovery.statistics import compare
@@ -56,9 +56,10 @@ def paired(
 
     def compared(base: Scoring, other: Scoring, look: Look | None = None) -> Comparison:
         ahead = plan.ahead(look, 1 - terms.confidence) if plan and look else ()
+        accuracy = compare(base.by_question(), other.by_question(), terms, ahead)
         measured = [rule.measure(base, other, terms, planned).items() for rule in RULES]
         return replace(
-            compare(base.by_question(), other.by_question(), terms, ahead),
+            accuracy,
             length=_length(base, other, terms.confidence),
             max_tokens=base.conditions.get("generation", {}).get("max_gen_toks"),
             **dict(chain(*measured)),
@@ -78,7 +79,7 @@ def _plan(scoring: Scoring) -> Plan | None:
 
 def _length(base: Scoring, other: Scoring, confidence: float) -> list[float] | None:
     """Return [ratio of mean tokens per answer to the base's, low end of its interval, high end]."""
-    ours, theirs = ({q: (t, 1) for q, (_, t) in costs(s).items()} for s in (base, other))
+    ours, theirs = (s.by_question(lambda row: (row.tokens, 1)) for s in (base, other))
     longer = step_inflation(ours, theirs, (), confidence=confidence)
     return [longer.ratio, longer.low, longer.high] if longer else None
 

@@ -2,29 +2,35 @@
 
     inflation = (steps' / tokens') / (steps / tokens) - 1      sums over all answers; ' is quantized
 
-A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. The units are
-questions; long answers weigh more because they cost more. The standard error of the ratio's
-logarithm is the jackknife's: leave out each question in turn, and take the root of the summed
-squares of the logarithm's deviations. The usual factor (n - 1)/n would make intervals too narrow
-for five questions and is omitted. The interval and the one-sided p-value of "the inflation is at
-most the limit" use Student's t.
+A checkpoint that needs 7 % more steps is 7 % slower, whatever its accuracy. Long answers weigh more
+because they cost more. The standard error of the ratio's logarithm is the jackknife's: leave out each
+unit in turn, and take the root of the summed squares of the logarithm's deviations. The interval uses
+Student's t.
 
-If interim looks add repeats of the same questions, the units are still questions. Such a look adds
-less information than `sequential` assumes: the test decides too rarely (simulated: docs/evaluation.md).
+If other questions may come (`such_questions`, or looks that add questions), the units are questions.
+The jackknife's usual factor (n - 1)/n would make intervals too narrow for five questions and is
+omitted. A few long questions that save steps may not be among those seen, and all others then agree on
+an inflation that is not there. So the p-value of "the inflation is at most the limit" is the largest of
+three: Student's; that of `estimands` for rare events, whose size is sum |e|^3 / sum e^2 over the
+deviations e; and the probability that the questions hold none of a kind that is as long as the longest
+of them, takes half of the steps, and is frequent enough to offset the excess.
+
+If the questions are fixed, the units are answers, and only deviations from a question's own mean count.
+Few questions may take most of the steps, so the degrees of freedom are Welch's. For simulated error
+rates see docs/evaluation.md.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
 
-from quantize.recovery.estimands import Floats
+from quantize.recovery.estimands import Floats, Number, Total
 from quantize.recovery.terms import StepInflation
 
-# Question -> (denoising steps, tokens), each summed over one model's answers to it.
-Costs = Mapping[str, tuple[int, int]]
+# Question -> (denoising steps, tokens) of each of one model's answers to it.
+Costs = Mapping[str, Sequence[tuple[int, int]]]
 
 
 def step_inflation(
@@ -34,41 +40,55 @@ def step_inflation(
     *,
     confidence: float,
     limit: float | None = None,
+    sampled: bool = True,
 ) -> StepInflation | None:
     """Return two models' steps per token, compared on the same questions; `limit` 0.1 is 10 % more.
 
-    Return None if one question accounts for all of a model's steps, or for all of its tokens.
+    `sampled` says whether other questions may come. Return None if one question accounts for all of
+    a model's steps, or for all of its tokens.
     """
-    table = np.array([[*base[q], *quantized[q]] for q in base], dtype=np.float64)
-    if (table == table.sum(0)).any():
+    sides = [np.array([side[q] for q in base], dtype=np.float64) for side in (base, quantized)]
+    table = np.concatenate(sides, -1)
+    questions = table.sum(1)
+    if (questions == questions.sum(0)).any():
         return None
-    middle, error = log_ratio(table)
-    freedom = len(table) - 1
-    half, lower = (float(stdtrit(freedom, q)) * error for q in (0.5 + confidence / 2, confidence))
-    return StepInflation(
-        ratio=math.exp(middle),
-        low=math.exp(middle - half),
-        high=math.exp(middle + half),
-        never_stopped=never_stopped,
-        bound=math.exp(middle - lower),
-        p_at_most_limit=None if limit is None else float(exceeds_p(middle, error, freedom, limit)),
-    )
+    ratio, saves = log_ratio(table, sampled=sampled)
+    error = math.sqrt(ratio.variance)
+    half = float(stdtrit(ratio.freedom, 0.5 + confidence / 2)) * error
+    reach = max(float(ratio.reach(confidence)), -math.log(1 - confidence) * saves)
+    ends = (ratio.value + np.array([0, -half, half, -reach])) / ratio.units
+    middle, low, high, bound = map(float, np.exp(ends))
+    p_value = None if limit is None else float(exceeds_p(ratio, saves, limit))
+    return StepInflation(middle, low, high, never_stopped, bound, p_value)
 
 
-def log_ratio(table: Floats) -> tuple[Any, Any]:
-    """Return log((steps' / tokens') / (steps / tokens)), and its standard error.
+def log_ratio(table: Floats, *, sampled: bool) -> tuple[Total, Number]:
+    """Return n times log((steps' / tokens') / (steps / tokens)), and what one question might save.
 
-    `table` [..., n questions, 4] has steps, tokens, steps' and tokens'.
+    That is half of the steps of the longest question, in steps of the mean one; 0 if no question may
+    come. `table` [..., n questions, k answers, 4] has steps, tokens, steps' and tokens'.
     """
-    sums, signs = table.sum(-2), np.array([-1, 1, 1, -1])
-    without = (np.log(sums[..., None, :] - table) * signs).sum(-1)  # without each question in turn
-    moved = without - without.mean(-1, keepdims=True)
-    return (np.log(sums) * signs).sum(-1), np.sqrt((moved**2).sum(-1))
+    of_units = np.moveaxis(table.sum(-2, keepdims=True), -3, -2) if sampled else table
+    count, k = table.shape[-3], of_units.shape[-2]
+    sums, signs = table.sum((-3, -2)), np.array([-1, 1, 1, -1])
+    without = (np.log(sums[..., None, None, :] - of_units) * signs).sum(-1)  # without each in turn
+    moved = count * np.abs(without - without.mean(-1, keepdims=True))
+    of_each = (moved**2).sum(-1) * (1 if sampled else k / (k - 1))
+    variance = of_each.sum(-1)
+    still = variance < 1e-18  # it comes only from rounding
+    jump = np.where(still, 1.0, (moved**3).sum((-2, -1)) / np.where(still, 1.0, variance))
+    # A question's variance goes with its share of the cost; seen from two answers it may be near 0.
+    cost = (of_units.sum(-2) / sums[..., None, :]).mean(-1) ** 2
+    freedom = np.minimum(
+        *((k - 1) * v.sum(-1) ** 2 / (v**2).sum(-1) for v in (cost, of_each + 1e-30))
+    )
+    longest = (of_units / sums[..., None, None, :])[..., 1::2].max((-3, -2, -1))
+    value = count * (np.log(sums) * signs).sum(-1)
+    return Total(count, value, variance, jump, freedom), count / 2 * longest * sampled
 
 
-def exceeds_p(middle: Any, error: Any, freedom: int, limit: float) -> Any:
+def exceeds_p(ratio: Total, saves: Number, limit: float) -> Number:
     """Return the one-sided p-value of "the ratio is at most 1 + limit", from `log_ratio`'s results."""
-    above = middle - math.log1p(limit)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        students = stdtr(freedom, -above / error)
-    return np.where(error > 0, students, above <= 0)[()]
+    gap = np.maximum(ratio.value - ratio.units * math.log1p(limit), 0.0)
+    unseen = np.exp(-gap / np.maximum(saves, 1e-9))
+    return np.where(gap > 0, np.maximum(ratio.p(gap), unseen), 1.0)[()]

@@ -20,7 +20,7 @@ NEVER, LIMIT = (0.0, 0.0), 0.1
 
 def answers(
     rng: np.random.Generator, count: int, factor: float
-) -> list[dict[str, tuple[int, int]]]:
+) -> list[dict[str, list[tuple[int, int]]]]:
     """Draw steps and tokens of `count` questions on both sides; the second takes `factor` as many."""
     tokens = rng.integers(20, 400, count)
     rate = rng.lognormal(-2.0, 0.5, count)  # steps a token: hard questions take more on both sides
@@ -29,14 +29,14 @@ def answers(
         noise = rng.lognormal(0.0, 0.3, count)
         steps = np.maximum(1, np.round(tokens * rate * scale * noise)).astype(int)
         sides.append(
-            {str(i): (int(s), int(t)) for i, (s, t) in enumerate(zip(steps, tokens, strict=True))}
+            {str(i): [(int(s), int(t))] for i, (s, t) in enumerate(zip(steps, tokens, strict=True))}
         )
     return sides
 
 
 def test_a_model_that_takes_7_percent_more_everywhere_has_no_uncertainty() -> None:
-    base = {str(i): (100 * i, 1000 + i) for i in range(1, 20)}
-    more = {q: (steps * 107 // 100, tokens) for q, (steps, tokens) in base.items()}
+    base = {str(i): [(100 * i, 1000 + i)] for i in range(1, 20)}
+    more = {q: [(steps * 107 // 100, tokens)] for q, [(steps, tokens)] in base.items()}
     found = step_inflation(base, more, NEVER, confidence=0.95)
     assert found.ratio == pytest.approx(1.07, rel=1e-12)
     assert found.low == pytest.approx(found.high, rel=1e-9)
@@ -59,14 +59,22 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     )  # 99 % of such experiments: 950 +- 2.6 * 6.9, and 2 for the truth's error
 
 
+@pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("beyond", [True, False])
-def test_the_p_value_and_the_bound_say_the_same(beyond: bool) -> None:
+def test_the_p_value_and_the_bound_say_the_same(beyond: bool, sampled: bool) -> None:
     """Of the limit a little below the bound, and a little above."""
     costs = answers(np.random.default_rng(3), 60, 1.1)
-    bound = step_inflation(*costs, NEVER, confidence=0.95).bound
+    if not sampled:
+        other = answers(np.random.default_rng(4), 60, 1.1)
+        costs = [
+            {q: [*of, *more[q]] for q, of in side.items()}
+            for side, more in zip(costs, other, strict=True)
+        ]
+    bound = step_inflation(*costs, NEVER, confidence=0.95, sampled=sampled).bound
     limit = bound - 1 + (-1e-6 if beyond else 1e-6)
-    found = step_inflation(*costs, NEVER, confidence=0.95, limit=limit)
-    assert found.low < found.bound < found.ratio
+    found = step_inflation(*costs, NEVER, confidence=0.95, limit=limit, sampled=sampled)
+    assert found.bound < found.ratio
+    assert (found.low < found.bound) != sampled
     assert found.p_at_most_limit is not None
     assert (found.p_at_most_limit <= 0.05) == beyond
 
@@ -96,7 +104,7 @@ def compared(
     if inflation is not None:
         costs = many_costs(Bench(40, 1, 1, 20), np.random.default_rng(0), 1, inflation)[0, :, 0]
         table = {str(i): row for i, row in enumerate(costs.astype(int).tolist())}
-        pair = ({q: tuple(row[at : at + 2]) for q, row in table.items()} for at in (0, 2))
+        pair = ({q: [tuple(row[at : at + 2])] for q, row in table.items()} for at in (0, 2))
         steps = step_inflation(*pair, NEVER, confidence=0.95, limit=limit)
     return replace(found, step_inflation=steps, max_step_inflation=limit)
 
@@ -152,12 +160,13 @@ def p_values(estimand: Estimand, bench: Bench, rounds: int, inflation: float) ->
     block = min(rounds, max(1, 300_000 // (bench.questions * bench.repeats)))
     for number in range(math.ceil(rounds / block)):
         generator = np.random.default_rng([bench.questions, round(100 * inflation), number])
-        costs = many_costs(bench, generator, block, inflation)
+        fixed = estimand == "these_questions" and bench.repeats > 1
+        costs = many_costs(bench, generator, block, inflation, fixed=fixed)
         seen = [
-            costs[:, : look.questions, : look.repeats].sum(2)
+            costs[:, : look.questions, : look.repeats]
             for look in Plan(estimand, bench.questions, bench.repeats, 0).looks
         ]
-        found.append(np.stack([exceeds_p(*log_ratio(t), t.shape[1] - 1, LIMIT) for t in seen]))
+        found.append(np.stack([exceeds_p(*log_ratio(t, sampled=not fixed), LIMIT) for t in seen]))
     return np.concatenate(found, 1)[:, :rounds]
 
 
@@ -212,12 +221,41 @@ def test_three_tasks_at_the_limit_fail_no_more_often_than_stated(rounds: int) ->
     assert share <= 0.05 + three_sigma(0.05, rounds)
 
 
+@pytest.mark.parametrize("count", [30, 60, 198])
+def test_long_questions_that_no_look_showed_make_no_failure(count: int) -> None:
+    """Three of `count` such questions are ten times as long and save a fifth of their steps."""
+    rng, rounds, share, longer = np.random.default_rng(count), 2000, 3 / count, 10.0
+    long = rng.random((rounds, count)) < share
+    length = 200 * np.where(long, longer, 1.0) * rng.lognormal(0.0, 0.4, long.shape)
+    weight = share * longer / (1 - share + share * longer)
+    factor = (1 + LIMIT) * np.where(long, 0.8, 1.0) / (1 - 0.2 * weight)
+    noise = rng.lognormal(0.0, 0.05, long.shape)
+    tables = np.stack([length, length, length * factor * noise / np.exp(0.05**2 / 2), length], -1)
+    looks = Plan("such_questions", count, 1, 0).looks
+    seen = [log_ratio(tables[:, : look.questions, None], sampled=True) for look in looks]
+    p = np.stack([exceeds_p(*at, LIMIT) for at in seen])
+    failed = failures("such_questions", Bench(count, 1, 1, 5), p, 0.05)[-1].mean()
+    assert failed <= 0.05 + three_sigma(0.05, rounds)
+
+
+def test_a_question_with_most_of_the_steps_makes_no_failure() -> None:
+    """One of ten fixed questions takes 25 times as many steps: its own noise is nearly all."""
+    rng, rounds, repeats = np.random.default_rng(10), 2000, 20
+    mean = np.array([50.0] + 9 * [2.0])[:, None, None] * 200 * np.array([1, 1, 1 + LIMIT, 1])
+    tables = rng.gamma(5.0, mean / 5, (rounds, 10, repeats, 4))
+    plan = Plan("these_questions", 10, repeats, 0)
+    seen = [log_ratio(tables[:, :, : look.repeats], sampled=False) for look in plan.looks]
+    p = np.stack([exceeds_p(*at, LIMIT) for at in seen])
+    failed = failures(plan.estimand, Bench(10, repeats, 1, 3), p, 0.05)[-1].mean()
+    assert failed <= 0.05 + three_sigma(0.05, rounds)
+
+
 @pytest.mark.parametrize(
     ("base", "quantized"),
     [
-        ({"a": (1, 1)}, {"a": (1, 1)}),
-        ({"a": (0, 1), "b": (0, 1)}, {"a": (1, 1), "b": (1, 1)}),
-        ({"a": (1, 1), "b": (1, 1)}, {"a": (1, 0), "b": (1, 1)}),
+        ({"a": [(1, 1)]}, {"a": [(1, 1)]}),
+        ({"a": [(0, 1)], "b": [(0, 1)]}, {"a": [(1, 1)], "b": [(1, 1)]}),
+        ({"a": [(1, 1)], "b": [(1, 1)]}, {"a": [(1, 0)], "b": [(1, 1)]}),
     ],
 )
 def test_what_cannot_be_compared_is_not(base, quantized) -> None:

@@ -274,16 +274,21 @@ def _inside(less: Total, limit_pp: Any) -> Any:
     return 2 * ndtri(1 - ALPHA / 2) * (limit_pp + 100 * less.mean) / (high - low)
 
 
-def _step_p(costs: Floats, looks: Sequence[Look]) -> Floats:
+def _sampled(world: RandomWorld, costs: Floats) -> bool:
+    return world.estimand == "such_questions" or costs.shape[2] == 1
+
+
+def _step_p(costs: Floats, looks: Sequence[Look], *, sampled: bool) -> Floats:
     """Return p-values of "the inflation is at most its limit", and its inside [looks, 2, rounds]."""
     rows: list[Any] = []
-    for table in (_first(costs, look).sum(2) for look in looks):
-        (middle, error), freedom = log_ratio(table), table.shape[1] - 1
-        half = stdtrit(freedom, 1 - ALPHA / 2) * error
+    for table in (_first(costs, look) for look in looks):
+        ratio, saves = log_ratio(table, sampled=sampled)
+        middle = ratio.mean
+        half = stdtrit(ratio.freedom, 1 - ALPHA / 2) * np.sqrt(ratio.variance) / ratio.units
         width = np.exp(middle + half) - np.exp(middle - half)
         room = 1 + INFLATION - np.exp(middle)
         inside = 2 * ndtri(1 - ALPHA / 2) * room / width
-        rows.append([exceeds_p(middle, error, freedom, INFLATION), inside])
+        rows.append([exceeds_p(ratio, saves, INFLATION), inside])
     return np.array(rows)
 
 
@@ -383,7 +388,15 @@ def drawn_answers(
     generator = np.random.default_rng([world.seed, block])
     tables = [_tables(world, index, rounds, generator) for index in range(len(world.tasks))]
     costs = [
-        many_costs(task.bench, generator, rounds, INFLATION) if task.steps else None
+        many_costs(
+            task.bench,
+            generator,
+            rounds,
+            INFLATION,
+            fixed=world.estimand == "these_questions" and task.bench.repeats > 1,
+        )
+        if task.steps
+        else None
         for task in world.tasks
     ]
     return tables, costs
@@ -401,7 +414,7 @@ def many_verdicts(
     tables, costs = drawn_answers(world, rounds, block)
     looks = [world.plan(task).looks for task in world.tasks]
     steps = [
-        None if cost is None else _step_p(cost, look)
+        None if cost is None else _step_p(cost, look, sampled=_sampled(world, cost))
         for cost, look in zip(costs, looks, strict=True)
     ]
     points = len(world.damages) - 1
@@ -454,13 +467,17 @@ def one_verdict(
         )
         cost, inflation = costs[index], None
         if cost is not None and not points:
-            sums = _first(cost, look).sum(2)[round_]
+            seen = _first(cost, look)[round_]
             sides = (
-                {str(i): (int(row[a]), int(row[a + 1])) for i, row in enumerate(sums)}
+                {str(i): list(map(tuple, rows)) for i, rows in enumerate(seen[..., a : a + 2])}
                 for a in (0, 2)
             )
             inflation = step_inflation(
-                *sides, (), confidence=terms.confidence, limit=terms.max_step_inflation
+                *sides,
+                (),
+                confidence=terms.confidence,
+                limit=terms.max_step_inflation,
+                sampled=_sampled(world, cost),
             )
         limits = world.limits_pp(task)
         return replace(

@@ -124,12 +124,18 @@ def many_points(
 
 
 def many_costs(
-    bench: Bench, generator: np.random.Generator, rounds: int, inflation: float
+    bench: Bench,
+    generator: np.random.Generator,
+    rounds: int,
+    inflation: float,
+    *,
+    fixed: bool = False,
 ) -> Floats:
     """Return steps and tokens of base, then of quantized [rounds, n, k, 4], of a known inflation.
 
     Tokens of an answer, steps a token (hard questions take more) and the noise of both are lognormal;
-    inflation varies by 15 % between questions, and is `inflation` over all that could be drawn.
+    inflation varies by 15 % between questions, and is `inflation` over all that could be drawn or, if
+    `fixed`, over each round's own questions.
     """
     each, every = (rounds, bench.questions, 1), (rounds, bench.questions, bench.repeats)
 
@@ -138,7 +144,10 @@ def many_costs(
 
     tokens, rate = 170 * drawn(0.6, each), 0.15 * drawn(0.5, each)
     columns: list[Floats] = []
-    for scale in (np.ones(each), (1 + inflation) * drawn(0.15, each)):
+    more = drawn(0.15, each)
+    if fixed:
+        more *= (tokens * rate).sum(1, keepdims=True) / (tokens * rate * more).sum(1, keepdims=True)
+    for scale in (np.ones(each), (1 + inflation) * more):
         length = np.maximum(1, np.round(tokens * drawn(0.3, every)))
         steps = length * rate * scale * drawn(0.3, every)
         columns += [np.floor(steps + generator.random(every)), length]
