@@ -82,6 +82,16 @@ def _margin(comparison: Comparison) -> dict[str, Limit]:
     return {"margin": Limit(p_pass, p_fail, sentence, inside=inside)}
 
 
+def nothing_to_lose(comparison: Comparison) -> list[str]:
+    """A candidate that answers nothing right would pass where BF16 hardly does better."""
+    solved, margin = 100 * comparison.base, comparison.margin_pp
+    return (
+        [f"BF16 answers {solved:.1f} % correctly, so a loss of {margin:g} points cannot show"]
+        if solved <= margin
+        else []
+    )
+
+
 def _inside(room: float, interval: Any, confidence: float) -> float:
     """Return `room` in standard errors, as the two-sided `interval` (of `low`, `high`) has them."""
     error = (interval.high - interval.low) / 2 / float(ndtri((1 + confidence) / 2))
@@ -265,7 +275,7 @@ def _health_unseen(comparison: Comparison) -> list[str]:
 
 
 RULES = [
-    Rule(["margin"], lambda *_: {}, _margin, lambda _: []),
+    Rule(["margin"], lambda *_: {}, _margin, nothing_to_lose),
     Rule(["steps"], _measure_steps, _steps, _steps_unseen),
     Rule(SIGNS, _measure_health, _health, _health_unseen),
 ]

@@ -69,6 +69,20 @@ def test_a_rule_is_counted_by_holms_correction() -> None:
     assert judge({"a": lost}).outcome == "FAIL"
 
 
+@pytest.mark.parametrize(
+    ("solved", "outcome"), [(0, "INCONCLUSIVE"), (8, "INCONCLUSIVE"), (9, "PASS")]
+)
+def test_nothing_passes_where_bf16_has_hardly_anything_to_lose(solved: int, outcome: str) -> None:
+    """Of 40 questions; a candidate that answers nothing right would pass a margin of 20 %."""
+    right = {str(i): [float(i < solved)] for i in range(40)}
+    found = compare(right, right, TERMS)
+    verdict = judge({"a": found})
+    assert verdict.outcome == outcome
+    says = f"a: BF16 answers {2.5 * solved:.1f} % correctly, so a loss of 20 points cannot show"
+    assert (says in verdict.reason) == (outcome != "PASS")
+    assert (passing({"p": [found]})["p"] < 0.05) == (outcome == "PASS")
+
+
 @pytest.mark.usefixtures("rule")
 def test_what_a_rule_cannot_see_leaves_a_run_open() -> None:
     verdict = judge({"a": GOOD})

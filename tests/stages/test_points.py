@@ -64,6 +64,7 @@ def judged(outcome: str = "PASS", speeds: dict[str, Any] | None = None) -> list[
         name: {
             task: SimpleNamespace(
                 unjudged=(),
+                base=0.8,
                 p_at_least_margin=p,
                 p_at_most_margin=1.0,
                 margin_pp=1.0,
