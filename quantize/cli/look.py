@@ -137,7 +137,7 @@ def doctor(out: Path) -> int:
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Folder of the two files; by default outputs/measured-FINGERPRINT.",
+    help="Folder of the two files; by default outputs/measured-FINGERPRINTS.",
 )  # fmt: skip
 @with_options("gpu-memory")
 def measure(model: str, **options: Any) -> None:

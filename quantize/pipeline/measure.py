@@ -69,10 +69,11 @@ def measure(
 
     `model` is a folder or Hub id, `checkpoint` a quantized one of it, None for none; its activations
     are rounded by the mode `activations`. Each prompt gets at most `canvases` canvases. `out` is the
-    folder, None for one in outputs/ that is named by the model's fingerprint.
+    folder, None for one in outputs/ that is named by the models' fingerprints.
 
     Raises:
-        InputError: the model is quantized, the checkpoint is not one of it, or a file is damaged.
+        InputError: the model is quantized, the checkpoint is not one of it, a file is damaged, or
+            the folder has a measured.json.
         ResourceError: a model does not fit.
     """
     source = Checkpoint.open(resolve(model))
@@ -83,9 +84,13 @@ def measure(
     check_source(source)
     quantized = None if checkpoint is None else _candidate(checkpoint, source, activations)
     digest = fingerprint(source)
-    folder = out or Path("outputs") / f"measured-{digest[:7]}"
+    replayed = None if quantized is None else fingerprint(Checkpoint.open(quantized))
+    digests = [digest[:7], *([replayed[:7]] if replayed else [])]
+    folder = out or Path("outputs") / "-".join(["measured", *digests])
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a folder with --out")
+    if (folder / "measured.json").exists():
+        raise InputError(f"{folder}/measured.json: exists already; remove it or name another --out")
     place = Placement(best_device(), gpu_memory)
     settings = [prompts, canvases, gpu_memory]
     made_of = [digest, sha256_of(KINDS), *settings, code_digest(), hardware()]
@@ -96,7 +101,7 @@ def measure(
     ]
     if quantized is not None:
         replays = partial(_routing, source.folder, quantized, activations, denoised, place)
-        made_of = [*made_of, fingerprint(Checkpoint.open(quantized)), activations]
+        made_of = [*made_of, replayed, activations]
         measured.append(_part(folder / PARTS / "routing", made_of, replays))
     content: dict[str, Any] = {"routing": None}
     for part in measured:

@@ -114,6 +114,7 @@ def test_a_model_is_measured_and_packed(tmp_path: Path, monkeypatch: pytest.Monk
         (["bundled", "--checkpoint", "other"], "num_experts is 8, 16 in "),
         (["bundled", "--checkpoint", "fp8", "--activations", "fp8"], "fp8"),
         (["bundled", "--out", "file"], "file: is a file; name a folder with --out"),
+        (["bundled", "--out", "m"], "m/measured.json: exists already; remove it or name another"),
         (["nowhere"], "nowhere"),
         (["bundled", "--prompts", "27"], "27"),
     ],
@@ -123,6 +124,8 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
+    Path("m").mkdir()
+    Path("m/measured.json").touch()
     quantize.convert(None, "fp8", "fp8_dynamic")
     if "other" in words:
         Path("fp8").rename("other")

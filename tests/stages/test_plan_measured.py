@@ -87,3 +87,10 @@ def test_what_is_of_another_model_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         measured_denoising(measured(tmp_path, 12, 100, **changes), CONFIG)
+
+
+def test_a_plan_of_the_bundled_model_reads_the_file_too(tmp_path: Path) -> None:
+    words = ["plan", "--recipe", "fp8_dynamic", "--measured", str(measured(tmp_path, 12, 100))]
+    done = CliRunner().invoke(cli, words)
+    assert isinstance(done.exception, InputError)
+    assert "was not measured on a model of 6 layers with 16 experts" in str(done.exception)

@@ -97,7 +97,7 @@ def show_plan(
     for sentence in out_of_reach:
         say(sentence)
     code = 4 if out_of_reach else 0
-    if model is None and gpu_memory is None and gpu is None:
+    if model is gpu_memory is gpu is measured is None:
         tables = task_table(recipe, None), outlook_table(recipe, None)
         page.print(*tables, "\n".join(asking_lines(recipe)), soft_wrap=False)
         return code
