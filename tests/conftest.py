@@ -3,6 +3,7 @@
 What they need is imported inside them: the process that only hands out tests needs no torch.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -19,7 +20,6 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
-from tests.support.memos import keep_plans, keep_templates, keep_yaml
 from tests.support.numeric import computes
 
 if TYPE_CHECKING:
@@ -149,14 +149,11 @@ def pytest_collection_finish() -> None:
     """Spare every test what one process needs once.
 
     What collection imported stays: the garbage collector need not walk it again, half a second each
-    time that a model is opened. And what compiles one template for each sample, or parses one recipe
-    for each run, does so once.
+    time that a model is opened. And lm-eval compiles a template anew for each sample: half the time of
+    scoring made-up answers.
     """
-    if yaml := sys.modules.get("quantize.recovery.strict_yaml"):
-        keep_yaml(yaml.Loader)
-    if targets := sys.modules.get("quantize.checkpoints.targets"):
-        keep_plans(targets)
-    keep_templates()
+    if utils := sys.modules.get("lm_eval.utils"):
+        utils.env.from_string = functools.lru_cache(utils.env.from_string)
     if placement := sys.modules.get("quantize.runtime.gpu.placement"):
         placement.gc = SimpleNamespace(unfreeze=lambda: None, collect=gc.collect)  # type: ignore[attr-defined]
     if run := sys.modules.get("quantize.pipeline.run"):
