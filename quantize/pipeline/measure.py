@@ -83,10 +83,10 @@ def measure(
         )
     check_source(source)
     quantized = None if checkpoint is None else _candidate(checkpoint, source, activations)
-    digest = fingerprint(source)
-    replayed = None if quantized is None else fingerprint(Checkpoint.open(quantized))
-    digests = [digest[:7], *([replayed[:7]] if replayed else [])]
-    folder = out or Path("outputs") / "-".join(["measured", *digests])
+    models = [source, *([] if quantized is None else [Checkpoint.open(quantized)])]
+    digest, *replayed = map(fingerprint, models)
+    names = ["measured", digest[:7], *(other[:7] for other in replayed)]
+    folder = out or Path("outputs") / "-".join(names)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a folder with --out")
     if (folder / "measured.json").exists():
@@ -101,7 +101,7 @@ def measure(
     ]
     if quantized is not None:
         replays = partial(_routing, source.folder, quantized, activations, denoised, place)
-        made_of = [*made_of, replayed, activations]
+        made_of = [*made_of, *replayed, activations]
         measured.append(_part(folder / PARTS / "routing", made_of, replays))
     content: dict[str, Any] = {"routing": None}
     for part in measured:
