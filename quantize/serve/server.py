@@ -46,6 +46,8 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, options: Options, leave: Callable[[], object]) -> None:
         # The guard logs, without addresses or queries. Connections outlast requests by 5 s.
         more: Any = {"access_log": False, "log_config": None, "server_header": False}
+        # Not those that happen to be installed, as beside Ray, and no WebSockets.
+        more |= {"http": "h11", "loop": "asyncio", "ws": "none"}
         more["timeout_graceful_shutdown"] = int(options.shutdown_grace) + 5
         config = uvicorn.Config(app, options.host, options.port, **more)
         super().__init__(config)
