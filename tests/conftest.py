@@ -96,8 +96,9 @@ def _planned(checkpoint: Path, name: str) -> tuple["Recipe", list["Target"]]:
 
 
 # Begun first: a process takes a whole file, so that its tests share their fixtures, and what takes long
-# would else end last.
+# would else end last. Ray has 30 seconds to start in, and the machine is least busy at the beginning.
 LONGEST = (
+    "test_cluster",
     "test_products", "test_serve", "test_docs", "test_pipeline", "test_round_weights", "test_passes",
     "test_tampering", "test_publish", "test_forms", "test_convert", "test_compile", "test_looks",
     "test_load_of_requests", "test_fidelity", "test_linears", "test_generate", "test_every_recipe",

@@ -23,7 +23,7 @@ def test_every_test_runs_in_one_share_and_in_all(monkeypatch: pytest.MonkeyPatch
     assert all(shares)
 
 
-def test_a_commit_draws_a_share_and_runs_no_test_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_draws_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[Any], str]] = []
 
     def run(command: list[Any], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
@@ -37,4 +37,4 @@ def test_a_commit_draws_a_share_and_runs_no_test_with_ray(monkeypatch: pytest.Mo
     assert [share for _, share in asked] == [*drawn[1], "all"]
     files = {word for word in asked[0][0] if word.startswith("tests/")}
     assert {"tests/test_walks.py", "tests/recovery/test_health.py"} < files
-    assert "tests/serve/test_cluster.py" not in files
+    assert "tests/serve/test_cluster.py" not in files  # it has no slow test

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+import os
 import re
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -336,6 +338,7 @@ def test_metrics_show_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPa
 
 # ------------------------------------------------------------------------------- with Ray's processes
 
+RAY_WAITED = "Ray does not start: The current node timed out during startup"
 LONG: Any = {"guided_regex": "(abc ){200,220}", "max_tokens": 900}
 
 
@@ -354,13 +357,25 @@ def until(client: httpx.Client, reached: Callable[[dict[str, Any]], bool]) -> No
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+def two_replicas(stack: ExitStack) -> tuple[str, psutil.Process]:
+    """Two replicas' URL and process, ended with `stack`.
+
+    Where other work twice keeps Ray from starting, `make test` skips and `make test-cluster` fails.
+    """
+    for attempt in range(2):
+        try:
+            return stack.enter_context(process("--data-parallel", "2", "--max-num-seqs", "1"))
+        except AssertionError as error:
+            if RAY_WAITED not in str(error) or (attempt and "QUANTIZE_TEST_CLUSTER" in os.environ):
+                raise
+    pytest.skip(f"{RAY_WAITED}, twice: other work fills this machine's cores")
+
+
 def test_two_replicas_as_a_user_starts_them() -> None:
-    with (
-        process("--data-parallel", "2", "--max-num-seqs", "1") as (url, server),
-        httpx.Client(base_url=url, headers=HEADERS, timeout=300) as client,
-        ThreadPoolExecutor(2) as pool,
-    ):
+    with ExitStack() as stack:
+        url, server = two_replicas(stack)
+        client = stack.enter_context(httpx.Client(base_url=url, headers=HEADERS, timeout=300))
+        pool = stack.enter_context(ThreadPoolExecutor(2))
         started = server.children(recursive=True)
         assert not any(KEY in word for child in started for word in child.cmdline())
 

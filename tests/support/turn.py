@@ -4,7 +4,7 @@
     make test-slow SHARE=3    that fifth, of 0 to 4
     make test-slow SHARE=all  every slow test
 
-A test's share hangs on its name alone. Tests with Ray are left to `make test-cluster`.
+A test's share hangs on its name alone.
 """
 
 import os
@@ -40,7 +40,7 @@ def main(share: str = "") -> int:
     """Run a share of the slow tests; return pytest's exit status."""
     share = share or drawn([str(number) for number in range(SHARES)], 1)[0]
     files = [file for file in ROOT.glob("tests/**/test_*.py") if "mark.slow" in file.read_text()]
-    files = [file.relative_to(ROOT) for file in sorted(files) if file.stem != "test_cluster"]
+    files = [file.relative_to(ROOT) for file in sorted(files)]
     print(f"slow tests, share {share} of 0 to {SHARES - 1}", flush=True)
     command = [sys.executable, "-m", "pytest", "-m", "slow and not gpu", "-p", __spec__.name]
     command += ["-n", "auto", "--maxprocesses", "4", "--maxschedchunk", "1", "--durations", "0"]
