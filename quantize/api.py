@@ -101,7 +101,7 @@ def convert(
 def evaluate(run: str | Path, **options: Any) -> None:
     """Score the models and tasks of a run that have no scores yet, as `quantize evaluate RUN` does.
 
-    `options` are the fields of `Machine` and the arguments of `evaluate_more` (pipeline.stages).
+    `options` are `gpu_memory`, in bytes, and the arguments of `evaluate_more` (pipeline.stages).
     """
     _again(run, "evaluate", **options)
 

@@ -113,7 +113,7 @@ def with_options(*options: str | Callable[[Any], Any]) -> Callable[[FC], FC]:
     return add
 
 
-# Fields of `quantize.pipeline.stages.Machine` that hold for whole runs and for stages that open models.
+# Those of `quantize.pipeline.stages.MACHINE` that all stages which open models have.
 SHARED["machine"] = with_options("gpu-memory")
 # Keywords of `quantize.pipeline.stages.evaluate_more`.
 SHARED["scoring"] = with_options(

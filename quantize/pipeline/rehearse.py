@@ -271,7 +271,8 @@ def _about(run: Run, whole: Recipe) -> dict[str, Any]:
         name: recipe.model_dump(mode="json", exclude={"bundled"})
         for name, recipe in (("whole", whole), ("here", run.recipe))
     }
-    return facts | {"source": source, "recipe": recipes, "gpu_memory": run.machine.gpu_memory}
+    memory = run.options.get("gpu_memory")
+    return facts | {"source": source, "recipe": recipes, "gpu_memory": memory}
 
 
 def _projected(projected: Mapping[str, Any], gpus: int) -> Table:

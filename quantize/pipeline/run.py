@@ -223,7 +223,7 @@ def memory_plans(run: Run, recipe: Recipe) -> dict[str, MemoryPlan]:
 
     Raise ResourceError if a stage needs more memory than there is.
     """
-    place = run.machine.place
+    place = run.place
     budget = budget_of(place)
     if budget is None:
         return {}

@@ -11,7 +11,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantize.errors import GateError, InputError, ResourceError
@@ -31,29 +31,17 @@ if TYPE_CHECKING:
     from quantize.runtime.gpu.placement import Placement
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a run may use of the machine; its fields are options of some stages' commands."""
-
-    # Bytes of GPU memory, None for all free ones; results depend on it only if it makes a batch of
-    # answers smaller.
-    gpu_memory: float | None = None
-    # Folder for files that only the run's stages read, None for the run's own folder.
-    scratch: "Path | None" = None
-
-    @property
-    def place(self) -> "Placement":
-        """Where models run: on this machine's GPU within `gpu_memory`, or its CPU."""
-        from quantize.runtime.gpu.placement import Placement
-
-        return Placement.here(self.gpu_memory)
+# Options that say what a run may use of the machine. `gpu_memory` is in bytes, None for all free ones;
+# results depend on it only if it makes a batch of answers smaller. `scratch` is the folder for files
+# that only the run's stages read, None for the run's own folder.
+MACHINE = {"gpu_memory", "scratch"}
 
 
 @dataclass(frozen=True)
 class Run:
     """One run: its folder, resolved recipe, source checkpoint and plan.
 
-    `options` holds fields of `Machine` and options of stages: `full` for verify, `modes` for fidelity,
+    `options` holds those of MACHINE and of stages: `full` for verify, `modes` for fidelity,
     `hourly_price` for report, and the arguments of `evaluate_more`. `instead` maps a stage's name to
     a function that replaces its work, or to None, which leaves the stage out.
     """
@@ -67,18 +55,20 @@ class Run:
     instead: "Mapping[str, Task | None]" = field(default_factory=dict[str, Any])
 
     @property
-    def machine(self) -> Machine:
-        """What the run may use of the machine, from its `options`."""
-        return Machine(**{name: self.options[name] for name in MACHINE & self.options.keys()})
+    def place(self) -> "Placement":
+        """Where models run: on this machine's GPU within `gpu_memory`, or its CPU."""
+        from quantize.runtime.gpu.placement import Placement
+
+        return Placement.here(self.options.get("gpu_memory"))
 
     @property
     def recording(self) -> "Path":
         """Folder in which calibrate records passes for GPTQ; the stage round removes it when done."""
-        if self.machine.scratch is None:
+        if (scratch := self.options.get("scratch")) is None:
             return self.folder.path / "recording"
         # Runs of one recipe and model have one name in all folders of runs.
         where = hashlib.sha256(str(self.folder.path.resolve()).encode()).hexdigest()[:8]
-        return self.machine.scratch / f"{self.folder.path.name}-{where}-recording"
+        return scratch / f"{self.folder.path.name}-{where}-recording"
 
     @contextmanager
     def at_recording(self) -> "Generator[Path]":
@@ -86,7 +76,7 @@ class Run:
 
         Raise ResourceError if another process works there, or if scratch cannot be written to.
         """
-        folder, scratch = self.recording, self.machine.scratch
+        folder, scratch = self.recording, self.options.get("scratch")
         if scratch is None:  # the run's own folder, which is locked
             yield folder
             return
@@ -133,7 +123,6 @@ class Run:
 
 
 Task = Callable[[Run], None]
-MACHINE = {setting.name for setting in fields(Machine)}
 
 
 @dataclass(frozen=True)
@@ -177,7 +166,7 @@ def _plan(run: Run) -> None:
 def _calibrate(run: Run) -> None:
     from quantize.stages.calibrate.calibrate import calibrate
 
-    out, place = run.folder.calibration, run.machine.place
+    out, place = run.folder.calibration, run.place
     with run.at_recording() as recording:
         calibrate(run.source.folder, run.recipe, out, place, scratch=recording)
 
@@ -185,7 +174,7 @@ def _calibrate(run: Run) -> None:
 def _round(run: Run) -> None:
     from quantize.stages.round_weights.round_weights import round_weights
 
-    out, place = run.folder.rounding, run.machine.place
+    out, place = run.folder.rounding, run.place
     _trust_rounding(run)
     with run.at_recording() as recording:
         round_weights(run.source, run.targets, run.recipe, out, place, scratch=recording)
@@ -198,7 +187,7 @@ def _trust_rounding(run: Run) -> None:
     from quantize.runtime.gpu.trust import trust_rounding
 
     schemes = (target.scheme for target in run.targets if target.scheme)
-    trust_rounding(schemes, device(run.machine.place.device))
+    trust_rounding(schemes, device(run.place.device))
 
 
 def _rounds_weights(recipe: "Recipe") -> bool:
@@ -261,7 +250,7 @@ def replay(run: Run, fine_tuned: bool = False) -> None:
         more=run.options.get("modes", ()),
         count=replayed_of(run.recipe),
         shared=run.folder.path.parent / SHARED,
-        place=run.machine.place,
+        place=run.place,
         fine_tuned=fine_tuned,
     )
 
@@ -363,7 +352,7 @@ def evaluate_more(
         gate=run.recipe.gate,
         options=ModelOptions(
             modes=[mode for mode in ACTIVATION_MODES if mode in modes],
-            place=run.machine.place,
+            place=run.place,
             points=points,
             as_served="judged" in about,
             **models,
@@ -372,10 +361,10 @@ def evaluate_more(
         go_on=go_on,
     )
     run.record("evaluate", {"rates": rates})
-    if points and is_first() and run.machine.place.device != "cpu":
+    if points and is_first() and run.place.device != "cpu":
         from quantize.pipeline.speeds import measure_speeds
 
-        measure_speeds(run.folder, run.source.folder, points, run.machine.place)
+        measure_speeds(run.folder, run.source.folder, points, run.place)
 
 
 def check_baseline(run: Run, answers: int, seed: int | None) -> None:
@@ -385,7 +374,7 @@ def check_baseline(run: Run, answers: int, seed: int | None) -> None:
     about = read_json(run.folder.manifest_json, "source.fingerprint")["source"]
     spot_check(
         run.folder, run.source.folder, about["fingerprint"], run.recipe.evaluation, run.recipe.gate,
-        answers, seed, place=run.machine.place, data_dir=run.options.get("data_dir"),
+        answers, seed, place=run.place, data_dir=run.options.get("data_dir"),
     )  # fmt: skip
 
 
