@@ -97,10 +97,8 @@ def fastest_point(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if speeds:
         judged, key = speeds["tokens_a_second"]["quantized"], "tokens_a_second"
     else:
-        judged, key = (
-            tokens_a_forward([task["quantized_counts"] for task in gated]),
-            "tokens_per_forward",
-        )
+        judged = tokens_a_forward([task["quantized_counts"] for task in gated])
+        key = "tokens_per_forward"
     passing = (point for point in content["operating_points"] if point["passes"])
     return next((point for point in passing if judged is None or point[key] > judged), None)
 

@@ -54,10 +54,8 @@ class Forms:
         try:
             if kind == "calls":
                 several = isinstance(body, ChatRequest) and body.parallel_tool_calls
-                kind, form = (
-                    "lark",
-                    call_grammar(form, self._tokenizer.get_vocab(), several=several),
-                )
+                form = call_grammar(form, self._tokenizer.get_vocab(), several=several)
+                kind = "lark"
             if kind == "json":
                 check(form)
             return self.grammars.matcher(kind, form)

@@ -158,10 +158,8 @@ def check_prompts(folder: Path) -> None:
     if isinstance(source, list):
         source = next(entry["template"] for entry in source if entry["name"] == "default")
     added = read_json_object(folder / TOKENIZER).get("added_tokens") or ()
-    chat, tokens = (
-        [{"role": "user", "content": SENTENCE}],
-        {t["content"] for t in added if "content" in t},
-    )
+    chat = [{"role": "user", "content": SENTENCE}]
+    tokens = {t["content"] for t in added if "content" in t}
     for thinking in (False, True):
         values = {"messages": chat, "add_generation_prompt": True, "enable_thinking": thinking}
         try:

@@ -56,10 +56,8 @@ def open_tasks(settings: Evaluation, gate: Gate, data_dir: Path | None) -> list[
     tasks: list[Task] = []
     for name in settings.tasks:
         own_task = settings.own_tasks.get(name)
-        file, definition = (
-            data_file(name, data_dir, settings),
-            own_task.definition() if own_task else None,
-        )
+        file = data_file(name, data_dir, settings)
+        definition = own_task.definition() if own_task else None
         try:
             documents, token_limit = size(name, file, definition)
         except ValueError as error:

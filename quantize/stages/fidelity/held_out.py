@@ -57,10 +57,8 @@ def held_out_trajectories(
         trajectories, sampler = load_trajectories(calibration)
         return [item for item in trajectories if item.held_out][:count], sampler
     settings = FRESH.model_copy(update={"prompts": min(count, FRESH.prompts)})
-    prompts, sampler = (
-        load_prompts(source, settings, settings.prompts),
-        Sampler.from_checkpoint(source),
-    )
+    prompts = load_prompts(source, settings, settings.prompts)
+    sampler = Sampler.from_checkpoint(source)
     context = context_of(source, [prompt.ids for prompt in prompts], settings.canvases)
     placed = sized(source, replace(place, capacity=settings.batch_size, max_context=context))
     settings = settings.model_copy(update={"batch_size": placed.capacity})

@@ -132,10 +132,8 @@ class _Batch:
         self._runs = [self._passes[id(item.engine)] for item in compared]
         self._compared = compared
         passes = self._reference = self._passes[id(reference)]
-        self._meter, self.noted = (
-            meter,
-            Noted(passes.device, passes.canvas_length, passes.vocabulary),
-        )
+        self._meter = meter
+        self.noted = Noted(passes.device, passes.canvas_length, passes.vocabulary)
 
     def replay(self, sampler: Sampler) -> Iterator[tuple[int, StepDistance]]:
         """Yield (index of the compared model, distance), step by step."""

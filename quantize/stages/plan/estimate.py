@@ -68,20 +68,15 @@ def planned(
     return stages.all(needs(recipe, config, tensors, targets, gpu.capability))
 
 
+@dataclass(frozen=True)
 class _Stages:
     """The rows of one recipe on one GPU."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        config: Mapping[str, Any],
-        targets: Sequence[Target],
-        gpu: Gpu,
-        denoising: CanvasWork,
-    ) -> None:
-        self._recipe, self._config, self._targets, self._gpu = recipe, config, targets, gpu
-        self._denoising = denoising
-        self._before, self._after = sum_bytes(targets)
+    recipe: Recipe
+    config: Mapping[str, Any]
+    targets: Sequence[Target]
+    gpu: Gpu
+    denoising: CanvasWork
 
     def all(self, needed: Sequence[Need]) -> list[StageRow]:
         """Return one row for each stage with a `Need` in `needed`, and for convert and verify."""
@@ -90,8 +85,9 @@ class _Stages:
             by_stage.setdefault(need.stage.split()[0], []).append(need)
         rows = {stage: self._made(stage, needs) for stage, needs in by_stage.items()}
         last = [rows.pop("fidelity"), rows.pop("evaluate")]
+        _, after = sum_bytes(self.targets)
         files = [
-            StageRow("convert", gpu=PIECES_BYTES, host=HOST_BYTES["convert"], disk=self._after),
+            StageRow("convert", gpu=PIECES_BYTES, host=HOST_BYTES["convert"], disk=after),
             StageRow("verify", gpu=PIECES_BYTES, host=HOST_BYTES["verify"]),
         ]
         return [*rows.values(), *files, *last]
@@ -104,13 +100,13 @@ class _Stages:
             return StageRow(stage, lacks=error)
 
     def _fit(self, need: Need) -> MemoryPlan:
-        return plan(need, self._config, self._gpu.memory)
+        return plan(need, self.config, self.gpu.memory)
 
     def _row(self, bf16: MemoryPlan, *others: MemoryPlan) -> StageRow:
         """Return the row of a stage that runs models, BF16 first, one after the other."""
         largest, host = max((bf16, *others), key=lambda placed: placed.total), OWN_BYTES
         if (need := largest.need).on_host:
-            host += need.lanes * need.batch * cache_bytes(self._config, need.context)
+            host += need.lanes * need.batch * cache_bytes(self.config, need.context)
         streamed = bf16.streamed + bf16.moved
         return StageRow(need.stage.split()[0], gpu=largest.total, streamed=streamed, host=host)
 
@@ -119,30 +115,31 @@ class _Stages:
 
     def _rows_bytes(self) -> float:
         """Return the bytes of recorded rows: what enters the first layer at every step and prompt."""
-        settings = self._recipe.calibration
-        if settings is None or self._recipe.quantization.rounding != "gptq":
+        settings = self.recipe.calibration
+        if settings is None or self.recipe.quantization.rounding != "gptq":
             return 0.0
-        canvas = self._config["canvas_length"]
-        tokens = canvas * calibration_steps(self._recipe) + settings.prompts * (
+        canvas = self.config["canvas_length"]
+        tokens = canvas * calibration_steps(self.recipe) + settings.prompts * (
             settings.max_prompt_tokens + (settings.canvases - 1) * canvas
         )
-        return 2.0 * self._config["text_config"]["hidden_size"] * tokens
+        return 2.0 * self.config["text_config"]["hidden_size"] * tokens
 
     def _round(self, bf16: MemoryPlan) -> StageRow:
+        before, after = sum_bytes(self.targets)
         return StageRow(
-            "round", gpu=bf16.total, streamed=self._before, host=HOST_BYTES["round"],
-            disk=self._after, scratch=3 * self._rows_bytes(),
+            "round", gpu=bf16.total, streamed=before, host=HOST_BYTES["round"], disk=after,
+            scratch=3 * self._rows_bytes(),
         )  # fmt: skip
 
     def _fidelity(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:
-        settings = self._recipe.calibration if self._recipe.needs_calibration else None
+        settings = self.recipe.calibration if self.recipe.needs_calibration else None
         canvases, row = settings.canvases if settings else 2, self._row(bf16, quantized)
-        tokens = replayed_of(self._recipe) * canvases * STEPS * self._config["canvas_length"]
-        return replace(row, host=row.host + 2 * tokens * choice_bytes(self._config))
+        tokens = replayed_of(self.recipe) * canvases * STEPS * self.config["canvas_length"]
+        return replace(row, host=row.host + 2 * tokens * choice_bytes(self.config))
 
     def _evaluate(self, bf16: MemoryPlan, quantized: MemoryPlan) -> StageRow:
         row = self._row(bf16, quantized)
-        if self._gpu.rates is None:
+        if self.gpu.rates is None:
             return row
         both = [self._asked_seconds(placed) for placed in (bf16, quantized)]
         ranges = [(TYPICAL * SEQUENTIAL * most, most) for most in (sum(both), both[1])]
@@ -154,10 +151,10 @@ class _Stages:
         products = "bf16" if need.stack.name == "BF16" else "stored"
         streamed = (placed.streamed + placed.moved) / need.lanes
         slowest, _ = tokens_a_second(
-            self._config, self._targets, self._gpu, need.batch, CONTEXT, products, streamed,
-            self._denoising,
+            self.config, self.targets, self.gpu, need.batch, CONTEXT, products, streamed,
+            self.denoising,
         )  # fmt: skip
-        return sum(tokens_by_task(self._recipe).values()) / slowest
+        return sum(tokens_by_task(self.recipe).values()) / slowest
 
 
 def least_of(error: ResourceError) -> str:
