@@ -101,13 +101,8 @@ def read_weight(
     modules = [module for module in linear_modules(name, shape) if module in schemes]
     if not modules:
         return read_finite(checkpoint, name)
-    parts = [read_module(checkpoint, module, schemes[module]) for module in modules]
+    parts = [read_modules(checkpoint, [module], schemes[module])[0] for module in modules]
     return torch.stack(parts).view(shape) if len(shape) == 3 else parts[0]
-
-
-def read_module(checkpoint: Checkpoint, module: str, scheme: Scheme) -> torch.Tensor:
-    """Return a Linear's dequantized weight, BF16 [out, in]; run `check_layout` first."""
-    return read_modules(checkpoint, [module], scheme)[0]
 
 
 def read_modules(
@@ -116,7 +111,10 @@ def read_modules(
     scheme: Scheme,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Return n Linears' dequantized weights, BF16 [n, out, in], on `device`; all have one shape."""
+    """Return n Linears' dequantized weights, BF16 [n, out, in], on `device`; all have one shape.
+
+    Run `check_layout` first.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for first in module_tensors(checkpoint, modules[0]):
         suffix = first.removeprefix(f"{modules[0]}.")

@@ -84,10 +84,8 @@ class Hub:
         if (info := self.ask("look", self._info)) is None:
             return Repository()
         refs = self.ask("refs", self.api.list_repo_refs)
-        tags, branches = (
-            {ref.name: ref.target_commit for ref in refs_of_kind}
-            for refs_of_kind in (refs.tags, refs.branches)
-        )
+        tags = {ref.name: ref.target_commit for ref in refs.tags}
+        branches = {ref.name: ref.target_commit for ref in refs.branches}
         return Repository(True, bool(info.private), tags, branches)
 
     def _info(self, repo: str) -> ModelInfo | None:

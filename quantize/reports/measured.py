@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from markupsafe import Markup
@@ -107,12 +107,10 @@ def _charts(content: Content) -> dict[str, str]:
         return [(step["step"], value(step)) for step in steps]
 
     def of_layers(key: str, times: float = 1) -> dict[str, list[tuple[int, float]]]:
-        def sides(of: Sequence[float]) -> dict[str, float]:
-            return {"mean": sum(of) / len(of), "most": max(of), "least": min(of)}
-
+        sides: dict[str, Any] = {"mean": lambda of: sum(of) / len(of), "most": max, "least": min}
         return {
-            name: by_step(lambda step, name=name: times * sides(step[key])[name])
-            for name in ("mean", "most", "least")
+            name: by_step(lambda step, side=side: times * side(step[key]))
+            for name, side in sides.items()
         }
 
     mass = {

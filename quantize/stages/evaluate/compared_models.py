@@ -204,9 +204,8 @@ def open_models(
         models.append(ComparedModel(EXPORTED, exported, settings.seed))
     for name, point in options.points.items():
         settings_of_point = point.settings()
-        if (
-            steps := settings_of_point.get("max_denoising_steps", 0)
-        ) > bf16_sampler.max_denoising_steps:
+        steps = settings_of_point.get("max_denoising_steps", 0)
+        if steps > bf16_sampler.max_denoising_steps:
             raise InputError(
                 f"operating point {name}: {steps} steps of a canvas are more than "
                 f"the baseline's {bf16_sampler.max_denoising_steps}, so it would be slower; name fewer"

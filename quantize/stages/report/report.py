@@ -196,11 +196,8 @@ def _imported(run: RunDir, tasks: Sequence[str]) -> dict[str, Any] | None:
     models = [read_json(path, "made_with")["made_with"].get("model", {}) for path in paths]
     pack = next((model["imported"] for model in models if "imported" in model), None)
     path = run.spot_check_json
-    if (
-        pack
-        and path.exists()
-        and (checked := read_json(path, "pack", "said"))["pack"] == pack["pack"]
-    ):
+    checked = read_json(path, "pack", "said") if pack and path.exists() else {"pack": None}
+    if pack and checked["pack"] == pack["pack"]:
         return pack | {"spot_check": checked["said"]}
     return pack
 
