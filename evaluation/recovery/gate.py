@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantize.recovery.estimands import ROUNDING, Estimand
-from quantize.recovery.limits import RULES, Outcome, limits_on, nothing_to_lose, weights
+from quantize.recovery.limits import RULES, Outcome, limits_on, weights
 from quantize.recovery.statistics import holm
 from quantize.recovery.terms import Comparison
 
@@ -142,8 +142,7 @@ def passing(points: Mapping[str, Sequence[Comparison]]) -> dict[str, float]:
 
 def _p_unfit(comparison: Comparison) -> float:
     p_values = (limit.p_pass for limit in limits_on(comparison).values())
-    unseen = comparison.unjudged or nothing_to_lose(comparison)
-    return 1.0 if unseen else max(*p_values, 0.0)
+    return 1.0 if comparison.unjudged else max(*p_values, 0.0)
 
 
 def _failures(

@@ -73,6 +73,10 @@ def costs(scoring: Scoring) -> Costs:
 def _margin(comparison: Comparison) -> dict[str, Limit]:
     def sentence(outcome: Outcome) -> str:
         decisive = {"PASS": "p_at_least_margin", "FAIL": "p_at_most_margin"}.get(outcome)
+        if not decisive and (right := 100 * comparison.base) <= (margin := comparison.margin_pp):
+            return (
+                f"BF16 answers {right:.1f} % correctly, so a loss of {margin:g} points cannot show"
+            )
         seen = _accuracy_seen(comparison, decisive)
         return seen if decisive else f"{seen}; {_needed(comparison)}"
 
@@ -82,14 +86,10 @@ def _margin(comparison: Comparison) -> dict[str, Limit]:
     return {"margin": Limit(p_pass, p_fail, sentence, inside=inside)}
 
 
-def nothing_to_lose(comparison: Comparison) -> list[str]:
-    """A candidate that answers nothing right would pass where BF16 hardly does better."""
-    solved, margin = 100 * comparison.base, comparison.margin_pp
-    return (
-        [f"BF16 answers {solved:.1f} % correctly, so a loss of {margin:g} points cannot show"]
-        if solved <= margin
-        else []
-    )
+def solved(comparison: Comparison) -> float:
+    """Return by how many standard errors BF16 answers more than the margin correctly."""
+    room = comparison.base - comparison.margin_pp / 100
+    return _inside(room, comparison.base_interval, comparison.confidence)
 
 
 def _inside(room: float, interval: Any, confidence: float) -> float:
@@ -275,7 +275,7 @@ def _health_unseen(comparison: Comparison) -> list[str]:
 
 
 RULES = [
-    Rule(["margin"], lambda *_: {}, _margin, nothing_to_lose),
+    Rule(["margin"], lambda *_: {}, _margin, lambda _: []),
     Rule(["steps"], _measure_steps, _steps, _steps_unseen),
     Rule(SIGNS, _measure_health, _health, _health_unseen),
 ]

@@ -54,7 +54,7 @@ from quantize.recovery.estimands import (
 )
 from quantize.recovery.gate import judge, passes
 from quantize.recovery.health import limits_of
-from quantize.recovery.limits import limits_on, weights
+from quantize.recovery.limits import limits_on, solved, weights
 from quantize.recovery.rows import Answer
 from quantize.recovery.terms import Comparison, Terms
 
@@ -303,7 +303,9 @@ def chance(task: str, plan: Plan, seen: Mapping[str, Comparison | None], *, pass
         crossing(-limit.inside, fractions, now, share * of_limit[name])
         for name, limit in limits.items()
     ]
-    hopes += [crossing(limits["margin"].inside, fractions, now, alpha)] if passing else []
+    if passing:  # the margin is kept, and BF16 has so much to lose
+        kept = crossing(limits["margin"].inside, fractions, now, alpha)
+        hopes.append(min(kept, crossing(solved(comparison), fractions, now, 0.5)))
     return math.fsum(hopes)
 
 

@@ -8,7 +8,7 @@ import pytest
 from quantize.recovery import limits
 from quantize.recovery.gate import judge, judge_task, passes, passing
 from quantize.recovery.limits import Limit, Rule, limits_on
-from quantize.recovery.sequential import Plan, at_looks, sequential_p, still_open
+from quantize.recovery.sequential import Plan, at_looks, sequential_p, still_open, until_decided
 from quantize.recovery.statistics import compare
 from quantize.recovery.terms import Comparison, Sign, Terms
 
@@ -69,18 +69,54 @@ def test_a_rule_is_counted_by_holms_correction() -> None:
     assert judge({"a": lost}).outcome == "FAIL"
 
 
+def solving(right: int, questions: int = 40) -> Comparison:
+    """Equal answers, of which so many are right: a margin of 20 % is 8 of 40 questions."""
+    scores = {str(i): [float(i < right)] for i in range(questions)}
+    return compare(scores, scores, TERMS)
+
+
 @pytest.mark.parametrize(
-    ("solved", "outcome"), [(0, "INCONCLUSIVE"), (8, "INCONCLUSIVE"), (9, "PASS")]
+    ("right", "outcome"), [(0, "INCONCLUSIVE"), (8, "INCONCLUSIVE"), (9, "PASS")]
 )
-def test_nothing_passes_where_bf16_has_hardly_anything_to_lose(solved: int, outcome: str) -> None:
-    """Of 40 questions; a candidate that answers nothing right would pass a margin of 20 %."""
-    right = {str(i): [float(i < solved)] for i in range(40)}
-    found = compare(right, right, TERMS)
-    verdict = judge({"a": found})
+def test_nothing_passes_where_bf16_has_hardly_anything_to_lose(right: int, outcome: str) -> None:
+    """A candidate that answers nothing right would pass; run, task, looks and points say the same."""
+    comparison = solving(right)
+    verdict = judge({"a": comparison})
+    assert verdict == judge_task("a", comparison)
     assert verdict.outcome == outcome
-    says = f"a: BF16 answers {2.5 * solved:.1f} % correctly, so a loss of 20 points cannot show"
-    assert (says in verdict.reason) == (outcome != "PASS")
-    assert (passing({"p": [found]})["p"] < 0.05) == (outcome == "PASS")
+    says = f"a: BF16 answers {2.5 * right:.1f} % correctly, so a loss of 20 points cannot show"
+    assert (says == verdict.reason) == (outcome != "PASS")
+    assert (passing({"p": [comparison]})["p"] < 0.05) == (outcome == "PASS")
+    assert still_open({"a": comparison}) == ([] if outcome == "PASS" else ["a"])
+
+
+@pytest.mark.parametrize(
+    ("right", "looks", "outcome"),
+    [
+        ((9, 12), 1, "PASS"),  # of 40 questions, then of 60
+        ((9, 12), 2, "PASS"),
+        ((8, 13), 2, "PASS"),
+        ((8, 12), 2, "INCONCLUSIVE"),
+    ],
+)
+def test_later_answers_of_bf16_undo_no_pass(
+    right: tuple[int, int], looks: int, outcome: str
+) -> None:
+    plan = Plan("such_questions", 200, 1, 0)
+    seen = [solving(count, look.questions) for count, look in zip(right, plan.looks, strict=False)]
+    assert judge({"a": at_looks(seen[:looks], plan.looks[:looks])}).outcome == outcome
+
+
+@pytest.mark.parametrize(("share", "looks"), [(0.0, 1), (0.18, 8), (0.25, 1)])
+def test_a_task_that_bf16_cannot_solve_is_given_up(share: float, looks: int) -> None:
+    """But not one that more answers may show to be solved; 0.2 are the margin."""
+    plan = Plan("such_questions", 200, 1, 0)
+
+    def ask(_: str, count: int) -> tuple[int, Comparison | None]:
+        seen = [solving(int(share * look.questions), look.questions) for look in plan.looks[:count]]
+        return count, at_looks(seen, plan.looks[:count]) if seen else None
+
+    assert until_decided({"a": plan}, ask)[0] == {"a": looks}
 
 
 @pytest.mark.usefixtures("rule")

@@ -1,6 +1,6 @@
 """Scores baseline and candidate alike (harness, prompts, seeds, sampler) until a verdict is certain.
 
-Tasks are asked one after the other, the cheapest first. Each task is asked in at most five parts, and
+Tasks are asked one after the other, the cheapest first. Each task is asked in at most eight parts, and
 after each part the two models are compared (`recovery.sequential`). A task that passes is not asked
 further, nor is one that hardly decides, and a run that fails, or has spent its budget of tokens, ends.
 The plan is fixed before the first answer and stored with every score. Models that the gate does not
