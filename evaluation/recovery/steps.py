@@ -12,12 +12,13 @@ The jackknife's usual factor (n - 1)/n would make intervals too narrow for five 
 omitted. A few long questions that save steps may not be among those seen, and all others then agree on
 an inflation that is not there. So the p-value of "the inflation is at most the limit" is the largest of
 three: Student's; that of `estimands` for rare events, whose size is sum |e|^3 / sum e^2 over the
-deviations e; and the probability that the questions hold none of a kind that is as long as the longest
-of them, takes half of the steps, and is frequent enough to offset the excess.
+deviations e; and the probability that the units hold none of a kind that is as long as the longest of
+them, takes half of the steps, and is frequent enough to offset the excess.
 
 If the questions are fixed, the units are answers, and only deviations from a question's own mean count.
-Few questions may take most of the steps, so the degrees of freedom are Welch's. For simulated error
-rates see docs/evaluation.md.
+Of k answers, one that alone saves steps deviates by (k - 1)/k of them: the size is k/(k - 1) times that
+of e. Few questions may take most of the steps, so the degrees of freedom are Welch's. For simulated
+error rates see docs/evaluation.md.
 """
 
 import math
@@ -63,20 +64,21 @@ def step_inflation(
 
 
 def log_ratio(table: Floats, *, sampled: bool) -> tuple[Total, Number]:
-    """Return n times log((steps' / tokens') / (steps / tokens)), and what one question might save.
+    """Return n times log((steps' / tokens') / (steps / tokens)), and what one unit might save.
 
-    That is half of the steps of the longest question, in steps of the mean one; 0 if no question may
-    come. `table` [..., n questions, k answers, 4] has steps, tokens, steps' and tokens'.
+    That is half of the longest question or, if no question may come, of the longest answer, in mean
+    questions. `table` [..., n questions, k answers, 4] has steps, tokens, steps' and tokens'.
     """
     of_units = np.moveaxis(table.sum(-2, keepdims=True), -3, -2) if sampled else table
     count, k = table.shape[-3], of_units.shape[-2]
     sums, signs = table.sum((-3, -2)), np.array([-1, 1, 1, -1])
     without = (np.log(sums[..., None, None, :] - of_units) * signs).sum(-1)  # without each in turn
     moved = count * np.abs(without - without.mean(-1, keepdims=True))
-    of_each = (moved**2).sum(-1) * (1 if sampled else k / (k - 1))
+    apart = 1 if sampled else k / (k - 1)  # an answer is a part of the mean it deviates from
+    of_each = (moved**2).sum(-1) * apart
     variance = of_each.sum(-1)
     still = variance < 1e-18  # it comes only from rounding
-    jump = np.where(still, 1.0, (moved**3).sum((-2, -1)) / np.where(still, 1.0, variance))
+    jump = np.where(still, 1.0, apart**2 * (moved**3).sum((-2, -1)) / (variance + still))
     # A question's variance goes with its share of the cost; seen from two answers it may be near 0.
     cost = (of_units.sum(-2) / sums[..., None, :]).mean(-1) ** 2
     freedom = np.minimum(
@@ -84,7 +86,7 @@ def log_ratio(table: Floats, *, sampled: bool) -> tuple[Total, Number]:
     )
     longest = (of_units / sums[..., None, None, :])[..., 1::2].max((-3, -2, -1))
     value = count * (np.log(sums) * signs).sum(-1)
-    return Total(count, value, variance, jump, freedom), count / 2 * longest * sampled
+    return Total(count, value, variance, jump, freedom), count / 2 * longest
 
 
 def exceeds_p(ratio: Total, saves: Number, limit: float) -> Number:

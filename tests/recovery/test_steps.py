@@ -13,7 +13,7 @@ from quantize.recovery.sequential import Plan, nominal_levels
 from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Comparison, Terms
-from tests.support.worlds import RECIPES, Bench, by_name, many_costs, three_sigma
+from tests.support.worlds import RECIPES, Bench, are_fixed, by_name, many_costs, three_sigma
 
 NEVER, LIMIT = (0.0, 0.0), 0.1
 
@@ -37,9 +37,9 @@ def answers(
 def test_a_model_that_takes_7_percent_more_everywhere_has_no_uncertainty() -> None:
     base = {str(i): [(100 * i, 1000 + i)] for i in range(1, 20)}
     more = {q: [(steps * 107 // 100, tokens)] for q, [(steps, tokens)] in base.items()}
-    found = step_inflation(base, more, NEVER, confidence=0.95)
-    assert found.ratio == pytest.approx(1.07, rel=1e-12)
-    assert found.low == pytest.approx(found.high, rel=1e-9)
+    inflation = step_inflation(base, more, NEVER, confidence=0.95)
+    assert inflation.ratio == pytest.approx(1.07, rel=1e-12)
+    assert inflation.low == pytest.approx(inflation.high, rel=1e-9)
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -50,9 +50,9 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
         for _ in range(3)
     ]
     held = sum(
-        found.low <= np.mean(truth) <= found.high
+        inflation.low <= np.mean(truth) <= inflation.high
         for _ in range(rounds)
-        for found in [step_inflation(*answers(rng, 150, factor), NEVER, confidence=0.95)]
+        for inflation in [step_inflation(*answers(rng, 150, factor), NEVER, confidence=0.95)]
     )
     assert (
         930 <= held <= 970
@@ -72,16 +72,16 @@ def test_the_p_value_and_the_bound_say_the_same(beyond: bool, sampled: bool) -> 
         ]
     bound = step_inflation(*costs, NEVER, confidence=0.95, sampled=sampled).bound
     limit = bound - 1 + (-1e-6 if beyond else 1e-6)
-    found = step_inflation(*costs, NEVER, confidence=0.95, limit=limit, sampled=sampled)
-    assert found.bound < found.ratio
-    assert (found.low < found.bound) != sampled
-    assert found.p_at_most_limit is not None
-    assert (found.p_at_most_limit <= 0.05) == beyond
+    inflation = step_inflation(*costs, NEVER, confidence=0.95, limit=limit, sampled=sampled)
+    assert inflation.bound < inflation.ratio
+    assert (inflation.low < inflation.bound) != sampled
+    assert inflation.p_at_most_limit is not None
+    assert (inflation.p_at_most_limit <= 0.05) == beyond
 
 
 def test_the_error_is_of_the_ratio_without_each_question() -> None:
     base, more = answers(np.random.default_rng(5), 6, 1.2)
-    found = step_inflation(base, more, NEVER, confidence=0.95)
+    inflation = step_inflation(base, more, NEVER, confidence=0.95)
     without = np.log([
         step_inflation(
             *({q: c for q, c in side.items() if q != out} for side in (base, more)),
@@ -90,7 +90,7 @@ def test_the_error_is_of_the_ratio_without_each_question() -> None:
         for out in base
     ])  # fmt: skip
     error = np.sqrt(((without - without.mean()) ** 2).sum())
-    assert found.high / found.ratio == pytest.approx(np.exp(stats.t.ppf(0.975, 5) * error))
+    assert inflation.high / inflation.ratio == pytest.approx(np.exp(stats.t.ppf(0.975, 5) * error))
 
 
 def compared(
@@ -99,23 +99,24 @@ def compared(
     """40 questions, 20 % margin: no loss or an undecided one, and steps that take so many more."""
     right = by_name(np.ones(40))
     other = right if passes else by_name(np.arange(40) >= 8)
-    found = compare(right, other, Terms(estimand="such_questions", margin_pp=20))
+    comparison = compare(right, other, Terms(estimand="such_questions", margin_pp=20))
     steps = None
     if inflation is not None:
         costs = many_costs(Bench(40, 1, 1, 20), np.random.default_rng(0), 1, inflation)[0, :, 0]
         table = {str(i): row for i, row in enumerate(costs.astype(int).tolist())}
         pair = ({q: [tuple(row[at : at + 2])] for q, row in table.items()} for at in (0, 2))
         steps = step_inflation(*pair, NEVER, confidence=0.95, limit=limit)
-    return replace(found, step_inflation=steps, max_step_inflation=limit)
+    return replace(comparison, step_inflation=steps, max_step_inflation=limit)
 
 
 def test_a_failure_tells_by_how_much_more_steps_are_taken() -> None:
-    found = compared(0.9)
-    assert found.step_inflation is not None
-    ratio, bound = (100 * (x - 1) for x in (found.step_inflation.ratio, found.step_inflation.bound))
+    comparison = compared(0.9)
+    inflation = comparison.step_inflation
+    assert inflation is not None
+    ratio, bound = (100 * (x - 1) for x in (inflation.ratio, inflation.bound))
     assert 10 < bound < ratio < 200
     told = f"takes {ratio:.1f} % more denoising steps a token; at 95% it is above {bound:.1f} %"
-    assert told in judge({"a": found}).reason
+    assert told in judge({"a": comparison}).reason
 
 
 @pytest.mark.parametrize(
@@ -144,9 +145,10 @@ def test_steps_decide_beside_accuracy(
 @pytest.mark.parametrize(("tasks", "fails"), [(1, True), (2, False)])
 def test_many_tasks_make_no_false_alarm_likely(tasks: int, fails: bool) -> None:
     """Holm's correction is over the tasks, and over both ways to fail: 0.05 / 2 and 0.05 / 4."""
-    found = compared(0.0)
-    assert found.step_inflation is not None
-    weak = replace(found, step_inflation=replace(found.step_inflation, p_at_most_limit=0.02))
+    comparison = compared(0.0)
+    assert comparison.step_inflation is not None
+    inflation = replace(comparison.step_inflation, p_at_most_limit=0.02)
+    weak = replace(comparison, step_inflation=inflation)
     seen = {"a": weak} | {f"b{i}": compared(0.0) for i in range(tasks - 1)}
     assert judge(seen).outcome == ("FAIL" if fails else "PASS")
 
@@ -156,18 +158,24 @@ def test_many_tasks_make_no_false_alarm_likely(tasks: int, fails: bool) -> None:
 
 def p_values(estimand: Estimand, bench: Bench, rounds: int, inflation: float) -> Floats:
     """Return the p-values of each look [looks, rounds] of a limit of 10 %."""
-    found: list[Floats] = []
+    blocks: list[Floats] = []
     block = min(rounds, max(1, 300_000 // (bench.questions * bench.repeats)))
     for number in range(math.ceil(rounds / block)):
         generator = np.random.default_rng([bench.questions, round(100 * inflation), number])
-        fixed = estimand == "these_questions" and bench.repeats > 1
+        fixed = are_fixed(estimand, bench.repeats)
         costs = many_costs(bench, generator, block, inflation, fixed=fixed)
-        seen = [
-            costs[:, : look.questions, : look.repeats]
-            for look in Plan(estimand, bench.questions, bench.repeats, 0).looks
-        ]
-        found.append(np.stack([exceeds_p(*log_ratio(t, sampled=not fixed), LIMIT) for t in seen]))
-    return np.concatenate(found, 1)[:, :rounds]
+        blocks.append(at_looks(estimand, costs))
+    return np.concatenate(blocks, 1)[:, :rounds]
+
+
+def at_looks(estimand: Estimand, costs: Floats) -> Floats:
+    """Return the p-values [looks, rounds] of costs [rounds, n, k, 4]."""
+    sampled = not are_fixed(estimand, costs.shape[2])
+    seen = [
+        costs[:, : look.questions, : look.repeats]
+        for look in Plan(estimand, *costs.shape[1:3], 0).looks
+    ]
+    return np.stack([exceeds_p(*log_ratio(t, sampled=sampled), LIMIT) for t in seen])
 
 
 def failures(estimand: Estimand, bench: Bench, p: Floats, alpha: float) -> Floats:
@@ -221,6 +229,14 @@ def test_three_tasks_at_the_limit_fail_no_more_often_than_stated(rounds: int) ->
     assert share <= 0.05 + three_sigma(0.05, rounds)
 
 
+def check_at_limit(estimand: Estimand, costs: Floats) -> None:
+    """At most 5 % of the rounds of costs [rounds, n, k, 4] fail, within the binomial limits."""
+    rounds, questions, repeats = costs.shape[:3]
+    p = at_looks(estimand, costs)
+    failed = failures(estimand, Bench(questions, repeats, 1, 3), p, 0.05)[-1].mean()
+    assert failed <= 0.05 + three_sigma(0.05, rounds)
+
+
 @pytest.mark.parametrize("count", [30, 60, 198])
 def test_long_questions_that_no_look_showed_make_no_failure(count: int) -> None:
     """Three of `count` such questions are ten times as long and save a fifth of their steps."""
@@ -231,11 +247,7 @@ def test_long_questions_that_no_look_showed_make_no_failure(count: int) -> None:
     factor = (1 + LIMIT) * np.where(long, 0.8, 1.0) / (1 - 0.2 * weight)
     noise = rng.lognormal(0.0, 0.05, long.shape)
     tables = np.stack([length, length, length * factor * noise / np.exp(0.05**2 / 2), length], -1)
-    looks = Plan("such_questions", count, 1, 0).looks
-    seen = [log_ratio(tables[:, : look.questions, None], sampled=True) for look in looks]
-    p = np.stack([exceeds_p(*at, LIMIT) for at in seen])
-    failed = failures("such_questions", Bench(count, 1, 1, 5), p, 0.05)[-1].mean()
-    assert failed <= 0.05 + three_sigma(0.05, rounds)
+    check_at_limit("such_questions", tables[:, :, None])
 
 
 def test_a_question_with_most_of_the_steps_makes_no_failure() -> None:
@@ -243,11 +255,20 @@ def test_a_question_with_most_of_the_steps_makes_no_failure() -> None:
     rng, rounds, repeats = np.random.default_rng(10), 2000, 20
     mean = np.array([50.0] + 9 * [2.0])[:, None, None] * 200 * np.array([1, 1, 1 + LIMIT, 1])
     tables = rng.gamma(5.0, mean / 5, (rounds, 10, repeats, 4))
-    plan = Plan("these_questions", 10, repeats, 0)
-    seen = [log_ratio(tables[:, :, : look.repeats], sampled=False) for look in plan.looks]
-    p = np.stack([exceeds_p(*at, LIMIT) for at in seen])
-    failed = failures(plan.estimand, Bench(10, repeats, 1, 3), p, 0.05)[-1].mean()
-    assert failed <= 0.05 + three_sigma(0.05, rounds)
+    check_at_limit("these_questions", tables)
+
+
+@pytest.mark.parametrize(("questions", "repeats"), [(5, 8), (30, 20), (198, 2), (400, 2)])
+def test_answers_that_save_by_chance_and_were_not_seen_make_no_failure(
+    questions: int, repeats: int
+) -> None:
+    """Two of a hundred answers to fixed questions halve their steps; all others take alike more."""
+    rng, rounds = np.random.default_rng(questions), 2000
+    shape, share = (rounds, questions, repeats), 0.02
+    more = (1 + LIMIT) * np.where(rng.random(shape) < share, 0.5, 1.0) / (1 - share / 2)
+    noise = rng.lognormal(0.0, 0.01, shape)
+    even = np.ones(shape)
+    check_at_limit("these_questions", 200 * np.stack([even, even, more * noise, even], -1))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ from quantize.recovery.sequential import (
 from quantize.recovery.statistics import compare
 from quantize.recovery.steps import exceeds_p, log_ratio, step_inflation
 from quantize.recovery.terms import Comparison, Terms
-from tests.support.worlds import Bench, by_name, many_costs, solved
+from tests.support.worlds import Bench, are_fixed, by_name, many_costs, solved
 
 ALPHA, INFLATION = 0.05, 0.1
 DAMAGE = ("single", "whole", "mixed")
@@ -274,10 +274,6 @@ def _inside(less: Total, limit_pp: Any) -> Any:
     return 2 * ndtri(1 - ALPHA / 2) * (limit_pp + 100 * less.mean) / (high - low)
 
 
-def _sampled(world: RandomWorld, costs: Floats) -> bool:
-    return world.estimand == "such_questions" or costs.shape[2] == 1
-
-
 def _step_p(costs: Floats, looks: Sequence[Look], *, sampled: bool) -> Floats:
     """Return p-values of "the inflation is at most its limit", and its inside [looks, 2, rounds]."""
     rows: list[Any] = []
@@ -393,7 +389,7 @@ def drawn_answers(
             generator,
             rounds,
             INFLATION,
-            fixed=world.estimand == "these_questions" and task.bench.repeats > 1,
+            fixed=are_fixed(world.estimand, task.bench.repeats),
         )
         if task.steps
         else None
@@ -414,7 +410,9 @@ def many_verdicts(
     tables, costs = drawn_answers(world, rounds, block)
     looks = [world.plan(task).looks for task in world.tasks]
     steps = [
-        None if cost is None else _step_p(cost, look, sampled=_sampled(world, cost))
+        None
+        if cost is None
+        else _step_p(cost, look, sampled=not are_fixed(world.estimand, cost.shape[2]))
         for cost, look in zip(costs, looks, strict=True)
     ]
     points = len(world.damages) - 1
@@ -477,7 +475,7 @@ def one_verdict(
                 (),
                 confidence=terms.confidence,
                 limit=terms.max_step_inflation,
-                sampled=_sampled(world, cost),
+                sampled=not are_fixed(world.estimand, cost.shape[2]),
             )
         limits = world.limits_pp(task)
         return replace(

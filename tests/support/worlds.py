@@ -68,6 +68,11 @@ class World:
         return f"{self.bench}: {self.estimand}, {self.damage} lost, {self.loss_pp:g} pp"
 
 
+def are_fixed(estimand: Estimand, repeats: int) -> bool:
+    """Return whether chance is in the answers alone: the questions stay, with several answers each."""
+    return estimand == "these_questions" and repeats > 1
+
+
 def solved(bench: Bench, generator: np.random.Generator, rounds: int = 1) -> Floats:
     """Return the probability [rounds, n] with which the base solves each question."""
     shape = (rounds, bench.questions)
