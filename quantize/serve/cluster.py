@@ -9,6 +9,7 @@ alone and ends with this process, or on the machines of the cluster that RAY_ADD
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ ENVIRONMENT = {  # of Ray's processes: those of a Ray of our own inherit it
     # of open requests; Serve prefers a busy replica to one whose count is older, which may be idle
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "1e9",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "5",  # what is left ends soon after this process
+    "RAY_worker_niceness": "0",  # by default Ray's processes give way to all others (15)
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",  # a lost proxy is missed after three of them
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
 }
 SHARED_MEMORY = 80 << 20  # bytes; Ray takes 30 % of the memory by default, and requests need little
 QUIET = {"enable_access_log": False, "log_level": "CRITICAL"}  # Ray itself says what is lost
@@ -73,15 +77,21 @@ class Replica:
 def _ray(place: Placement, count: int) -> Generator[dict[str, float]]:
     """Yield what each of `count` replicas takes of a Ray; ResourceError: there are too few GPUs."""
     os.environ.update(ENVIRONMENT | os.environ)
+    mask = os.umask(0o077)  # Ray's token, with which one runs code, is a file that all may read
     with TemporaryDirectory(prefix="quantize-") as folder:
         settings: dict[str, Any] = {"address": "local", "include_dashboard": False}
-        settings |= {"object_store_memory": SHARED_MEMORY, "_temp_dir": folder}
+        # below a folder that is closed to other users, as Ray opens its own to all
+        settings |= {"object_store_memory": SHARED_MEMORY, "_temp_dir": f"{folder}/ray"}
+        host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
         try:
             try:
+                if port.isdigit():  # Ray itself would try for minutes to reach it
+                    socket.create_connection((host, int(port)), HANGS).close()
                 ray.init(logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else settings))
             except Exception as error:  # Ray's, of many kinds
                 reason = str(error).partition(". ")[0]
-                raise ResourceError(f"Ray does not start: {reason}") from error
+                at = f" at RAY_ADDRESS={host}:{port}" if host else ""
+                raise ResourceError(f"Ray does not start{at}: {reason}") from error
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's own says nothing
             held = ray.cluster_resources()
             gpus, share = int(held.get("GPU", 0)), held["CPU"] / count
@@ -91,6 +101,7 @@ def _ray(place: Placement, count: int) -> Generator[dict[str, float]]:
             yield on_cpu if place.device == "cpu" else {"num_gpus": 1, "num_cpus": 0}
         finally:
             ray.shutdown()
+            os.umask(mask)
 
 
 def _fault() -> QuantizeError:

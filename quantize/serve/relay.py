@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantize.serve.failures import RequestError
+from quantize.serve.failures import NO_PATH, RequestError
 from quantize.serve.guard import guarded
 from quantize.serve.metrics import Metrics
 from quantize.serve.routing import beginning
@@ -59,6 +59,8 @@ class Relay:
         if scope["method"] == "GET" and (page := pages.get(scope["path"])):
             await (await page())(scope, receive, send)
             return
+        if scope["path"].startswith("/-/"):  # pages of Serve's proxy
+            raise RequestError(404, NO_PATH, code="not_found")
         bodies = [await receive()]  # the guard has read the body whole
         if self.options.prefix_bytes and (chat := beginning(bodies[0]["body"])):
             scope = {**scope, "headers": [*scope["headers"], (b"x-session-id", chat)]}
@@ -101,14 +103,17 @@ class Relay:
 
     async def _health(self) -> Response:
         """Report how many replicas run, and running and waiting samples of all, unless one hangs."""
-        status = await asyncio.to_thread(serve.status)
-        (deployment,) = status.applications[APP].deployments.values()
-        workers = deployment.replica_states.get("RUNNING", 0)
-        health: dict[str, Any] = {"status": "ok" if workers else "unavailable", "workers": workers}
-        health["key_required"] = self.options.api_key is not None
+        workers, sums = 0, {}
+        with suppress(TimeoutError, KeyError):  # Serve's controller is itself lost, or begins again
+            status = await asyncio.wait_for(asyncio.to_thread(serve.status), WAIT)
+            (deployment,) = status.applications[APP].deployments.values()
+            workers = deployment.replica_states.get("RUNNING", 0)
         with suppress(TimeoutError):
             loads = [load for _, load, _ in await self._states()]
-            health |= {"running": sum(run for run, _ in loads), "waiting": sum(w for _, w in loads)}
+            workers = max(workers, len(loads))
+            sums = {"running": sum(run for run, _ in loads), "waiting": sum(w for _, w in loads)}
+        health = {"status": "ok" if workers else "unavailable", "workers": workers}
+        health |= {"key_required": self.options.api_key is not None, **sums}
         return JSONResponse(health, 200 if workers else 503)
 
     async def _metrics(self) -> Response:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from quantize.serve.relay import Relay
 from quantize.serve.routing import LeastLoaded, beginning
 
 QUESTION = "Anna has 132 cards. Anna picks 94 more. How many cards does Anna have now?"
+CPU = Placement("cpu")
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -192,9 +194,10 @@ def test_the_proxy_hears_of_a_client_that_hangs_up(monkeypatch: pytest.MonkeyPat
 
 def test_pages_of_serves_own_are_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     page = answering(PlainTextResponse("routes"))
-    for path in ("/-/routes", "/-/healthz", "/v1/models"):
+    heard_of = {"/-/routes": (404, "not_found"), "/v1/models": (503, "unavailable")}
+    for path, (status, code) in heard_of.items():
         reply = heard(monkeypatch, page, "GET", path)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
 
 
 def test_a_request_waits_for_no_replica_that_still_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +225,20 @@ def test_a_chats_beginning_reaches_the_router_if_it_is_kept(
     assert (reply.text, reply.headers["x-worker"]) == ("x", "1")
 
 
-@pytest.mark.parametrize("running", [2, 0])
-def test_health_adds_up_what_replicas_say(monkeypatch: pytest.MonkeyPatch, running: int) -> None:
+@pytest.mark.parametrize("running", [2, 0])  # 0: Serve's controller was lost and begins again
+@pytest.mark.parametrize("answering", [2, 0])
+def test_health_adds_up_what_replicas_say(
+    monkeypatch: pytest.MonkeyPatch, running: int, answering: int
+) -> None:
     states = [(None, (1, 2), []), (None, (3, 5), []), RuntimeError("it has just ended")]
-    reply = heard(monkeypatch, silent, "GET", "/health", states, running)
-    assert reply.status_code == (200 if running else 503)
+    reply = heard(
+        monkeypatch, silent, "GET", "/health", states if answering else states[2:], running
+    )
+    workers = max(running, answering)
+    assert reply.status_code == (200 if workers else 503)
     assert reply.json() == {
-        "status": "ok" if running else "unavailable", "workers": running, "key_required": True,
-        "running": 4, "waiting": 7,
+        "status": "ok" if workers else "unavailable", "workers": workers, "key_required": True,
+        "running": 4 if answering else 0, "waiting": 7 if answering else 0,
     }  # fmt: skip
 
 
@@ -267,7 +276,7 @@ def test_each_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in cluster.ENVIRONMENT:
         monkeypatch.setenv(name, "")
     for count, taken in ((2, {"num_cpus": 4}), (3, {"num_cpus": 2}), (16, {"num_cpus": 0.5})):
-        with cluster._ray(Placement("cpu"), count) as resources:
+        with cluster._ray(CPU, count) as resources:
             assert resources == taken
     with cluster._ray(Placement("cuda:0"), 2) as resources:
         assert resources == {"num_gpus": 1, "num_cpus": 0}
@@ -277,6 +286,33 @@ def test_each_replica_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         pass
     assert len(ended) == 5
+
+
+def test_what_ray_keeps_is_closed_to_other_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    modes: list[int] = []
+
+    def init(_temp_dir: str, **_: Any) -> None:  # Ray opens `_temp_dir` itself to all users
+        (tmp_path / "token").touch()
+        kept = (Path(_temp_dir).parent, tmp_path / "token")
+        modes.extend(path.stat().st_mode & 0o777 for path in kept)
+        raise RuntimeError("it has no time. Try again")
+
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.os, "environ", {})
+    with pytest.raises(ResourceError, match=r"not start: it has no time$"), cluster._ray(CPU, 2):
+        pass
+    assert modes == [0o700, 0o600]
+
+
+def test_a_cluster_at_which_nothing_listens_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster.os, "environ", {"RAY_ADDRESS": "127.0.0.1:1"})
+    says = "Ray does not start at RAY_ADDRESS=127.0.0.1:1: .* refused"
+    with pytest.raises(ResourceError, match=says), cluster._ray(CPU, 2):
+        pass
 
 
 @pytest.mark.parametrize(
