@@ -72,7 +72,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     ),
     "hourly-price": click.option(
         "--hourly-price", type=click.FloatRange(min=0),
-        help="Price of an hour of the machine; the output then states the cost.",
+        help="Price of an hour of the machine (with --gpus, of one GPU); the output states the cost.",
     ),
     "measured": click.option(
         "--measured", type=click.Path(path_type=Path, dir_okay=False, exists=True), metavar="FILE",
